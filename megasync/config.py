@@ -1,0 +1,258 @@
+"""The typed configuration: one dataclass per section, read by OmegaConf, checked before anything starts.
+
+A YAML file may name a ``base`` (a path relative to itself); its keys are laid over the base's, then ``key=value``
+overrides over both. Unknown keys, wrong types and contradictions raise ``ConfigError`` with the key and the fix.
+This module imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    # Folder with a Hugging Face config.json, safetensors and tokenizer (`megasync fetch` makes two small ones).
+    path: str = MISSING
+    # Compute, storage and serving dtype: float32 or bfloat16. On GPUs bfloat16 keeps float32 master weights.
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class DatasetConfig:
+    # digits (procedural), reasoning_gym, jsonl, parquet, or hf (a `datasets` folder or hub name).
+    kind: str = MISSING
+    # File or folder of jsonl, parquet and hf datasets; the task's name for digits and reasoning_gym.
+    source: str = MISSING
+    split: str = "train"
+    # Rows to generate (procedural kinds) or to keep (the others); null keeps all.
+    size: int | None = None
+    seed: int = 0
+    # Passed to the procedural generator (digits: length; reasoning_gym: the task's own options).
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PromptConfig:
+    # raw: the template below, tokenised as plain text. chat: the tokenizer's chat template.
+    format: str = "raw"
+    # Python format string over the row's columns; the default is the row's prompt column itself.
+    template: str = "{prompt}"
+    # Text before the prompt: a system message (chat), or a preamble (raw).
+    system: str = ""
+    # Solved examples put before each raw prompt, drawn from the training set's first rows.
+    examples: int = 0
+    example_template: str = "{prompt} {answer}\n\n"
+    # Prompts longer than this are refused at start (counted and named), not cut.
+    max_tokens: int = 1024
+
+
+@dataclass
+class DataConfig:
+    train: DatasetConfig = field(default_factory=DatasetConfig)
+    # Held-out set; null means no evaluation.
+    eval: DatasetConfig | None = None
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    shuffle: bool = True
+
+
+@dataclass
+class ScheduleConfig:
+    # Optimizer batches to train before the run ends.
+    total_steps: int = 100
+    # Prompts (groups) per training step.
+    groups_per_step: int = 16
+    # Responses sampled per prompt.
+    samples_per_group: int = 8
+    # Versions the policy may have moved on since a trained token was sampled. 0 is synchronous training.
+    max_staleness: int = 1
+    # Training steps between two weight syncs (one published version each).
+    weight_sync_steps: int = 1
+    # Prompts being generated at once; null lets the buffer's capacity alone decide.
+    max_inflight_groups: int | None = None
+    # true: requests survive a weight sync and go on under the new version. false: a sync waits until they are done.
+    partial_rollout: bool = True
+    # Look-ahead window of the batcher as a share of the buffer's capacity; null is strict FIFO.
+    window_fraction: float | None = 0.3
+    # What happens to a finished group that is too old when it would be trained: mask, regenerate or drop.
+    over_age: str = "regenerate"
+    # End the run early once the held-out score (greedy accuracy) is above this; null never does.
+    stop_at_score: float | None = None
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RolloutConfig:
+    # SGLang servers, and the tensor-parallel ranks (GPUs) of each.
+    servers: int = 2
+    tensor_parallel: int = 1
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    # `package.module:function`, or null for a single turn. The signature is `async def rollout(client, sample)`.
+    workflow: str | None = None
+    # `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the dataset's verifier.
+    reward: str | None = None
+    # Worker processes for reward functions that burn CPU; 0 runs them in the controller's process.
+    reward_processes: int = 0
+    # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
+    drop_uniform_groups: bool = False
+    # Longest prompt plus response that a server accepts, in tokens; null takes the model's own limit.
+    context_length: int | None = None
+    # Tokens of KV cache and running requests per server; null lets SGLang decide (set them on a CPU).
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    mem_fraction: float = 0.8
+    router_policy: str = "cache_aware"
+    # Extra SGLang command line arguments, for example {"--chunked-prefill-size": 4096}.
+    server_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    # constant, linear or cosine, after `warmup_steps`; the last two fall to `min_lr` at `schedule.total_steps`.
+    decay: str = "constant"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+
+@dataclass
+class TrainerConfig:
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    # Layers on the first and last pipeline stage when the split is uneven; null splits evenly.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    # Packed tokens per microbatch and rank. A longer sequence gets a microbatch of its own.
+    tokens_per_microbatch: int = 8192
+    # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
+    minibatches: int = 1
+    # null or "full" (recompute each layer's activations in the backward pass).
+    recompute: str | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Non-finite steps that may be skipped in a row before the run stops.
+    max_skipped_steps: int = 3
+
+
+@dataclass
+class AlgorithmConfig:
+    # grpo: reward minus the group's mean, over its standard deviation when `normalize_std`.
+    advantage: str = "grpo"
+    normalize_std: bool = True
+    # PPO clip range; clip_high may exceed clip_low (asymmetric clipping).
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    # Denominator of the PPO ratio. trainer: the trainer's own log-probs before the step (decoupled PPO).
+    # behaviour: the server's.
+    ratio: str = "trainer"
+    # Off-policy correction by truncated importance sampling against the server's log-probs: none, token or sequence.
+    correction: str = "token"
+    correction_cap: float = 2.0
+    # KL penalty to the initial weights, in the loss: 0 turns it off. kind: k1, k2 or k3.
+    kl_coef: float = 0.0
+    kl_kind: str = "k3"
+    entropy_coef: float = 0.0
+
+
+@dataclass
+class SyncConfig:
+    # What servers do with running requests during a sync: in_place, retract or abort.
+    pause_mode: str = "retract"
+    # Largest bucket on the wire; two exist at a time.
+    bucket_mb: int = 256
+    # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
+    parity_every: int = 1
+    # Largest mean absolute difference per token; null takes 1e-3 for float32 and 0.05 for bfloat16.
+    parity_threshold: float | None = None
+
+
+@dataclass
+class EvalConfig:
+    # Training steps between evaluations; 0 evaluates only at the start and the end.
+    every_steps: int = 10
+    # Held-out prompts per evaluation.
+    samples: int = 128
+    # One score per temperature; 0 is greedy.
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    max_inflight: int = 32
+
+
+@dataclass
+class CheckpointConfig:
+    # Training steps between checkpoints; 0 saves only at the end and on Ctrl-C.
+    every_steps: int = 50
+    keep: int = 2
+    # Write a Hugging Face checkpoint when the run ends.
+    export: bool = True
+
+
+@dataclass
+class ClusterConfig:
+    # auto takes cuda when there is one.
+    device: str = "auto"
+    # Ray cluster: null starts one here for the run; "auto" or host:port joins one.
+    address: str | None = None
+    # GPUs (cuda) or ranks (cpu) of one node; pools are made of whole nodes when they span several.
+    devices_per_node: int = 8
+    # Interface that servers and collectives bind to; loopback unless the pools span nodes.
+    host: str = "127.0.0.1"
+
+
+@dataclass
+class TimeoutConfig:
+    """Seconds. Separate waits, separate knobs."""
+
+    server_start: float = 300.0
+    trainer_start: float = 300.0
+    request: float = 600.0
+    weight_sync: float = 300.0
+    train_step: float = 1800.0
+    # No group finished and no step trained for this long: the run stops and says what each part waits for.
+    no_progress: float = 1800.0
+    shutdown: float = 60.0
+
+
+@dataclass
+class ObserveConfig:
+    # Live terminal display; plain lines where there is no terminal.
+    live: bool = True
+    tensorboard: bool = True
+    # Sample answers written before and after training.
+    samples: int = 8
+
+
+@dataclass
+class Config:
+    name: str = "run"
+    seed: int = 0
+    # Run directories are made here as <name>-<time>.
+    run_root: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,33 @@
+"""Errors a person is meant to read: each says what was wrong, where, and what to do."""
+
+
+class MegasyncError(Exception):
+    """Base of every error that megasync raises on purpose."""
+
+
+class ConfigError(MegasyncError):
+    """A refused configuration value: names the key, the value and the fix. Raised before any process starts."""
+
+
+class DataError(MegasyncError):
+    """A prompt, dataset, tokenizer or reward that cannot be used as given."""
+
+
+class ServerError(MegasyncError):
+    """An SGLang server or router that died, refused, or did not answer in time."""
+
+
+class SyncError(MegasyncError):
+    """A weight sync that failed: names the engine, the phase and the version."""
+
+
+class ParityError(SyncError):
+    """Trainer and server disagree on log-probs of the same weights: carries both numbers."""
+
+
+class TrainingError(MegasyncError):
+    """A training step that cannot go on (too many non-finite steps, a rank that died)."""
+
+
+class CheckpointError(MegasyncError):
+    """A checkpoint that could not be written or read; what was saved before is untouched."""
