@@ -17,6 +17,8 @@ from omegaconf import MISSING
 class ModelConfig:
     # Folder with a Hugging Face config.json, safetensors and tokenizer (`megasync fetch` makes two small ones).
     path: str = MISSING
+    # config.json that `megasync plan` reads while the folder above is not on this machine yet.
+    config: str | None = None
     # Compute, storage and serving dtype: float32 or bfloat16. On GPUs bfloat16 keeps float32 master weights.
     dtype: str = "bfloat16"
 
