@@ -1,0 +1,76 @@
+"""Deviations from upstream packages, one file each: what is bent, for which exact versions, and why.
+
+A patch is applied only inside trainer ranks, by `apply_all`, and refuses versions that it was not written for. Every
+file here has a test that fails once upstream no longer needs the patch. Importing this package imports nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+
+class PatchError(RuntimeError):
+    """A patch met a package, or a version of it, that it was not written for."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One deviation. ``apply`` may be called once per process; ``kinds`` are the devices that need it."""
+
+    name: str
+    package: str
+    versions: tuple[str, ...]
+    reason: str
+    apply: Callable[[], None]
+    kinds: tuple[str, ...] = ("cpu",)
+
+    def check_version(self) -> None:
+        """Raises PatchError unless the installed package is one that this patch was written for."""
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            raise PatchError(f"patch {self.name!r} needs {self.package}, which is not installed") from None
+        # A local build tag ("2.13.0+cpu") says how a version was built, not which version it is.
+        if found.split("+")[0] not in self.versions:
+            raise PatchError(
+                f"patch {self.name!r} was written for {self.package} {' or '.join(self.versions)}, and {found} is "
+                f"installed. Install a supported version, or check that the patch is still right and add the version."
+            )
+
+
+# In order of application.
+MODULES = (
+    "torch_cuda_calls",
+    "megatron_rng_state",
+    "megatron_cuda_literals",
+    "megatron_tensor_types",
+)
+
+_active: list[str] = []
+
+
+def registered() -> tuple[Patch, ...]:
+    """All patches, in order of application."""
+    return tuple(import_module(f"{__name__}.{module}").PATCH for module in MODULES)
+
+
+def apply_all(kind: str) -> None:
+    """Applies the patches that device ``kind`` ("cpu" or "cuda") needs; those already applied are left alone.
+
+    Raises:
+        PatchError: an unknown version. All versions are checked before the first patch is applied.
+    """
+    due = [patch for patch in registered() if kind in patch.kinds and patch.name not in _active]
+    for patch in due:
+        patch.check_version()
+    for patch in due:
+        patch.apply()
+        _active.append(patch.name)
+
+
+def active() -> tuple[str, ...]:
+    """Names of the patches applied in this process."""
+    return tuple(_active)

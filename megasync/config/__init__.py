@@ -1,5 +1,11 @@
-"""Configuration: `schema` is what may be said, `load` reads YAML and overrides, `check` refuses contradictions."""
+"""Configuration: `schema` is what may be said, `load` reads YAML and overrides, `check` refuses contradictions.
 
+`limits` holds every key's range, `model_shape` what a model's config.json says, `pools` the nodes that a run asks for.
+No module here imports torch or Ray, so a bad configuration is refused before anything heavy is loaded.
+"""
+
+from megasync.config.check import check_config
+from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 
-__all__ = ["Config"]
+__all__ = ["Config", "check_config", "load_config", "save_config"]

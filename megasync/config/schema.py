@@ -54,7 +54,8 @@ class PromptConfig:
 
 @dataclass
 class DataConfig:
-    train: DatasetConfig = field(default_factory=DatasetConfig)
+    # Training set; may be left out only by a Python caller who passes rows of its own.
+    train: DatasetConfig | None = None
     # Held-out set; null means no evaluation.
     eval: DatasetConfig | None = None
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -213,7 +214,7 @@ class ClusterConfig:
     address: str | None = None
     # GPUs (cuda) or ranks (cpu) of one node; pools are made of whole nodes when they span several.
     devices_per_node: int = 8
-    # Interface that servers and collectives bind to; loopback unless the pools span nodes.
+    # Address that servers and collectives bind to; auto is each node's own, needed when the pools span nodes.
     host: str = "127.0.0.1"
 
 

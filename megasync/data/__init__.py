@@ -1,0 +1,12 @@
+"""Prompts: datasets become rows, rows become token ids, and a resumable cursor hands them out.
+
+A row is a dict with a "prompt" column (text, or a list of chat messages), usually an "answer", and whatever else the
+reward function wants to see.
+"""
+
+from megasync.data.datasets import Reward, load_dataset
+from megasync.data.render import Renderer, split_examples
+from megasync.data.rows import as_rows
+from megasync.data.source import PromptSource, render_rows
+
+__all__ = ["PromptSource", "Renderer", "Reward", "as_rows", "load_dataset", "render_rows", "split_examples"]

@@ -1,0 +1,127 @@
+"""`AsyncTrainer`: the Python door. Takes a configuration and, where wanted, functions and rows of the caller's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from megasync.config import Config, check_config, load_config, save_config
+from megasync.errors import CheckpointError, ConfigError
+from megasync.run import Run, RunResult
+from megasync.workload import Custom
+
+CONFIG_FILE = "config.yaml"
+# Names of what the caller passed from Python: a resumed run must be given the same again.
+CUSTOM_FILE = "custom.json"
+
+
+class AsyncTrainer:
+    """Trains asynchronously as the configuration says.
+
+    `reward` has the signature `f(completions, **columns) -> list[float | None]`; `rollout` is
+    `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `train_dataset` and `eval_dataset` are
+    sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
+
+    Raises ConfigError or DataError, before any process starts, when something does not fit.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        reward: Callable | None = None,
+        rollout: Callable | None = None,
+        train_dataset: Sequence[dict] | None = None,
+        eval_dataset: Sequence[dict] | None = None,
+    ) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config, overrides)
+        self._custom = Custom(reward, rollout, train_dataset, eval_dataset)
+        self._run_dir: Path | None = None
+        self._checkpoint: Path | None = None
+        check_config(self.config, own_rows=train_dataset is not None, own_eval_rows=eval_dataset is not None)
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: object) -> AsyncTrainer:
+        """Goes on with a run from its newest complete checkpoint, in the same run directory.
+
+        Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
+        """
+        from megasync.trainer.checkpoint import latest
+
+        run_dir = Path(run_dir)
+        if not (run_dir / CONFIG_FILE).is_file():
+            raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+        needed = json.loads((run_dir / CUSTOM_FILE).read_text())
+        if missing := [name for name in needed if custom.get(name) is None]:
+            raise ConfigError(
+                f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
+                f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
+            )
+        checkpoint = latest(run_dir)
+        if checkpoint is None:
+            raise CheckpointError(f"{run_dir} has no complete checkpoint to resume from; start the run again")
+        trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
+        trainer._run_dir, trainer._checkpoint = run_dir, checkpoint
+        return trainer
+
+    def train(self) -> RunResult:
+        """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once."""
+        return asyncio.run(self.run())
+
+    async def run(self) -> RunResult:
+        """`train` for callers who already have an event loop."""
+        run_dir = self._run_dir or self._new_run_dir()
+        run = Run(self.config, run_dir, self._custom, self._checkpoint)
+        task = asyncio.create_task(run.execute(), name="run")
+        with _stop_signals(run, task):
+            return await task
+
+    def _new_run_dir(self) -> Path:
+        stem = Path(self.config.run_root) / f"{self.config.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        for attempt in range(100):
+            run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
+            try:
+                run_dir.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"run_root={self.config.run_root!r} cannot be written: {error}") from error
+            save_config(self.config, run_dir / CONFIG_FILE)
+            (run_dir / CUSTOM_FILE).write_text(json.dumps(self._custom.names()))
+            return run_dir
+        raise ConfigError(f"could not make a new run directory like {stem}")
+
+
+@contextlib.contextmanager
+def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. Only where signals can be handled at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    seen: list[str] = []
+
+    def on_signal(name: str) -> None:
+        seen.append(name)
+        if len(seen) > 1 or not run.request_stop(name):
+            task.cancel(f"{name}, told to leave now")
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not seen:
+            raise
+        raise KeyboardInterrupt(f"stopped by {seen[-1]} before the run could finish cleanly") from None
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

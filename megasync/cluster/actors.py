@@ -1,0 +1,111 @@
+"""Handles of the actors of one role: start them in their pool, call them, end them.
+
+Every call has a deadline and every failure says which member failed and why; nobody else touches Ray's futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from megasync.cluster.pools import Pools
+from megasync.cluster.roles import ROLES
+from megasync.errors import MegasyncError, TrainingError
+
+
+class Actors:
+    """The actors of one role, in slot order."""
+
+    def __init__(self, role: str, handles: Sequence[Any]) -> None:
+        self.role = role
+        self.handles = list(handles)
+
+    @classmethod
+    def create(
+        cls,
+        role: str,
+        arguments: Sequence[tuple],
+        *,
+        pools: Pools | None = None,
+        guest: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> Actors:
+        """One actor per entry of `arguments`, placed in the role's pool. A guest takes no device of the pool."""
+        spec = ROLES[role]
+        remote = ray.remote(spec.actor)
+        handles = []
+        for slot, args in enumerate(arguments):
+            if spec.pool is None or pools is None:
+                options: dict = {"num_cpus": 0}
+            else:
+                options = pools.guest_options(spec.pool) if guest else pools.options(spec.pool, slot)
+            if environment:
+                options["runtime_env"] = {"env_vars": environment}
+            handles.append(remote.options(**options, max_restarts=0).remote(*args))
+        return cls(role, handles)
+
+    async def call(self, method: str, *args: Any, timeout: float | None) -> list[Any]:
+        """Calls `method(*args)` on every member; results in slot order. Ends with the first failure."""
+        shared = [ray.put(a) if isinstance(a, (list, dict)) else a for a in args]
+        return await self._gather(method, [getattr(h, method).remote(*shared) for h in self.handles], timeout)
+
+    async def call_each(self, method: str, arguments: Sequence[tuple], *, timeout: float | None) -> list[Any]:
+        """Like `call`, with arguments of its own for each member."""
+        refs = [getattr(h, method).remote(*a) for h, a in zip(self.handles, arguments, strict=True)]
+        return await self._gather(method, refs, timeout)
+
+    async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None) -> Any:
+        ref = getattr(self.handles[slot], method).remote(*args)
+        return (await self._gather(method, [ref], timeout, first=slot))[0]
+
+    async def _gather(self, method: str, refs: list, timeout: float | None, first: int = 0) -> list[Any]:
+        waits = [asyncio.ensure_future(self._result(slot, method, ref)) for slot, ref in enumerate(refs, first)]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*waits), timeout)
+        except TimeoutError:
+            late = [slot for slot, wait in enumerate(waits, first) if wait.cancelled() or not wait.done()]
+            raise TrainingError(
+                f"{self.role} {late} did not finish {method}() within {timeout:.0f} s; raise the matching timeouts.* "
+                f"value if the work really takes longer"
+            ) from None
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _result(self, slot: int, method: str, ref: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(ref.future())
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            if isinstance(cause, MegasyncError):
+                raise cause from None
+            raise TrainingError(f"{self.role} {slot} failed in {method}(): {type(cause).__name__}: {cause}") from error
+        except RayActorError as error:
+            raise TrainingError(f"{self.role} {slot} died during {method}(): {error}") from error
+
+    def kill(self) -> None:
+        """Ends the actor processes at once; for after `stop`, or when a member no longer answers."""
+        for handle in self.handles:
+            ray.kill(handle, no_restart=True)
+        self.handles.clear()
+
+
+class BufferHandle:
+    """The buffer actor seen as the async buffer that it wraps."""
+
+    def __init__(self, actors: Actors) -> None:
+        self._actors = actors
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in ROLES["buffer"].methods + ("waiting", "end_of_data"):
+            raise AttributeError(method)
+
+        async def call(*args: Any) -> Any:
+            return await self._actors.call_one(0, method, *args, timeout=None)
+
+        return call

@@ -1,0 +1,55 @@
+"""Starts or joins Ray, and leaves only what was there before."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+
+from megasync.config import Config
+from megasync.errors import MegasyncError
+
+log = logging.getLogger(__name__)
+
+# Actors that take no device (buffer, router) still need a worker slot each in Ray's accounting of processes.
+SPARE_CPUS = 2
+OBJECT_STORE_BYTES = 512 * 1024**2
+
+
+class RayCluster:
+    """A Ray session for one run: its own small local cluster, or a cluster that is already there."""
+
+    def __init__(self, config: Config, devices_needed: int) -> None:
+        self._address = config.cluster.address
+        self._devices = devices_needed
+        self._host = config.cluster.host
+        self._owned = False
+
+    def connect(self) -> None:
+        if ray.is_initialized():
+            log.info("using the Ray session that is already initialised")
+            return
+        quiet = {"logging_level": logging.WARNING, "log_to_driver": False, "configure_logging": False}
+        # Ray would otherwise rewrite CUDA_VISIBLE_DEVICES to "" for actors without GPUs; the servers set their own.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            if self._address:
+                ray.init(address=self._address, **quiet)
+            else:
+                ray.init(
+                    num_cpus=self._devices + SPARE_CPUS,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    _node_ip_address=self._host,
+                    **quiet,
+                )
+                self._owned = True
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
+            raise MegasyncError(f"could not {where}: {error}") from error
+
+    def close(self) -> None:
+        """Disconnects; a cluster that this run started ends with it."""
+        if ray.is_initialized() and (self._owned or self._address):
+            ray.shutdown()

@@ -1,0 +1,57 @@
+"""Which role lives in which pool, and what it must be able to do. The one place that maps roles to pools.
+
+The classes themselves know nothing of Ray: a role's actor is its plain class, made remote here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from megasync.buffer.handle import AsyncBuffer
+from megasync.errors import ConfigError
+from megasync.rollout.router import Router
+from megasync.rollout.server import SGLangServer
+from megasync.trainer.rank import TrainerRank
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """`pool` is None for a role that needs no device and may live anywhere."""
+
+    name: str
+    pool: str | None
+    actor: type
+    methods: tuple[str, ...]
+
+
+ROLES = {
+    role.name: role
+    for role in (
+        Role(
+            "trainer",
+            "trainer",
+            TrainerRank,
+            ("rendezvous", "start", "step", "logprobs", "save", "load", "sync_join", "sync_send", "sync_leave", "stop"),
+        ),
+        Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail")),
+        Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),
+        Role(
+            "buffer",
+            None,
+            AsyncBuffer,
+            ("admit", "commit", "drop", "lease", "ack", "publish", "reclaim", "close", "counts", "live_uids"),
+        ),
+    )
+}
+
+
+def check_capabilities(roles: dict[str, Role] = ROLES) -> None:
+    """Raises ConfigError naming role, class and missing method. Called before anything is launched."""
+    for role in roles.values():
+        missing = [m for m in role.methods if not inspect.isfunction(getattr(role.actor, m, None))]
+        if missing:
+            raise ConfigError(
+                f"role {role.name!r} is played by {role.actor.__qualname__}, which has no method "
+                f"{', '.join(missing)}; give it those methods or another class in megasync/cluster/roles.py"
+            )

@@ -1,0 +1,338 @@
+"""Refuses configurations that contradict themselves, their model or their machine, before any process starts.
+
+`check_config` looks at each key alone first (`limits`), so every check here may rely on sane single values. A check is
+one function that raises with the names and values of all keys involved and the change that would resolve it.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from megasync.config.host import is_loopback
+from megasync.config.limits import check_limits
+from megasync.config.model_files import check_model_folder, read_hf_config
+from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.schema import Config, DatasetConfig, EvalConfig
+from megasync.errors import ConfigError
+from megasync.sync.families import Sizes
+from megasync.sync.layout import Layout
+from megasync.sync.topology import Topology
+
+# Server arguments that have a key of their own here, or that a run must decide itself.
+RESERVED_SERVER_ARGS = {
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--dtype": "model.dtype",
+    "--tp": "rollout.tensor_parallel",
+    "--tp-size": "rollout.tensor_parallel",
+    "--tensor-parallel-size": "rollout.tensor_parallel",
+    "--context-length": "rollout.context_length",
+    "--max-total-tokens": "rollout.max_total_tokens",
+    "--max-running-requests": "rollout.max_running_requests",
+    "--mem-fraction-static": "rollout.mem_fraction",
+    "--random-seed": "seed",
+    "--device": "cluster.device",
+    "--host": "cluster.host",
+    "--port": None,
+    "--api-key": None,
+    "--admin-api-key": None,
+}
+
+
+def check_config(
+    config: Config, *, planning: bool = False, own_rows: bool = False, own_eval_rows: bool = False
+) -> None:
+    """Raises ConfigError for the first contradiction; returns None for a configuration that can be started.
+
+    With `planning` the model may be described by `model.config` alone and data files need not be here yet. `own_rows`
+    and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`.
+    """
+    check_limits(config)
+    _check_schedule(config)
+    _check_algorithm(config)
+    _check_optimizer(config)
+    _check_sync(config)
+    _check_evaluation(config, own_eval_rows)
+    _check_prompt(config)
+    _check_servers(config)
+    _check_trainer(config)
+    _check_cluster(config)
+    _check_model(config, planning)
+    _check_data(config, planning, own_rows, own_eval_rows)
+    _check_run_root(config)
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, trainer = config.schedule, config.trainer
+    capacity = buffer_capacity(config)
+    inflight = schedule.max_inflight_groups
+    if inflight is not None and inflight > capacity:
+        raise ConfigError(
+            f"schedule.max_inflight_groups={inflight} can never be reached: the buffer holds {capacity} groups, "
+            f"(max_staleness + 1) x groups_per_step x weight_sync_steps; lower it or set it to null"
+        )
+    responses = schedule.groups_per_step * schedule.samples_per_group
+    if responses < trainer.data_parallel * trainer.minibatches:
+        raise ConfigError(
+            f"schedule.groups_per_step={schedule.groups_per_step} x samples_per_group={schedule.samples_per_group} "
+            f"gives {responses} responses a step, too few for trainer.data_parallel={trainer.data_parallel} x "
+            f"trainer.minibatches={trainer.minibatches}; every rank needs at least one per minibatch"
+        )
+    if schedule.weight_sync_steps > schedule.total_steps:
+        raise ConfigError(
+            f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
+            f"{schedule.total_steps}: no sync would ever fall due; lower it"
+        )
+
+
+def buffer_capacity(config: Config) -> int:
+    """Groups that may be active at once (design law 5): (max_staleness + 1) * groups_per_step * weight_sync_steps."""
+    schedule = config.schedule
+    return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.weight_sync_steps
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, samples = config.algorithm, config.schedule.samples_per_group
+    if algorithm.advantage == "grpo" and samples < 2:
+        raise ConfigError(
+            f"algorithm.advantage=grpo compares the responses of one prompt, but schedule.samples_per_group={samples}; "
+            f"raise it to 2 or more"
+        )
+    if algorithm.ratio == "behaviour" and algorithm.correction != "none":
+        raise ConfigError(
+            f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="
+            f"{algorithm.correction} would do it twice; set algorithm.correction=none or algorithm.ratio=trainer"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, steps = config.trainer.optimizer, config.schedule.total_steps
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(
+            f"trainer.optimizer.betas={list(optimizer.betas)} must be two numbers, each at least 0 and below 1"
+        )
+    if optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} exceeds schedule.total_steps={steps}; lower it"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"trainer.optimizer.min_lr={optimizer.min_lr} exceeds trainer.optimizer.lr={optimizer.lr}; lower it"
+        )
+    if optimizer.min_lr > 0 and optimizer.decay == "constant":
+        raise ConfigError(
+            f"trainer.optimizer.min_lr={optimizer.min_lr} is never reached with trainer.optimizer.decay=constant; "
+            f"choose decay=linear or cosine, or set min_lr=0"
+        )
+
+
+def _check_sync(config: Config) -> None:
+    sync = config.sync
+    if sync.parity_every == 0 and sync.parity_threshold is not None:
+        raise ConfigError(
+            f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
+            f"1 or more, or parity_threshold to null"
+        )
+
+
+def _check_evaluation(config: Config, own_eval_rows: bool) -> None:
+    held_out, evaluation, target = config.data.eval, config.eval, config.schedule.stop_at_score
+    if held_out is None and not own_eval_rows:
+        if target is not None:
+            raise ConfigError(
+                f"schedule.stop_at_score={target} needs a held-out set, but data.eval is null; name one, or set "
+                f"stop_at_score to null"
+            )
+        if evaluation != EvalConfig():
+            raise ConfigError(
+                f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
+                f"nothing would be evaluated; name a held-out set under data.eval, or remove the eval section"
+            )
+        return
+    if not evaluation.temperatures or min(evaluation.temperatures) < 0:
+        raise ConfigError(
+            f"eval.temperatures={list(evaluation.temperatures)} must hold at least one number, none below 0"
+        )
+    if len(set(evaluation.temperatures)) != len(evaluation.temperatures):
+        raise ConfigError(f"eval.temperatures={list(evaluation.temperatures)} names a temperature twice")
+    if target is not None and 0 not in evaluation.temperatures:
+        raise ConfigError(
+            f"schedule.stop_at_score={target} looks at greedy accuracy, but eval.temperatures="
+            f"{list(evaluation.temperatures)} has no 0; add it"
+        )
+    if own_eval_rows:
+        return
+    if held_out.size is not None and held_out.size < evaluation.samples:
+        raise ConfigError(
+            f"eval.samples={evaluation.samples} is more than data.eval.size={held_out.size}; lower one or raise the "
+            f"other"
+        )
+
+
+def _check_prompt(config: Config) -> None:
+    prompt = config.data.prompt
+    for key, template in (("template", prompt.template), ("example_template", prompt.example_template)):
+        try:
+            columns = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise ConfigError(
+                f"data.prompt.{key}={template!r} is not a valid format string ({error}); write {{{{ and }}}} for "
+                f"literal braces"
+            ) from None
+        if not columns or not all(columns):
+            raise ConfigError(
+                f"data.prompt.{key}={template!r} must name the columns it shows, such as {{prompt}}; write {{{{ and "
+                f"}}}} for literal braces"
+            )
+    if prompt.examples and prompt.format == "chat":
+        raise ConfigError(
+            f"data.prompt.examples={prompt.examples} is for raw prompts, but data.prompt.format=chat; set examples=0 "
+            f"or format=raw"
+        )
+
+
+def _check_servers(config: Config) -> None:
+    rollout = config.rollout
+    top_k = rollout.sampling.top_k
+    if top_k == 0 or top_k < -1:
+        raise ConfigError(f"rollout.sampling.top_k={top_k} must be -1 (all tokens) or at least 1")
+    if "" in rollout.sampling.stop:
+        raise ConfigError("rollout.sampling.stop holds an empty text, which would end every response at once; drop it")
+    for argument in rollout.server_args:
+        if not argument.startswith("--"):
+            raise ConfigError(
+                f"rollout.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
+            )
+        if argument in RESERVED_SERVER_ARGS:
+            own = RESERVED_SERVER_ARGS[argument]
+            fix = f"set {own} instead" if own else "megasync chooses it for every server"
+            raise ConfigError(f"rollout.server_args may not hold {argument}: {fix}")
+    longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
+    for key in ("context_length", "max_total_tokens"):
+        room = getattr(rollout, key)
+        if room is not None and longest > room:
+            raise ConfigError(
+                f"data.prompt.max_tokens={config.data.prompt.max_tokens} + rollout.sampling.max_new_tokens="
+                f"{rollout.sampling.max_new_tokens} do not fit into rollout.{key}={room}; raise it or lower one of them"
+            )
+
+
+def _check_trainer(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ConfigError(
+            "trainer.sequence_parallel=true splits activations over tensor-parallel ranks, but trainer.tensor_parallel=1;"
+            " set sequence_parallel=false or raise tensor_parallel"
+        )
+    for key in ("first_stage_layers", "last_stage_layers"):
+        if getattr(trainer, key) is not None and trainer.pipeline_parallel == 1:
+            raise ConfigError(
+                f"trainer.{key}={getattr(trainer, key)} needs several pipeline stages, but trainer.pipeline_parallel=1; "
+                f"set it to null or raise pipeline_parallel"
+            )
+
+
+def _check_cluster(config: Config) -> None:
+    cluster = config.cluster
+    specs = pool_specs(config)
+    nodes = nodes_needed(specs, cluster.devices_per_node)
+    if nodes == 1:
+        return
+    need = " + ".join(f"{spec.total_devices} for the {name}" for name, spec in specs.items())
+    if cluster.address is None:
+        raise ConfigError(
+            f"the pools need {need} devices, more than one node has (cluster.devices_per_node="
+            f"{cluster.devices_per_node}), and cluster.address=null starts Ray on this machine alone; lower "
+            f"trainer.data_parallel or rollout.servers, or join a cluster of {nodes} nodes with cluster.address=auto"
+        )
+    if cluster.host != "auto":
+        only = "reachable from one machine only" if is_loopback(cluster.host) else "the address of one node"
+        raise ConfigError(
+            f"the pools span {nodes} nodes, but cluster.host={cluster.host} is {only}; set cluster.host=auto, and every "
+            f"process binds to its own node's address"
+        )
+
+
+def _check_model(config: Config, planning: bool) -> None:
+    layout, source = model_layout(config, planning=planning)
+    _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
+    _check_server_split(config.rollout.tensor_parallel, layout.sizes, source)
+    if not planning:
+        check_model_folder(config.model)
+
+
+def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
+    """The model's layout over the trainer's ranks, and the config.json it was read from.
+
+    Raises ConfigError for a missing or unsupported model and for a split that Megatron would refuse.
+    """
+    values, source = read_hf_config(config.model, planning=planning)
+    try:
+        return Layout(values, Topology.from_config(config.trainer)), source
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _check_context(config: Config, limit: int | None, source: Path) -> None:
+    if limit is None:
+        raise ConfigError(f"{source} has no max_position_embeddings; the model folder is incomplete")
+    asked = config.rollout.context_length
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"rollout.context_length={asked} exceeds the model's max_position_embeddings={limit} ({source}); lower it"
+        )
+    prompt, response = config.data.prompt.max_tokens, config.rollout.sampling.max_new_tokens
+    if prompt + response > limit:
+        raise ConfigError(
+            f"data.prompt.max_tokens={prompt} + rollout.sampling.max_new_tokens={response} exceed the model's "
+            f"max_position_embeddings={limit} ({source}); lower one of them"
+        )
+
+
+def _check_server_split(tensor: int, sizes: Sizes, source: Path) -> None:
+    """SGLang's rules for cutting a decoder over the tensor-parallel ranks of one server."""
+    for name, count in (("num_attention_heads", sizes.heads), ("intermediate_size", sizes.intermediate)):
+        if count % tensor:
+            raise ConfigError(
+                f"rollout.tensor_parallel={tensor} does not divide the model's {name}={count} ({source}); choose a "
+                f"divisor of it"
+            )
+    if sizes.groups % tensor and tensor % sizes.groups:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor} and the model's num_key_value_heads={sizes.groups} ({source}) must "
+            f"divide one another; choose a divisor or a multiple of {sizes.groups}"
+        )
+
+
+def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: bool) -> None:
+    data = config.data
+    if data.train is None and not own_rows:
+        raise ConfigError(
+            "data.train is not set; name a dataset with data.train.kind and data.train.source, or hand rows to "
+            "AsyncTrainer(train_dataset=...)"
+        )
+    for name, dataset, replaced in (("train", data.train, own_rows), ("eval", data.eval, own_eval_rows)):
+        if dataset is not None and not replaced:
+            _check_dataset(f"data.{name}", dataset, planning)
+
+
+def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
+    if dataset.kind in ("digits", "reasoning_gym"):
+        if dataset.size is None:
+            raise ConfigError(f"{key}.kind={dataset.kind} generates its rows; say how many with {key}.size")
+        return
+    if dataset.options:
+        raise ConfigError(
+            f"{key}.options={dict(dataset.options)} configures generated tasks, but {key}.kind={dataset.kind} reads "
+            f"rows; remove it"
+        )
+    if dataset.kind in ("jsonl", "parquet") and not planning and not Path(dataset.source).expanduser().exists():
+        raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
+
+
+def _check_run_root(config: Config) -> None:
+    root = Path(config.run_root).expanduser()
+    blocked = next((p for p in (root, *root.parents) if p.exists()), root)
+    if not blocked.is_dir():
+        raise ConfigError(f"run_root={config.run_root!r} cannot be made: {blocked} is a file; choose another folder")

@@ -1,0 +1,192 @@
+"""What each key may hold on its own: one table of ranges, one of choices, one of shapes. `check` does the combinations.
+
+Every numeric or closed-choice key of the schema stands in exactly one of the tables, or among the free keys below; a
+test walks the schema and fails for a key that is in none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megasync.config.schema import Config
+from megasync.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval; `open_low`/`open_high` exclude the end itself."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+
+
+POSITIVE = Range(0, open_low=True)
+NOT_NEGATIVE = Range(0)
+AT_LEAST_ONE = Range(1)
+SHARE = Range(0, 1, open_low=True)
+PART = Range(0, 1, open_low=True, open_high=True)
+
+RANGES: dict[str, Range] = {
+    "seed": NOT_NEGATIVE,
+    "data.train.size": AT_LEAST_ONE,
+    "data.train.seed": NOT_NEGATIVE,
+    "data.eval.size": AT_LEAST_ONE,
+    "data.eval.seed": NOT_NEGATIVE,
+    "data.prompt.examples": NOT_NEGATIVE,
+    "data.prompt.max_tokens": AT_LEAST_ONE,
+    "schedule.total_steps": AT_LEAST_ONE,
+    "schedule.groups_per_step": AT_LEAST_ONE,
+    "schedule.samples_per_group": AT_LEAST_ONE,
+    "schedule.max_staleness": NOT_NEGATIVE,
+    "schedule.weight_sync_steps": AT_LEAST_ONE,
+    "schedule.max_inflight_groups": AT_LEAST_ONE,
+    "schedule.window_fraction": SHARE,
+    "schedule.stop_at_score": Range(0, 1, open_high=True),
+    "rollout.servers": AT_LEAST_ONE,
+    "rollout.tensor_parallel": AT_LEAST_ONE,
+    "rollout.sampling.temperature": POSITIVE,
+    "rollout.sampling.top_p": SHARE,
+    "rollout.sampling.max_new_tokens": AT_LEAST_ONE,
+    "rollout.reward_processes": NOT_NEGATIVE,
+    "rollout.context_length": AT_LEAST_ONE,
+    "rollout.max_total_tokens": AT_LEAST_ONE,
+    "rollout.max_running_requests": AT_LEAST_ONE,
+    "rollout.mem_fraction": PART,
+    "trainer.tensor_parallel": AT_LEAST_ONE,
+    "trainer.pipeline_parallel": AT_LEAST_ONE,
+    "trainer.data_parallel": AT_LEAST_ONE,
+    "trainer.first_stage_layers": AT_LEAST_ONE,
+    "trainer.last_stage_layers": AT_LEAST_ONE,
+    "trainer.tokens_per_microbatch": AT_LEAST_ONE,
+    "trainer.minibatches": AT_LEAST_ONE,
+    "trainer.optimizer.lr": POSITIVE,
+    "trainer.optimizer.warmup_steps": NOT_NEGATIVE,
+    "trainer.optimizer.min_lr": NOT_NEGATIVE,
+    "trainer.optimizer.eps": POSITIVE,
+    "trainer.optimizer.weight_decay": NOT_NEGATIVE,
+    "trainer.optimizer.clip_grad": NOT_NEGATIVE,
+    "trainer.max_skipped_steps": NOT_NEGATIVE,
+    "algorithm.clip_low": PART,
+    "algorithm.clip_high": POSITIVE,
+    "algorithm.correction_cap": Range(1),
+    "algorithm.kl_coef": NOT_NEGATIVE,
+    "algorithm.entropy_coef": NOT_NEGATIVE,
+    "sync.bucket_mb": AT_LEAST_ONE,
+    "sync.parity_every": NOT_NEGATIVE,
+    "sync.parity_threshold": POSITIVE,
+    "eval.every_steps": NOT_NEGATIVE,
+    "eval.samples": AT_LEAST_ONE,
+    "eval.max_inflight": AT_LEAST_ONE,
+    "checkpoint.every_steps": NOT_NEGATIVE,
+    "checkpoint.keep": AT_LEAST_ONE,
+    "cluster.devices_per_node": AT_LEAST_ONE,
+    "timeouts.server_start": POSITIVE,
+    "timeouts.trainer_start": POSITIVE,
+    "timeouts.request": POSITIVE,
+    "timeouts.weight_sync": POSITIVE,
+    "timeouts.train_step": POSITIVE,
+    "timeouts.no_progress": POSITIVE,
+    "timeouts.shutdown": POSITIVE,
+    "observe.samples": NOT_NEGATIVE,
+}
+
+DATASET_KINDS = ("digits", "reasoning_gym", "jsonl", "parquet", "hf")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "data.train.kind": DATASET_KINDS,
+    "data.eval.kind": DATASET_KINDS,
+    "data.prompt.format": ("raw", "chat"),
+    "schedule.over_age": ("mask", "regenerate", "drop"),
+    "rollout.router_policy": ("random", "round_robin", "cache_aware", "power_of_two", "manual", "consistent_hashing"),
+    "trainer.recompute": ("full",),
+    "trainer.optimizer.decay": ("constant", "linear", "cosine"),
+    "algorithm.advantage": ("grpo",),
+    "algorithm.ratio": ("trainer", "behaviour"),
+    "algorithm.correction": ("none", "token", "sequence"),
+    "algorithm.kl_kind": ("k1", "k2", "k3"),
+    "sync.pause_mode": ("in_place", "retract", "abort"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+# Keys whose text has a form of its own: the pattern, and how a person would write it.
+PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
+    "name": (re.compile(r"[\w.-]+"), "letters, digits, '.', '_' and '-' only (it names the run's folder)"),
+    "rollout.workflow": (FUNCTION, "package.module:function"),
+    "rollout.reward": (FUNCTION, "package.module:function"),
+    "cluster.address": (re.compile(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+"), "auto or host:port"),
+    "cluster.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
+}
+
+# Text, lists and switches that any value of their type fits, or that `check` looks at together with other keys.
+FREE = {
+    "run_root",
+    "model.path",
+    "model.config",
+    "data.train.source",
+    "data.train.split",
+    "data.train.options",
+    "data.eval.source",
+    "data.eval.split",
+    "data.eval.options",
+    "data.prompt.template",
+    "data.prompt.system",
+    "data.prompt.example_template",
+    "data.shuffle",
+    "schedule.partial_rollout",
+    "rollout.sampling.top_k",
+    "rollout.sampling.stop",
+    "rollout.drop_uniform_groups",
+    "rollout.server_args",
+    "trainer.sequence_parallel",
+    "trainer.distributed_optimizer",
+    "trainer.optimizer.betas",
+    "algorithm.normalize_std",
+    "eval.temperatures",
+    "checkpoint.export",
+    "observe.live",
+    "observe.tensorboard",
+}
+
+
+def check_limits(config: Config) -> None:
+    """Raises ConfigError for the first value outside its own limits: key, value and what is allowed."""
+    for key, allowed in RANGES.items():
+        value = value_of(config, key)
+        if value is not None and (math.isnan(value) or not allowed.holds(value)):
+            raise ConfigError(f"{key}={value} must be {allowed}")
+    for key, choices in CHOICES.items():
+        value = value_of(config, key)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}")
+    for key, (pattern, form) in PATTERNS.items():
+        value = value_of(config, key)
+        if value is not None and not pattern.fullmatch(value):
+            raise ConfigError(f"{key}={value!r} must be {form}")
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key; None inside a section that is null."""
+    node: Any = config
+    for part in key.split("."):
+        if node is None:
+            return None
+        node = getattr(node, part)
+    return node

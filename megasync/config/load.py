@@ -1,0 +1,207 @@
+"""From YAML files and `key=value` overrides to one typed `Config`.
+
+Layers are laid over each other from the outermost base to the overrides. Every layer is compared with the schema on
+its own before it is merged, so a refused key or value is always reported with the place where it was written.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megasync.config.schema import Config
+from megasync.errors import ConfigError
+
+BASE_KEY = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of keys. `place` is what a person is told: the file, or the override as it was typed."""
+
+    place: str
+    values: DictConfig
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file (or a mapping of the same form), its bases, and `overrides` such as `trainer.data_parallel=2`.
+
+    Raises ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type or a required key left open.
+    The result is well-typed, not yet free of contradictions: `check_config` sees to those.
+    """
+    if isinstance(source, Mapping):
+        layers = _mapping_layers(source)
+    else:
+        layers = _file_layers(Path(source).expanduser(), ())
+    layers = layers + [_override_layer(text) for text in overrides]
+    merged = OmegaConf.structured(Config)
+    for layer in layers:
+        merged = _merge(merged, layer)
+    return _to_object(merged)
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of the schema with its annotated type, sections included: ("trainer", TrainerConfig), ..."""
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        key = f"{prefix}{item.name}"
+        yield key, hints[item.name]
+        section = _section(hints[item.name])
+        if section is not None:
+            yield from schema_keys(section, f"{key}.")
+
+
+# Layers
+
+
+def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
+    own = dict(values)
+    base = own.pop(BASE_KEY, None)
+    below = [] if base is None else _file_layers(Path(base).expanduser(), ())
+    try:
+        return below + [Layer("the given mapping", OmegaConf.create(own))]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the given mapping cannot be read as a configuration: {_first_line(error)}") from None
+
+
+def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
+    """The file and everything below it, lowest first. `above` are the files that led here."""
+    path = path.resolve()
+    if path in above:
+        chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
+        raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
+    values = _read(path, above)
+    base = values.pop(BASE_KEY, None)
+    if base is None:
+        return [Layer(str(path), values)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r} must be the path of one YAML file, relative to this file")
+    return _file_layers(path.parent / base, (*above, path)) + [Layer(str(path), values)]
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
+    named_by = f" (named as `base` in {above[-1]})" if above else ""
+    if not path.is_file():
+        kind = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
+        raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path")
+    try:
+        values = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, DictConfig):
+        raise ConfigError(f"{path} must hold `key: value` pairs at its top level")
+    return values
+
+
+def _override_layer(text: str) -> Layer:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip() or key != key.strip():
+        raise ConfigError(f"override {text!r} is not of the form key=value, for example trainer.data_parallel=2")
+    try:
+        return Layer(f"override {text!r}", OmegaConf.from_dotlist([text]))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"override {text!r} cannot be read: {_first_line(error)}") from None
+
+
+# Merging
+
+
+def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
+    _refuse_unknown_keys(OmegaConf.to_container(layer.values, resolve=False), Config, "", layer.place)
+    try:
+        return OmegaConf.merge(merged, layer.values)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "?"
+        expected = dict(schema_keys()).get(key)
+        if expected is None:  # an entry of a list or of a free dictionary: name its parent's type
+            key = key.split("[")[0]
+            expected = dict(schema_keys()).get(key)
+        raise ConfigError(
+            f"{layer.place}: {key}={_value_at(layer.values, key)!r} has the wrong type; "
+            f"expected {_type_name(expected)}" + ("" if expected else f" ({_first_line(error)})")
+        ) from None
+
+
+def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, place: str) -> None:
+    hints = get_type_hints(section)
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            raise ConfigError(f"{place}: unknown key {key!r}{_nearest(key, str(name), section, prefix)}")
+        below = _section(hints[name])
+        if below is None or value is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(below)}")
+        _refuse_unknown_keys(value, below, f"{key}.", place)
+
+
+def _nearest(key: str, name: str, section: type, prefix: str) -> str:
+    """A suggestion: the same name in another section, else the most similar key of this section or of all."""
+    every = [k for k, _ in schema_keys()]
+    elsewhere = [k for k in every if k.rpartition(".")[2] == name]
+    siblings = [f"{prefix}{f.name}" for f in fields(section)]
+    close = elsewhere or difflib.get_close_matches(key, siblings, 1, 0.6) or difflib.get_close_matches(key, every, 1)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    where = prefix.rstrip(".") or "the top level"
+    return f"; {where} knows {', '.join(f.name for f in fields(section))}"
+
+
+def _to_object(merged: DictConfig) -> Config:
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} must be set; name it in the file or as {missing[0]}=VALUE")
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'the configuration'} cannot be resolved: {_first_line(error)}") from None
+
+
+# Words
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass inside a type such as `DatasetConfig | None`; None for a plain value."""
+    return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
+
+
+def _value_at(values: DictConfig, key: str) -> Any:
+    node: Any = OmegaConf.to_container(values, resolve=False)
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return node
+        node = node[part]
+    return node
+
+
+def _type_name(hint: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if hint in words:
+        return words[hint]
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_type_name(t) for t in get_args(hint))
+    if get_origin(hint) is list:
+        return f"a list in which each entry is {_type_name(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "`key: value` pairs"
+    if is_dataclass(hint):
+        return f"a section with {', '.join(f.name for f in fields(hint))}"
+    return "another type"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,66 @@
+"""Finds and reads what is known of a model before it is loaded: its config.json, and whether its folder is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megasync.config.schema import ModelConfig
+from megasync.errors import ConfigError
+
+# Names that `megasync fetch` can make; a missing folder of one of these gets the exact command in its error.
+FETCHABLE = ("digits", "smollm2")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def read_hf_config(model: ModelConfig, *, planning: bool = False) -> tuple[dict[str, Any], Path]:
+    """The config.json of the model folder and its path.
+
+    With `planning` the file `model.config` is taken while the folder is not there; a run always needs the folder.
+    Raises ConfigError for a missing folder or file, a quantised model, or a file that is no JSON object.
+    """
+    path = _config_path(model, planning)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    if values.get("quantization_config"):
+        raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
+    return values, path
+
+
+def check_model_folder(model: ModelConfig) -> None:
+    """Raises ConfigError unless weights and a tokenizer lie beside the config.json."""
+    folder = Path(model.path).expanduser()
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={model.path!r} has a config.json but no *.safetensors weights; add them")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={model.path!r} has no tokenizer files (tokenizer.json); add them")
+
+
+def _config_path(model: ModelConfig, planning: bool) -> Path:
+    folder = Path(model.path).expanduser()
+    if planning and model.config is not None and not folder.is_dir():
+        path = Path(model.config).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"model.config={model.config!r} is no file; give the path of a Hugging Face config.json")
+        return path
+    if not folder.is_dir():
+        only = " (model.config serves `megasync plan` alone)" if model.config is not None else ""
+        raise ConfigError(f"model.path={model.path!r} is no folder on this machine{only}; {_how_to_get(folder)}")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path={model.path!r} has no config.json; give a Hugging Face model folder (config.json, *.safetensors "
+            f"and tokenizer files)"
+        )
+    return path
+
+
+def _how_to_get(folder: Path) -> str:
+    if folder.name in FETCHABLE:
+        return f"make it with `megasync fetch {folder.name}`"
+    return "download the model there, or set model.path to a Hugging Face model folder"

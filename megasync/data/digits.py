@@ -1,0 +1,93 @@
+"""Procedural digit tasks over a 16-token vocabulary: copy, increment each digit, reverse.
+
+Invariant: a digit string belongs to the training or to the held-out split by its own hash, so the two never share a
+row, whatever their seeds and sizes. The reward is the share of positions that are right, with the end of the answer
+counted as one position: partial credit from the first step on, and 1.0 for an exact match only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from megasync.config.schema import DatasetConfig
+from megasync.errors import DataError
+
+# One token each; the place in this string is the token id. The last id of the vocabulary is the end token.
+CHARACTERS = "0123456789=>+<?"
+END_TOKEN = "<end>"
+HELD_OUT_SHARE = 8  # one row in so many is held out
+MAX_LENGTH = 12
+# Up to this many digits all rows are listed; beyond it a size is needed.
+MAX_LISTED_LENGTH = 5
+
+# Task: the sign that opens its prompts, and what it asks for.
+TASKS = {
+    "copy": (">", lambda digits: digits),
+    "increment": ("+", lambda digits: "".join(str((int(d) + 1) % 10) for d in digits)),
+    "reverse": ("<", lambda digits: digits[::-1]),
+}
+
+
+def digit_rows(config: DatasetConfig) -> list[dict[str, str]]:
+    """Rows like {"prompt": "+1290=", "answer": "2301"}, no two alike. `options.length` is the number of digits.
+
+    Raises DataError for an unknown task, split or option, and when fewer rows exist than `size` asks for.
+    """
+    if config.source not in TASKS:
+        raise DataError(f"unknown digit task {config.source!r}; the tasks are {', '.join(TASKS)}")
+    if config.split not in ("train", "test"):
+        raise DataError(f"digit tasks have the splits train and test, not {config.split!r}")
+    sign, solve = TASKS[config.source]
+    return [{"prompt": f"{sign}{digits}=", "answer": solve(digits)} for digits in _draw(config, _length(config))]
+
+
+def _length(config: DatasetConfig) -> int:
+    if unknown := sorted(set(config.options) - {"length"}):
+        raise DataError(f"digit tasks have no option {unknown[0]!r}; the only one is length (number of digits)")
+    length = config.options.get("length", 4)
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_LENGTH:
+        raise DataError(f"digits: options.length must be a whole number from 1 to {MAX_LENGTH}, got {length!r}")
+    return length
+
+
+def _draw(config: DatasetConfig, length: int) -> list[str]:
+    generator = random.Random(f"digits {config.split} {config.seed}")
+    total = 10**length
+    if length <= MAX_LISTED_LENGTH:
+        split = [text for number in range(total) if _split_of(text := f"{number:0{length}d}") == config.split]
+        generator.shuffle(split)
+        if config.size is not None and config.size > len(split):
+            raise DataError(
+                f"there are {len(split)} {config.split} rows of {length} digits, fewer than size={config.size}; "
+                f"lower the size or raise options.length"
+            )
+        return split[: config.size]
+    if config.size is None:
+        raise DataError(f"{length} digits make {total:,} rows; set size to the number that you want")
+    if config.size > total // HELD_OUT_SHARE // 2:
+        raise DataError(f"size={config.size} is too large for {length} digits; lower it or raise options.length")
+    drawn: dict[str, None] = {}
+    while len(drawn) < config.size:
+        text = f"{generator.randrange(total):0{length}d}"
+        if _split_of(text) == config.split:
+            drawn[text] = None
+    return list(drawn)
+
+
+def _split_of(digits: str) -> str:
+    return "test" if hashlib.sha256(digits.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def digit_reward(
+    completions: Sequence[str], *, answer: Sequence[str], finish_reasons: Sequence[str], **columns: object
+) -> list[float]:
+    """Share of the answer's digits in their places, the end in its place counted as one more; 1.0 is an exact match."""
+    return [_score(*each) for each in zip(completions, answer, finish_reasons, strict=True)]
+
+
+def _score(completion: str, answer: str, finish_reason: str) -> float:
+    right = sum(a == b for a, b in zip(completion, answer, strict=False))
+    ended = finish_reason == "stop" and len(completion) == len(answer)
+    return (right + ended) / (len(answer) + 1)

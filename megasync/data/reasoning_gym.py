@@ -1,0 +1,128 @@
+"""Rows from reasoning-gym tasks, scored by each task's own verifier.
+
+Invariant: a question belongs to the training or to the held-out split by its own hash and occurs once per split. The
+package seeds item i with `seed + i`, so without that split neighbouring seeds would share nearly all their rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megasync.config.schema import DatasetConfig
+from megasync.errors import DataError
+
+HELD_OUT_SHARE = 8  # one question in so many is held out
+# Generated items per wanted row before the task is said to have too few distinct questions.
+PATIENCE = 8
+
+
+def _first_line(completion: str) -> str:
+    return completion.strip().split("\n", 1)[0].strip()
+
+
+def _last_line(completion: str) -> str:
+    return completion.strip().rsplit("\n", 1)[-1].strip()
+
+
+def _tagged(completion: str) -> str:
+    """The text inside the last <answer>...</answer>; empty without one."""
+    _, opened, rest = completion.rpartition("<answer>")
+    answer, closed, _ = rest.partition("</answer>")
+    return answer.strip() if opened and closed else ""
+
+
+EXTRACTORS: dict[str, Callable[[str], str]] = {
+    "first_line": _first_line,
+    "last_line": _last_line,
+    "tag": _tagged,
+    "all": str.strip,
+}
+
+
+def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
+    """`size` rows with the columns prompt, answer and metadata, and the reward function that scores them.
+
+    Beside the task's own options, `options` takes `extract` (first_line, last_line, tag, all; default first_line) and
+    `strict` (default true: 1.0 only for an answer with full marks, else 0.0). Raises DataError for unknown tasks,
+    refused options, and tasks with too few distinct questions.
+    """
+    if config.size is None:
+        raise DataError(f"reasoning_gym:{config.source} is generated without end; set size to the number of rows")
+    if config.split not in ("train", "test"):
+        raise DataError(f"reasoning_gym has the splits train and test, not {config.split!r}")
+    options = dict(config.options)
+    reward = GymReward(config.source, extract=options.pop("extract", "first_line"), strict=options.pop("strict", True))
+    # The held-out split gets only its share of the items, so there must be as many more to choose from.
+    items = config.size * PATIENCE * HELD_OUT_SHARE
+    task = _create(config.source, {**options, "seed": config.seed, "size": items})
+    rows: dict[str, dict[str, Any]] = {}
+    for number in range(items):
+        item = task[number]
+        question = item["question"]
+        if question not in rows and _split_of(question) == config.split:
+            rows[question] = {"prompt": question, "answer": item["answer"], "metadata": item["metadata"]}
+            if len(rows) == config.size:
+                return list(rows.values()), reward
+    raise DataError(
+        f"reasoning_gym:{config.source} gave only {len(rows)} distinct {config.split} questions with {options}, fewer "
+        f"than size={config.size}; lower the size or widen the task's options"
+    )
+
+
+class GymReward:
+    """Scores completions with the task's verifier; picklable, so that it can run in a process pool."""
+
+    def __init__(self, task: str, extract: str, strict: bool) -> None:
+        if extract not in EXTRACTORS:
+            raise DataError(f"options.extract must be one of {', '.join(EXTRACTORS)}, got {extract!r}")
+        if not isinstance(strict, bool):
+            raise DataError(f"options.strict must be true or false, got {strict!r}")
+        self.task, self.extract, self.strict = task, extract, strict
+        self.__name__ = f"reasoning_gym:{task}"
+        self._verifier: Any = None
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        *,
+        prompt: Sequence[str],
+        answer: Sequence[str | None],
+        metadata: Sequence[dict],
+        **columns: object,
+    ) -> list[float]:
+        """One score per completion, 0 to 1; exactly 0.0 or 1.0 when strict."""
+        if self._verifier is None:
+            self._verifier = _create(self.task, {"seed": 0, "size": 1})
+        extract = EXTRACTORS[self.extract]
+        scores = [
+            float(self._verifier.score_answer(extract(text), {"question": question, "answer": right, "metadata": meta}))
+            for text, question, right, meta in zip(completions, prompt, answer, metadata, strict=True)
+        ]
+        return [float(score >= 1.0) for score in scores] if self.strict else scores
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_verifier": None}
+
+
+def _create(task: str, options: dict[str, Any]) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"data kind reasoning_gym needs the package {error.name!r}: pip install 'megasync[tasks]'"
+        ) from error
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {len(DATASETS)}, such as chain_sum"
+        raise DataError(f"reasoning-gym has no task {task!r}; {hint}")
+    try:
+        return create_dataset(task, **options)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise DataError(f"reasoning_gym:{task} refuses its options {options}: {error}") from error
+
+
+def _split_of(question: str) -> str:
+    return "test" if hashlib.sha256(question.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"

@@ -1,0 +1,108 @@
+"""From a row to the token ids that the servers get: a raw template with solved examples, or the chat template.
+
+Invariant: every prompt that leaves this module is non-empty, at most `prompt.max_tokens` long, and made of ids of the
+model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megasync.config.schema import PromptConfig
+from megasync.data.rows import is_messages
+from megasync.errors import DataError
+
+
+def split_examples(
+    rows: Sequence[dict[str, Any]], config: PromptConfig
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(solved examples, rows left for training): the first `examples` rows are shown and therefore not trained on."""
+    if config.examples >= len(rows):
+        raise DataError(
+            f"data.prompt.examples={config.examples} leaves nothing of {len(rows)} training rows; lower it or add rows"
+        )
+    return list(rows[: config.examples]), list(rows[config.examples :])
+
+
+class Renderer:
+    """Turns rows into token ids. `tokenizer` is a Hugging Face tokenizer; ids must be below `vocab_size`."""
+
+    def __init__(
+        self, tokenizer: Any, config: PromptConfig, vocab_size: int, examples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        if len(examples) != config.examples:
+            raise DataError(f"data.prompt.examples={config.examples}, but {len(examples)} solved rows were given")
+        if config.format == "chat" and not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"data.prompt.format=chat, but the tokenizer {tokenizer.name_or_path!r} has no chat template; use "
+                f"data.prompt.format=raw or a model with a chat template"
+            )
+        if config.format == "chat" and config.examples:
+            raise DataError("data.prompt.examples are for data.prompt.format=raw; set one of the two otherwise")
+        self._tokenizer = tokenizer
+        self._config = config
+        self._vocab_size = vocab_size
+        self._preamble = config.system + "".join(_example(config, row, n) for n, row in enumerate(examples))
+
+    @property
+    def chat(self) -> bool:
+        return self._config.format == "chat"
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """The prompt as the model sees it, special tokens of the chat template included."""
+        if self.chat:
+            return self._tokenizer.apply_chat_template(self.messages(row), tokenize=False, add_generation_prompt=True)
+        if is_messages(row["prompt"]):
+            raise DataError("a row's prompt is a list of chat messages; set data.prompt.format=chat")
+        return self._preamble + _fill("data.prompt.template", self._config.template, row)
+
+    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The prompt as chat messages, the system message first."""
+        system = [{"role": "system", "content": self._config.system}] if self._config.system else []
+        if is_messages(row["prompt"]):
+            return system + [dict(message) for message in row["prompt"]]
+        return system + [{"role": "user", "content": _fill("data.prompt.template", self._config.template, row)}]
+
+    def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
+        # A chat template writes its own special tokens; plain text gets those that the tokenizer adds.
+        ids = list(self._tokenizer(self.text(row), add_special_tokens=not self.chat)["input_ids"])
+        if not ids:
+            raise DataError(f"the prompt {row['prompt']!r:.80} has no tokens; a prompt needs at least one")
+        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise DataError(
+                f"the prompt {row['prompt']!r:.80} has token id {wrong[0]}, outside the model's vocabulary of "
+                f"{self._vocab_size}; the tokenizer does not belong to this model"
+            )
+        return ids
+
+    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of every row. Raises DataError with the number of prompts that are too long and the first of them."""
+        rendered = [self.prompt_ids(row) for row in rows]
+        limit = self._config.max_tokens
+        if long := [number for number, ids in enumerate(rendered) if len(ids) > limit]:
+            first = long[0]
+            raise DataError(
+                f"{len(long)} of {len(rows)} prompts are longer than data.prompt.max_tokens={limit}; the first is row "
+                f"{first} with {len(rendered[first])} tokens: {rows[first]['prompt']!r:.80}. Raise the limit or "
+                f"remove those rows"
+            )
+        return rendered
+
+
+def _example(config: PromptConfig, row: Mapping[str, Any], number: int) -> str:
+    if row.get("answer") is None:
+        raise DataError(f"data.prompt.examples={config.examples}, but training row {number} has no answer to show")
+    return _fill("data.prompt.example_template", config.example_template, row)
+
+
+def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError as error:
+        raise DataError(
+            f"{key}={template!r} names the column {error}, which a row lacks: it has {sorted(row)}"
+        ) from None
+    except (ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{key}={template!r} is not a valid format string: {error}; write {{{{ for a brace") from None

@@ -1,0 +1,59 @@
+"""Rows: the one shape in which every dataset reaches the rest of the program.
+
+Invariant: after `as_rows` a dataset is a non-empty list of dicts of its own, each with a "prompt" that is text or a
+list of chat messages, and without a column whose name the rollout needs for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megasync.errors import DataError
+
+# Keyword arguments that reward functions and workflows receive beside the columns.
+RESERVED_COLUMNS = frozenset({"completions", "completion_ids", "finish_reasons", "prompt_ids", "messages"})
+
+
+def as_rows(data: Mapping[str, Iterable] | Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Rows from a sequence or iterator of dicts, or from a dict of equally long columns. The caller's dicts are copied.
+
+    `name` is what error messages call the dataset. Raises DataError naming the dataset, the row and the column.
+    """
+    rows = [_checked(row, number, name) for number, row in enumerate(_from_columns(data, name))]
+    if not rows:
+        raise DataError(f"{name} is empty: training and evaluation need at least one row")
+    return rows
+
+
+def _from_columns(data: Mapping[str, Iterable] | Iterable[Mapping[str, Any]], name: str) -> Iterable:
+    if not isinstance(data, Mapping):
+        return data
+    columns = {column: list(values) for column, values in data.items()}
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"{name} has columns of different lengths: {lengths}")
+    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
+
+def _checked(row: Any, number: int, name: str) -> dict[str, Any]:
+    where = f"{name}, row {number}"
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} is a {type(row).__name__}, not a dict of columns")
+    if "prompt" not in row:
+        raise DataError(f'{where} has no "prompt" column; its columns are {sorted(map(str, row))}')
+    if taken := sorted(RESERVED_COLUMNS & row.keys()):
+        raise DataError(f"{where} has the columns {taken}, names that the rollout fills itself; rename them")
+    prompt = row["prompt"]
+    if not isinstance(prompt, str) and not is_messages(prompt):
+        raise DataError(f"{where}: the prompt must be text or a list of chat messages, got {prompt!r:.200}")
+    return dict(row)
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is a chat: a non-empty list of dicts with a role and a content."""
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+    )

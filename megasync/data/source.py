@@ -1,0 +1,135 @@
+"""The prompts of a run, in an order that can be taken up again exactly.
+
+Invariant: for every prefix of a run, what was admitted by then, what `state()` remembers as drawn but not admitted, and
+what the cursor has not reached are together every prompt of every epoch exactly once. So restoring a state and
+requeueing the unfinished loses nothing and repeats nothing. `_skip` guarantees the last part: uids that were admitted
+after the state was taken are requeued from beyond its cursor, and the cursor passes over them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megasync.buffer.trajectory import Prompt
+from megasync.data.render import Renderer
+from megasync.errors import DataError
+
+
+def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prompt]:
+    """Prompts with the row's number as uid, for evaluation. `columns` holds all of the row's columns."""
+    return [
+        Prompt(str(number), ids, _columns(row, renderer))
+        for number, (row, ids) in enumerate(zip(rows, renderer.prompts(rows), strict=True))
+    ]
+
+
+class PromptSource:
+    """Infinite epochs over the rows. Every uid is "<epoch>:<row>", so none ever comes twice in a run.
+
+        source = PromptSource(rows, renderer, shuffle=True, seed=0)
+        prompt = source.next()           # drawn, not yet safe: state() still lists it
+        source.admitted(prompt.uid)      # the buffer answers for it from here on
+
+    All rows are rendered here, so a prompt that cannot be used raises DataError before the run starts.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], renderer: Renderer, shuffle: bool, seed: int) -> None:
+        if not rows:
+            raise DataError("a prompt source needs at least one row")
+        self._rendered = renderer.prompts(rows)
+        self._columns = [_columns(row, renderer) for row in rows]
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+        self._queue: deque[str] = deque()
+        self._drawn: dict[str, None] = {}
+        self._skip: set[str] = set()
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._rendered)
+
+    def next(self) -> Prompt:
+        """The next prompt: requeued ones first, then the current epoch's order, then the next epoch's."""
+        uid = self._queue.popleft() if self._queue else self._advance()
+        self._drawn[uid] = None
+        return self.get(uid)
+
+    def admitted(self, uid: str) -> None:
+        """The buffer has taken this prompt over: it will be finished, dropped with a reason, or listed as live."""
+        self._drawn.pop(uid, None)
+
+    def get(self, uid: str) -> Prompt:
+        """The prompt of a uid, for generating it again. Raises DataError when the dataset has no such row."""
+        row = self._split(uid)[1]
+        return Prompt(uid, list(self._rendered[row]), self._columns[row])
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, as plain JSON values."""
+        return {
+            "rows": len(self),
+            "epoch": self._epoch,
+            "position": self._position,
+            "waiting": [*self._drawn, *self._queue],
+            "skip": sorted(self._skip),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from a state. Raises DataError when it was taken over a dataset of another size."""
+        if state["rows"] != len(self):
+            raise DataError(
+                f"the checkpoint's cursor is over {state['rows']} rows, the dataset has {len(self)}; resume with the "
+                f"dataset that the run was started with"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._order_of(self._epoch)
+        self._queue = deque(state["waiting"])
+        self._drawn = {}
+        self._skip = set(state["skip"])
+
+    def requeue(self, uids: Iterable[str]) -> None:
+        """Serves these before anything new, in the order given; uids that wait already are not queued twice."""
+        waiting = {*self._queue, *self._drawn}
+        fresh = [uid for uid in dict.fromkeys(uids) if uid not in waiting]
+        self._skip.update(uid for uid in fresh if self._is_ahead(uid))
+        self._queue.extendleft(reversed(fresh))
+
+    def _advance(self) -> str:
+        while True:
+            if self._position == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            uid = f"{self._epoch}:{self._order[self._position]}"
+            self._position += 1
+            if uid not in self._skip:
+                return uid
+            self._skip.remove(uid)
+
+    def _is_ahead(self, uid: str) -> bool:
+        """Whether the cursor has yet to come to this uid."""
+        epoch, row = self._split(uid)
+        return epoch > self._epoch or (epoch == self._epoch and row in self._order[self._position :])
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rendered)))
+        if self._shuffle:
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)
+        return order
+
+    def _split(self, uid: str) -> tuple[int, int]:
+        try:
+            epoch, row = (int(part) for part in uid.split(":"))
+        except ValueError:
+            raise DataError(f'{uid!r} is not a prompt uid ("<epoch>:<row>")') from None
+        if epoch < 0 or not 0 <= row < len(self):
+            raise DataError(f"uid {uid!r} names a row that the dataset of {len(self)} rows does not have")
+        return epoch, row
+
+
+def _columns(row: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
+    return {**row, "messages": renderer.messages(row)} if renderer.chat else dict(row)

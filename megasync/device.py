@@ -1,0 +1,79 @@
+"""Everything that differs between a CPU and a GPU run. Other modules ask a `Device` and never test for CUDA themselves.
+
+Importing this module imports neither torch nor Megatron, so the driver may ask it too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megasync.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The kind of device that ranks and servers of this run compute on: "cpu" or "cuda"."""
+
+    kind: str
+
+    @property
+    def backend(self) -> str:
+        """Backend of torch.distributed process groups."""
+        return BACKENDS[self.kind]
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        """This process's device; on CUDA the one that `prepare_process` selected."""
+        import torch
+
+        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+    @cached_property
+    def spec(self) -> str:
+        """Flavour of Megatron's layers: "te" (Transformer Engine) on GPUs that have it, "local" everywhere else."""
+        return "te" if self.kind == "cuda" and find_spec("transformer_engine") else "local"
+
+    def prepare_process(self, local_rank: int) -> None:
+        """Makes this process a trainer rank: selects its device and bends upstream packages before they are used.
+
+        On a CPU the ranks and servers of a run share the cores, so a rank computes with one thread unless
+        OMP_NUM_THREADS says otherwise.
+        """
+        import torch
+
+        if self.kind == "cuda":
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            torch.cuda.set_device(local_rank)
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+        from megasync_patches import apply_all
+
+        apply_all(self.kind)
+
+
+def resolve_device(kind: str) -> Device:
+    """The device of a run. ``kind`` is "auto" (CUDA when there is one), "cpu" or "cuda".
+
+    Raises:
+        ConfigError: an unknown kind, or CUDA on a machine without it.
+    """
+    if kind not in ("auto", *BACKENDS):
+        raise ConfigError(f"cluster.device is {kind!r}; it must be auto, cpu or cuda")
+    if kind == "cpu":
+        return Device("cpu")
+    import torch
+
+    present = torch.cuda.is_available()
+    if kind == "cuda" and not present:
+        raise ConfigError("cluster.device is 'cuda', but torch sees no GPU here; set cluster.device=cpu or auto")
+    return Device("cuda" if present else "cpu")

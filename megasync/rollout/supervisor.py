@@ -1,0 +1,83 @@
+"""Runs one command and takes its whole process group down when the owner or the command ends.
+
+Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID COMMAND...``. The invariant: no
+process of the command's group outlives this script or the owner. A pidfd of the owner wakes `_wait` the moment the
+owner is gone, however it went (SIGKILL included); a parent-death signal covers the death of this script itself, which
+has one thread, so the signal cannot fire early as it would in an owner whose forking thread ends.
+
+SIGTERM asks the group to end; SIGUSR1 kills it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+
+# From <sys/prctl.h>: the signal that the calling process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
+
+
+def _wait(owner: int, child: subprocess.Popen) -> int:
+    """The command's exit status; when the owner goes first, the group is killed."""
+    child_fd = os.pidfd_open(child.pid)
+    try:
+        owner_fd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        owner_fd = None
+    # The pid may have been given to a stranger before pidfd_open: the parent is the proof that it is the owner.
+    if owner_fd is not None and os.getppid() == owner:
+        poll = select.poll()
+        poll.register(child_fd, select.POLLIN)
+        poll.register(owner_fd, select.POLLIN)
+        if any(fd == child_fd for fd, _ in poll.poll()):
+            return child.wait()
+    _signal_group(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+def main(owner: int, command: list[str]) -> int:
+    # A signal that came before there was a command to pass it to.
+    early: signal.Signals | None = None
+    child: subprocess.Popen | None = None
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal early
+        early = signal.SIGKILL if number == signal.SIGUSR1 else signal.SIGTERM
+        if child is not None:
+            _signal_group(child.pid, early)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGUSR1, forward)
+    try:
+        child = subprocess.Popen(
+            command,
+            start_new_session=True,
+            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+    except OSError as error:
+        print(f"cannot run {command[0]!r}: {error}", file=sys.stderr)
+        return 127
+    if early is not None:
+        _signal_group(child.pid, early)
+    try:
+        return _wait(owner, child)
+    finally:
+        _signal_group(child.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]), sys.argv[2:])
+    sys.exit(128 - status if status < 0 else status)

@@ -1,0 +1,273 @@
+"""The trainer's side of a broadcast: gather a stage's pieces, pack a bucket, send it while the next one is packed.
+
+Every trainer rank has a `BroadcastSender`. The first tensor rank of each pipeline stage (of data replica 0) transmits;
+its tensor-parallel peers hand it their pieces over a private group; the other ranks have nothing to do. In the engine
+group the sender is rank 0 and the servers' ranks follow.
+
+Two buckets of memory, allocated at `join` and reused, plus one peer's contribution. `send` has one deadline for all that
+happens in it, and any failure closes this rank's groups before it is raised, so whoever waits for this rank is woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megasync.errors import SyncError
+from megasync.sync.groups import Deadline, close_group, join_group, join_store, open_store
+from megasync.sync.layout import Layout, Piece
+from megasync.sync.plan import BroadcastPlan, Bucket, group_name
+from megasync.sync.shards import box_of
+
+if TYPE_CHECKING:
+    from megasync.device import Device
+
+log = logging.getLogger(__name__)
+
+
+class BroadcastSender:
+    """One trainer rank's part in a weight broadcast.
+
+    Args:
+        plan: the same on every rank and in the driver.
+        rank: this trainer rank, global.
+        params: live local parameters by name; read at each `send`, cast to the plan's dtype while packing.
+        host: address of this rank that servers can reach; the sender listens there and nowhere else.
+
+    Raises:
+        SyncError: the parameters are not those of the layout.
+    """
+
+    def __init__(
+        self,
+        plan: BroadcastPlan,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        device: Device,
+        host: str = "127.0.0.1",
+    ) -> None:
+        topology = layout.topology
+        coords = topology.coords(rank)
+        _check_params(layout, layout.params(coords.tp, coords.pp), params)
+        self._rank = rank
+        self._stage = coords.pp
+        self._buckets = plan.of_stage(coords.pp) if coords.dp == 0 else ()
+        self._members = [topology.rank(tp, 0, coords.pp) for tp in range(topology.tensor)]
+        self._takes_part = coords.dp == 0
+        self._sends = self._takes_part and coords.tp == 0
+        self._params = params
+        self._dtype: torch.dtype = getattr(torch, plan.dtype)
+        self._device = device
+        self._host = host
+        self._store: dist.Store | None = None
+        self._engines: dist.ProcessGroup | None = None
+        self._peers: dist.ProcessGroup | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._staging: torch.Tensor | None = None
+
+    def listen(self, timeout: float) -> tuple[str, int] | None:
+        """Opens the meeting point of this rank's stage; (host, port) on the sender, None on every other rank."""
+        self.leave()
+        if not self._sends:
+            return None
+        self._store = open_store(self._host, timeout)
+        return self._host, self._store.port
+
+    def join(self, name: str, addresses: Sequence[tuple[str, int] | None], engine_ranks: int, timeout: float) -> None:
+        """Meets the stage's peers and the servers; call it on every rank while the servers join too.
+
+        Args:
+            name: prefix of the group names, unique to this attempt; servers join ``<name>-stage<k>``.
+            addresses: what `listen` returned on each rank, in rank order.
+            engine_ranks: ranks of all servers together.
+
+        Raises:
+            SyncError: someone did not come in time.
+        """
+        if not self._takes_part:
+            return
+        backend, mine = self._device.backend, self._members.index(self._rank)
+        try:
+            if self._store is None:
+                host, port = addresses[self._members[0]] or ("", 0)
+                self._store = join_store(host, port, timeout)
+            if len(self._members) > 1:
+                private = f"{name}-stage{self._stage}-gather"
+                self._peers = join_group(
+                    self._store, private, mine, len(self._members), backend, timeout, operation_timeout=timeout
+                )
+            if self._sends:
+                public = group_name(name, self._stage)
+                self._engines = join_group(
+                    self._store, public, 0, 1 + engine_ranks, backend, timeout, operation_timeout=timeout
+                )
+        except RuntimeError as error:
+            self.leave()
+            raise SyncError(
+                f"trainer rank {self._rank} could not join {name} of stage {self._stage}: {error}"
+            ) from error
+        self._allocate()
+
+    def _allocate(self) -> None:
+        def room(elements: int) -> torch.Tensor:
+            return torch.empty(elements, dtype=self._dtype, device=self._device.torch_device)
+
+        others = [rank for rank in self._members if rank != self._rank] if self._sends else [self._rank]
+        largest = max((_elements(bucket, rank) for bucket in self._buckets for rank in others), default=0)
+        self._staging = room(largest)
+        if self._sends:
+            count = min(2, len(self._buckets))
+            self._buffers = [room(max(b.nbytes for b in self._buckets) // self._dtype.itemsize) for _ in range(count)]
+
+    def send(self, version: int, timeout: float) -> dict[str, float]:
+        """Sends all of this stage's buckets, in plan order, within ``timeout`` seconds.
+
+        Returns:
+            Seconds by activity: ``pack`` (copying and gathering), ``wire`` (broadcasting), ``total``.
+
+        Raises:
+            SyncError: naming rank, bucket and version; this rank has then left its groups.
+        """
+        start, deadline = time.monotonic(), Deadline(timeout)
+        seconds = {"pack": 0.0, "wire": 0.0}
+        try:
+            if self._sends:
+                self._transmit(deadline, seconds)
+            elif self._takes_part:
+                self._contribute(deadline, seconds)
+        except Exception as error:
+            self.leave()
+            raise SyncError(f"trainer rank {self._rank} failed to send version {version}: {error}") from error
+        return {**seconds, "total": time.monotonic() - start}
+
+    def _transmit(self, deadline: Deadline, seconds: dict[str, float]) -> None:
+        """Sender: bucket i + 1 is packed by the thread while bucket i is on the wire."""
+        engines = self._joined(self._engines)
+
+        def packed(index: int) -> torch.Tensor:
+            with _clock(seconds, "pack"):
+                return self._pack(self._buckets[index], self._buffers[index % 2], deadline)
+
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="megasync-pack") as packer:
+            following = packer.submit(packed, 0)
+            for index, bucket in enumerate(self._buckets):
+                message = following.result()
+                if index + 1 < len(self._buckets):
+                    following = packer.submit(packed, index + 1)
+                options = dist.BroadcastOptions()
+                options.rootRank = 0
+                options.timeout = deadline.left()
+                with (
+                    _clock(seconds, "wire"),
+                    _named(f"broadcast of bucket {index + 1} of {len(self._buckets)}", bucket),
+                ):
+                    engines.broadcast([message], options).wait(deadline.left())
+
+    def _contribute(self, deadline: Deadline, seconds: dict[str, float]) -> None:
+        """Peer: hands its pieces of each bucket to the sender, one message a bucket."""
+        peers = self._joined(self._peers)
+        for bucket in self._buckets:
+            pieces = bucket.contributions.get(self._rank)
+            if not pieces:
+                continue
+            with _clock(seconds, "pack"):
+                message = self._collect(pieces)
+            with _clock(seconds, "wire"), _named("handing over pieces", bucket):
+                peers.send([message], 0, 0).wait(deadline.left())
+
+    @torch.no_grad()
+    def _pack(self, bucket: Bucket, buffer: torch.Tensor, deadline: Deadline) -> torch.Tensor:
+        """Fills ``buffer`` with a bucket and returns its bytes, [nbytes] uint8."""
+        whole = {
+            entry.name: buffer[entry.offset // self._dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
+            for entry in bucket.tensors
+        }
+        for rank, pieces in bucket.contributions.items():
+            if rank == self._rank:
+                for piece in pieces:
+                    box_of(whole[piece.hf_name], piece.hf_box).copy_(self._part(piece))
+                continue
+            message = self._staging[: _elements(bucket, rank)]
+            with _named(f"pieces from trainer rank {rank}", bucket):
+                self._joined(self._peers).recv([message], self._members.index(rank), 0).wait(deadline.left())
+            offset = 0
+            for piece in pieces:
+                target = box_of(whole[piece.hf_name], piece.hf_box)
+                target.copy_(message[offset : offset + target.numel()].view(target.shape))
+                offset += target.numel()
+        return buffer[: bucket.nbytes // self._dtype.itemsize].view(torch.uint8)
+
+    @torch.no_grad()
+    def _collect(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """This rank's pieces behind each other, as one flat tensor."""
+        offset = 0
+        for piece in pieces:
+            part = self._part(piece)
+            self._staging[offset : offset + part.numel()].view(part.shape).copy_(part)
+            offset += part.numel()
+        return self._staging[:offset]
+
+    def _part(self, piece: Piece) -> torch.Tensor:
+        return box_of(self._params[piece.param].detach(), piece.param_box)
+
+    def _joined(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        if group is None:
+            raise SyncError("this rank has not joined a group")
+        return group
+
+    def leave(self) -> None:
+        """Leaves every group and frees the buckets. May be called at any time, more than once."""
+        groups, self._engines, self._peers = (self._engines, self._peers), None, None
+        self._store, self._staging, self._buffers = None, None, []
+        for group in groups:
+            if group is None:
+                continue
+            try:
+                close_group(group, self._device.backend)
+            except (RuntimeError, ValueError) as error:
+                log.warning("trainer rank %d could not close a sync group: %s", self._rank, error)
+
+
+def _elements(bucket: Bucket, rank: int) -> int:
+    return sum(piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions.get(rank, ()))
+
+
+@contextmanager
+def _clock(seconds: dict[str, float], activity: str) -> Iterator[None]:
+    """Adds the time spent inside to one activity."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[activity] += time.monotonic() - start
+
+
+@contextmanager
+def _named(what: str, bucket: Bucket) -> Iterator[None]:
+    """Says what failed, and in which bucket."""
+    try:
+        yield
+    except (RuntimeError, SyncError) as error:
+        names = f"{bucket.tensors[0].name} .. {bucket.tensors[-1].name}"
+        raise SyncError(f"{what} ({names}, {bucket.nbytes} bytes): {error}") from error
+
+
+def _check_params(layout: Layout, expected: Mapping[str, tuple[int, ...]], params: Mapping[str, torch.Tensor]) -> None:
+    """Raises SyncError when the model's parameters are not the layout's."""
+    found = {name: tuple(param.shape) for name, param in params.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise SyncError(
+            f"the model's parameters differ from the {layout.spec!r} layout in {len(wrong)} names or shapes; first: "
+            f"{name}, layout {expected.get(name)}, model {found.get(name)}"
+        )

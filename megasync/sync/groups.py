@@ -1,0 +1,91 @@
+"""Process groups of their own, outside the trainer's default world: made, waited on with a deadline, and closed.
+
+Servers join a group by address and name, so both sides must derive the same store keys; `join_group` follows what a
+stock SGLang server does. Every wait takes the time that is left of one deadline, so a chain of collectives never takes
+longer than the operation it belongs to.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from megasync.errors import SyncError
+
+# A backend's own watchdog may end the process, so it has to come after this module's deadline and its clean-up.
+WATCHDOG_FACTOR = 4
+
+
+class Deadline:
+    """A point in time that many waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> timedelta:
+        """Time that is left.
+
+        Raises:
+            SyncError: none is left.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise SyncError(f"no time left of {self._seconds:g} s")
+        return timedelta(seconds=left)
+
+
+def open_store(host: str, timeout: float) -> dist.TCPStore:
+    """A store that listens on ``host`` only, on a free port (``store.port``)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def join_group(
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: float, operation_timeout: float
+) -> dist.ProcessGroup:
+    """Joins the group ``name``; returns once every member is there (gloo), or registered (NCCL, which connects later).
+
+    Args:
+        timeout: seconds to wait for the other members.
+        operation_timeout: the longest that the caller will wait for one operation, in seconds.
+    """
+    store.set_timeout(timedelta(seconds=timeout))
+    longest = operation_timeout * WATCHDOG_FACTOR if backend == "nccl" else timeout
+    group, _ = _new_process_group_helper(
+        size,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=longest),
+    )
+    _world.pg_group_ranks[group] = {member: member for member in range(size)}
+    return group
+
+
+def close_group(group: dist.ProcessGroup, backend: str) -> None:
+    """Leaves a group. Members that wait for this rank are woken by the closed connections."""
+    if backend == "nccl":
+        group.abort()
+    dist.destroy_process_group(group)

@@ -1,0 +1,303 @@
+"""Shards in and out of safetensors files: load a rank's slices, put tensors together, export a checkpoint.
+
+Loading reads only the rectangles that the rank holds, each once; the only elements written otherwise are the zeros of
+vocabulary padding. Export writes the same bytes that a Hugging Face save of the same weights would hold.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megasync.errors import CheckpointError
+from megasync.sync.layout import Box, Layout
+from megasync.sync.topology import Topology
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LAYOUT = "layout.json"
+# Hugging Face's own limit; larger files are awkward to move and to map.
+MAX_FILE_BYTES = 5 * 10**9
+# Everything besides weights that a server or a tokenizer needs from the source folder.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` ([rows, cols], or [n] taken as n rows) that a box names; no copy."""
+    rows = tensor[box.row : box.row + box.rows]
+    return rows if tensor.dim() == 1 else rows[:, box.col : box.col + box.cols]
+
+
+class HfFolder:
+    """The tensors of a Hugging Face folder, one file or many, read by rectangle. Files stay mapped until closed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._where = self._index()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.path / INDEX
+        if index.is_file():
+            return read_json(index).get("weight_map", {})
+        if (self.path / WEIGHTS).is_file():
+            return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.path / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {INDEX} refers to it")
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+    def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
+        """A function that reads a box of one tensor.
+
+        Raises:
+            CheckpointError: the tensor is missing or has another shape than the config says.
+        """
+        if name not in self._where:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json calls for")
+        handle = self._open(self._where[name])
+        try:
+            tensor = handle.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.path / self._where[name]} has no tensor {name!r}, but {INDEX} says so"
+            ) from error
+        found = tuple(tensor.get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"{name!r} in {self.path} has shape {list(found)}, but its config.json calls for {list(shape)}"
+            )
+
+        def read(box: Box) -> torch.Tensor:
+            rows = slice(box.row, box.row + box.rows)
+            return tensor[rows] if len(shape) == 1 else tensor[rows, box.col : box.col + box.cols]
+
+        return read
+
+
+def load_shards(
+    hf_dir: str | Path, layout: Layout, tp: int, pp: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """This rank's parameters from a Hugging Face folder, as CPU tensors of ``dtype`` with the layout's local shapes.
+
+    Raises:
+        CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
+    """
+    shards = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.params(tp, pp).items()}
+    shapes = layout.hf_tensors
+    filled = dict.fromkeys(shards, 0)
+    with HfFolder(hf_dir) as folder:
+        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
+        for piece in layout.pieces(tp, pp):
+            if piece.hf_name not in readers:
+                readers[piece.hf_name] = folder.reader(piece.hf_name, shapes[piece.hf_name])
+            target = box_of(shards[piece.param], piece.param_box)
+            target.copy_(readers[piece.hf_name](piece.hf_box))
+            filled[piece.param] += target.numel()
+    for name, shard in shards.items():
+        if filled[name] < shard.numel():
+            # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
+            shard[filled[name] // shard[0].numel() :] = 0
+    return shards
+
+
+def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int, int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """One whole Hugging Face tensor from the shards of the ranks that hold it.
+
+    Args:
+        shards_of: (tp, pp) -> that rank's parameters by local name.
+    """
+    holders = layout.holders[hf_name]
+    sample = shards_of(holders[0].tp, holders[0].pp)[holders[0].piece.param]
+    whole = torch.empty(layout.hf_tensors[hf_name], dtype=sample.dtype)
+    for tp, pp, piece in holders:
+        box_of(whole, piece.hf_box).copy_(box_of(shards_of(tp, pp)[piece.param], piece.param_box))
+    return whole
+
+
+def shard_file(tp: int, pp: int) -> str:
+    """Name of a rank's model file inside a checkpoint."""
+    return f"model-tp{tp}-pp{pp}.safetensors"
+
+
+def describe(layout: Layout, dtype: str) -> dict[str, Any]:
+    """What `read_layout` needs to know a checkpoint's shards again; goes into its layout.json."""
+    return {
+        "topology": asdict(layout.topology),
+        "spec": layout.spec,
+        "dtype": dtype,
+        "hf_config": layout.hf_config,
+    }
+
+
+def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
+    """The layout and the dtype name of a checkpoint.
+
+    Raises:
+        CheckpointError: layout.json is missing or incomplete.
+    """
+    path = Path(checkpoint_dir) / LAYOUT
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint_dir} is not a checkpoint of this program: it has no {LAYOUT}")
+    found = read_json(path)
+    try:
+        return Layout(found["hf_config"], Topology(**found["topology"]), found["spec"]), found["dtype"]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path) -> None:
+    """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files.
+
+    The folder appears under its name only when it is complete. A tied head is left out, as Hugging Face does. Tensors
+    and config.json carry the checkpoint's dtype.
+
+    Raises:
+        CheckpointError: an incomplete checkpoint, an output folder that holds something, or a write that failed.
+    """
+    source, out = Path(hf_source_dir), Path(out_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json to export with")
+    layout, dtype = read_layout(checkpoint_dir)
+    draft = out.with_name(out.name + ".incomplete")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        _write_companions(source, draft, dtype)
+        with ExitStack() as stack:
+            shards = _open_shards(Path(checkpoint_dir), layout, stack)
+            _write_weights(draft, layout, shards, getattr(torch, dtype))
+        if out.exists():
+            out.rmdir()
+        draft.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"export to {out} failed: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    log.info("exported %s to %s", checkpoint_dir, out)
+
+
+class _ShardFile(Mapping[str, torch.Tensor]):
+    """A rank's checkpoint file as a mapping; a tensor is read when it is asked for."""
+
+    def __init__(self, path: Path, handle: Any) -> None:
+        self._path = path
+        self._handle = handle
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path} has no parameter {name!r}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handle.keys())
+
+    def __len__(self) -> int:
+        return len(self._handle.keys())
+
+
+def _open_shards(
+    checkpoint: Path, layout: Layout, stack: ExitStack
+) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
+    files = {}
+    for pp in range(layout.topology.pipeline):
+        for tp in range(layout.topology.tensor):
+            path = checkpoint / shard_file(tp, pp)
+            if not path.is_file():
+                raise CheckpointError(f"checkpoint file {path} is missing")
+            files[tp, pp] = _ShardFile(path, stack.enter_context(safe_open(path, framework="pt")))
+    return lambda tp, pp: files[tp, pp]
+
+
+def _write_weights(
+    out: Path, layout: Layout, shards: Callable[[int, int], Mapping[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    """Writes the tensors in checkpoint order, as one file or as numbered files with an index."""
+    parts = _split_by_bytes(layout.hf_tensors, dtype.itemsize)
+    names = [WEIGHTS] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
+    for file, part in zip(names, parts, strict=True):
+        tensors = {name: assemble(name, layout, shards).to(dtype) for name in part}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(parts) > 1:
+        total = sum(_numel(shape) for shape in layout.hf_tensors.values()) * dtype.itemsize
+        where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+
+
+def _split_by_bytes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    room = MAX_FILE_BYTES
+    for name, shape in shapes.items():
+        nbytes = _numel(shape) * itemsize
+        if nbytes > room and parts[-1]:
+            parts.append([])
+            room = MAX_FILE_BYTES
+        parts[-1].append(name)
+        room -= nbytes
+    return parts
+
+
+def _part_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _write_companions(source: Path, out: Path, dtype: str) -> None:
+    config = read_json(source / "config.json")
+    config["dtype"] = dtype
+    if "torch_dtype" in config:
+        config["torch_dtype"] = dtype
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for pattern in COMPANIONS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, out / path.name)

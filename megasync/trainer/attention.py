@@ -1,0 +1,180 @@
+"""Causal attention over packed segments, for layers without Transformer Engine.
+
+Megatron's local attention refuses packed tokens. Here segments of similar length are padded to a rectangle and
+computed by one call of torch's scaled dot product attention; padding stands behind each segment, where causality hides
+it. Moving tokens into rectangles and back is a pure gather in both directions of autograd, because every token has
+exactly one place in one rectangle (`AttentionPlan.place`, `AttentionPlan.token`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+# Segments share a rectangle when their lengths lie within this ratio, which bounds the wasted work at its square. All
+# lengths up to SHORT share one: there, a call costs more than the padding.
+RATIO = 1.3
+SHORT = 32
+
+
+class Segment(NamedTuple):
+    """A run of packed tokens. ``prefix`` is the index of the segment that it continues, or None."""
+
+    start: int
+    length: int
+    prefix: int | None
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """``batch`` segments padded to ``length``. When they continue prompts: ``source`` is the rectangle that holds those
+    prompts, ``source_rows`` [batch] the row of each, and ``mask`` [batch, 1, length, prompt length + length] is true
+    where a query may look.
+    """
+
+    batch: int
+    length: int
+    source: int | None = None
+    source_rows: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def places(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Rectangles of one microbatch, roots before those that continue them.
+
+    ``token`` [places]: which token stands at each place, counted over all rectangles; ``tokens`` (one past the last)
+    at padding. ``place`` [tokens]: where each token stands.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    token: torch.Tensor
+    place: torch.Tensor
+
+
+def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
+    """Sorts segments into rectangles; made once per microbatch and used by every layer."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, segment in enumerate(segments):
+        root = -1 if segment.prefix is None else _rung(segments[segment.prefix].length)
+        kinds.setdefault((root, _rung(segment.length)), []).append(index)
+    # Roots (-1) sort before everything that refers to them.
+    order = sorted(kinds)
+    tokens = sum(segment.length for segment in segments)
+    rectangles, places = [], []
+    row_of = {index: row for members in kinds.values() for row, index in enumerate(members)}
+    for kind in order:
+        members = kinds[kind]
+        length = max(segments[index].length for index in members)
+        starts = torch.tensor([segments[index].start for index in members])
+        lengths = torch.tensor([segments[index].length for index in members])
+        steps = torch.arange(length)
+        places.append(torch.where(steps < lengths[:, None], starts[:, None] + steps, tokens).flatten())
+        if kind[0] < 0:
+            rectangles.append(Rectangle(len(members), length))
+            continue
+        source = order.index((-1, kind[0]))
+        prefixes = [segments[index].prefix for index in members]
+        rectangles.append(
+            Rectangle(
+                len(members),
+                length,
+                source,
+                torch.tensor([row_of[prefix] for prefix in prefixes]).to(device),
+                _mask([segments[prefix].length for prefix in prefixes], rectangles[source].length, length).to(device),
+            )
+        )
+    token = torch.cat(places)
+    place = torch.empty(tokens + 1, dtype=torch.int64)
+    place[token] = torch.arange(len(token))
+    return AttentionPlan(tuple(rectangles), token.to(device), place[:tokens].to(device))
+
+
+def _rung(length: int) -> int:
+    return 0 if length <= SHORT else math.ceil(math.log(length / SHORT, RATIO))
+
+
+def _mask(prefix_lengths: list[int], prefix: int, length: int) -> torch.Tensor:
+    """[batch, 1, length, prefix + length]: all of one's own prompt, and one's own tokens up to the query."""
+    looks_back = torch.arange(prefix) < torch.tensor(prefix_lengths)[:, None]
+    own = torch.ones(length, length, dtype=torch.bool).tril()
+    rows = len(prefix_lengths)
+    return torch.cat((looks_back[:, None, :].expand(rows, length, prefix), own.expand(rows, -1, -1)), dim=-1)[:, None]
+
+
+class _Take(torch.autograd.Function):
+    """``rows[index]``, where one past the last row is a row of zeros; ``inverse`` is the same in the other direction.
+
+    The gradient is a gather by ``inverse``, much faster on a CPU than the scattered addition that indexing would need.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index, inverse)
+        return _take(rows, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _take(grad, ctx.saved_tensors[1]), None, None
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if len(index) > len(rows):
+        rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+    return rows.index_select(0, index)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of packed tokens: query [tokens, heads, dim], key and value [tokens, groups, dim] -> like the query."""
+    shapes = [(rectangle.batch, rectangle.length) for rectangle in plan.rectangles]
+    sizes = [rectangle.places for rectangle in plan.rectangles]
+
+    def place(packed: torch.Tensor) -> list[torch.Tensor]:
+        """One [batch, heads, length, dim] per rectangle."""
+        flat = _Take.apply(packed, plan.token, plan.place)
+        parts = zip(flat.split(sizes), shapes, strict=True)
+        return [part.view(*shape, *packed.shape[1:]).transpose(1, 2) for part, shape in parts]
+
+    queries, keys, values = place(query), place(key), place(value)
+    outputs = []
+    for rectangle, q, k, v in zip(plan.rectangles, queries, keys, values, strict=True):
+        if rectangle.source is not None:
+            k = torch.cat((keys[rectangle.source].index_select(0, rectangle.source_rows), k), dim=2)
+            v = torch.cat((values[rectangle.source].index_select(0, rectangle.source_rows), v), dim=2)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=rectangle.mask, is_causal=rectangle.mask is None, scale=scale, enable_gqa=True
+        )
+        outputs.append(out.transpose(1, 2).reshape(rectangle.places, *query.shape[1:]))
+    return _Take.apply(torch.cat(outputs), plan.place, plan.token)
+
+
+class TreeAttention(torch.nn.Module):
+    """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` says who attends to whom."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Any,
+        **_: Any,
+    ) -> torch.Tensor:
+        return attend(query, key, value, packed_seq_params.plan, self._scale)

@@ -1,0 +1,200 @@
+"""Sharded checkpoints that are either whole or absent.
+
+All ranks write into ``<path>.partial``; only when every rank has finished does rank 0 add the marker COMPLETE and
+rename the folder. Whatever goes wrong before that leaves earlier checkpoints as they were, and no folder with the
+final name. Tensors are read back without unpickling objects.
+
+    <path>/model-tp{t}-pp{p}.safetensors    weights, written by data-parallel rank 0
+    <path>/optimizer-{rank}.pt              moments, main weights and random state of each rank
+    <path>/layout.json                      topology, layer spec, dtype and the model's config.json
+    <path>/state.json                       what the caller wants back
+    <path>/COMPLETE
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megasync.errors import CheckpointError
+from megasync.sync.layout import Layout
+from megasync.sync.shards import LAYOUT, describe, read_layout, shard_file
+from megasync.trainer.collectives import first_failure
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+MARKER = "COMPLETE"
+PARTIAL = ".partial"
+FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank contributes to a checkpoint."""
+
+    layout: Layout
+    dtype: str
+    rank: int
+    params: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+
+def step_path(run_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint of a training step lies."""
+    return Path(run_dir) / FOLDER / f"step-{step:08d}"
+
+
+def complete(run_dir: str | Path) -> list[Path]:
+    """All whole checkpoints of a run, oldest first."""
+    folder = Path(run_dir) / FOLDER
+    found = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in found if (path / MARKER).is_file())
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    return next(reversed(complete(run_dir)), None)
+
+
+def prune(run_dir: str | Path, keep: int) -> list[Path]:
+    """Removes all but the newest ``keep`` whole checkpoints, and what broken saves left; returns what was removed.
+
+    Call it from one process, while no save is running.
+    """
+    folder = Path(run_dir) / FOLDER
+    doomed = complete(run_dir)[: -keep or None] if keep > 0 else []
+    doomed += sorted(folder.glob(f"step-*{PARTIAL}"))
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """The ``state`` that a whole checkpoint was saved with.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint at ``path``.
+    """
+    path = Path(path)
+    if not (path / MARKER).is_file():
+        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MARKER} file")
+    return json.loads((path / STATE).read_text())
+
+
+def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
+    """Writes a checkpoint; a collective over all ranks, which must see one file system.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write its part; nothing is left at ``path``.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        _together(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
+        _together(lambda: _write_shard(partial, shard), "write", path, device)
+        _together(lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device)
+    except CheckpointError:
+        if shard.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    log.info("saved %s", path)
+
+
+def _together(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
+    """Runs ``work`` on every rank and fails on all of them if it failed on one."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:  # noqa: BLE001 - every kind of failure must be shared, or the other ranks wait forever
+        error = caught
+    failure = first_failure(error, device)
+    if failure is not None:
+        raise CheckpointError(f"could not {what} checkpoint {path}: {failure}") from error
+
+
+def _make_room(path: Path, partial: Path) -> None:
+    if path.exists():
+        raise FileExistsError(f"{path} exists already")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_shard(partial: Path, shard: Shard) -> None:
+    coords = shard.layout.topology.coords(shard.rank)
+    if coords.dp == 0:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.params.items()}
+        save_file(tensors, partial / shard_file(coords.tp, coords.pp))
+    saved = {"optimizer": shard.optimizer, "random": torch.get_rng_state()}
+    torch.save(saved, partial / _optimizer_file(shard.rank))
+
+
+def _optimizer_file(rank: int) -> str:
+    return f"optimizer-{rank}.pt"
+
+
+def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> None:
+    (partial / LAYOUT).write_text(json.dumps(describe(shard.layout, shard.dtype), indent=1))
+    (partial / STATE).write_text(json.dumps(state, indent=1))
+    for file in partial.iterdir():
+        _flush(file)
+    (partial / MARKER).touch()
+    _flush(partial)
+    partial.rename(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or a folder's list of files, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load(
+    path: Path, layout: Layout, dtype: str, rank: int, device: torch.device
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """(weights, optimizer state, caller's state) of one rank; restores torch's random state. A collective.
+
+    Raises:
+        CheckpointError: on every rank, when a file is missing or unreadable on any, or when the checkpoint was written
+            by another topology, layer spec or dtype.
+    """
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        found["state"] = read_state(path)
+        _check_same(path, layout, dtype)
+        coords = layout.topology.coords(rank)
+        found["params"] = load_file(path / shard_file(coords.tp, coords.pp))
+        saved = torch.load(path / _optimizer_file(rank), map_location="cpu", weights_only=True)
+        found["optimizer"] = saved["optimizer"]
+        torch.set_rng_state(saved["random"])
+
+    _together(read, "read", path, device)
+    return found["params"], found["optimizer"], found["state"]
+
+
+def _check_same(path: Path, layout: Layout, dtype: str) -> None:
+    saved, saved_dtype = read_layout(path)
+    for what, there, here in (
+        ("topology", saved.topology, layout.topology),
+        ("layer spec", saved.spec, layout.spec),
+        ("model sizes", saved.sizes, layout.sizes),
+        ("dtype", saved_dtype, dtype),
+    ):
+        if there != here:
+            raise CheckpointError(
+                f"its {what} is {there}, this run's is {here}; resume with the same layout, or export the checkpoint "
+                f"and start from the exported model"
+            )

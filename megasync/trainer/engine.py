@@ -1,0 +1,340 @@
+"""One rank of the policy under Megatron: load, score tokens, accumulate gradients, update, save. Free of Ray.
+
+Every public method is a collective: all ranks call it with the same arguments in the same order. Token counts and
+packing are computed from those arguments, so ranks agree on them without communication; results are the same on every
+rank.
+
+A bfloat16 model holds bfloat16 weights, on a CPU too, with float32 gradients and main weights in the optimizer. The
+alternative, float32 weights under autocast, would cast every weight in every microbatch, and Megatron's own linear
+layers leave autocast in their backward pass. On a CPU with bfloat16 instructions a matrix product takes less than a
+quarter of the float32 time; and the weights that train are bit for bit those that are served.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megasync.config.schema import ModelConfig, TrainerConfig
+from megasync.device import Device
+from megasync.errors import ConfigError
+from megasync.sync.layout import Layout
+from megasync.sync.shards import load_shards
+from megasync.sync.topology import Topology
+from megasync.trainer import checkpoint
+from megasync.trainer.batch import Batch, make_batch
+from megasync.trainer.collectives import broadcast_json
+from megasync.trainer.logprobs import token_logprobs
+from megasync.trainer.model import PolicyModel, build_model
+from megasync.trainer.optimizer import Optimizer, Update
+from megasync.trainer.packing import Microbatch, Sample, pack
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); runs on the last pipeline stage.
+LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class MegatronEngine:
+    """Args: ``total_steps`` is where the learning rate's decay ends; torch.distributed must be up at `initialize`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        device: Device,
+        rank: int,
+        world: int,
+        total_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.model_config = model
+        self.trainer_config = trainer
+        self.device = device
+        self.topology = Topology.from_config(trainer)
+        if world != self.topology.world:
+            raise ConfigError(
+                f"the trainer has {world} ranks, but trainer.tensor_parallel x pipeline_parallel x data_parallel is "
+                f"{self.topology.world}"
+            )
+        if model.dtype not in DTYPES:
+            raise ConfigError(f"model.dtype is {model.dtype!r}; it must be {' or '.join(DTYPES)}")
+        self.rank = rank
+        self.coords = self.topology.coords(rank)
+        self.dtype = DTYPES[model.dtype]
+        self.layout = Layout(read_hf_config(model.path), self.topology, device.spec)
+        self._total_steps = total_steps
+        self._seed = seed
+        self._reference: dict[str, torch.Tensor] = {}
+
+    def initialize(self) -> None:
+        """Builds process groups, model and optimizer, and loads this rank's slices of the model folder.
+
+        Raises:
+            ConfigError: the architecture is not supported.
+            CheckpointError: the folder's weights do not fit its config.
+        """
+        config = self.trainer_config
+        parallel_state.initialize_model_parallel(
+            config.tensor_parallel, config.pipeline_parallel, create_gloo_process_groups=False
+        )
+        model_parallel_cuda_manual_seed(self._seed)
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._data_group = parallel_state.get_data_parallel_group()
+        model = build_model(self.layout, config, self.device, self.dtype)
+        model.config.finalize_model_grads_func = _finalize_summed_grads
+        self._params = dict(model.named_parameters())
+        self._write(load_shards(self.model_config.path, self.layout, self.coords.tp, self.coords.pp, self.dtype))
+        self._model = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
+            ),
+            model,
+        )
+        self._optimizer = Optimizer(
+            self._model, config.optimizer, self._total_steps, self.dtype, self.device.torch_device
+        )
+        log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters under the names of `Layout.params`."""
+        return {name: param.data for name, param in self._params.items()}
+
+    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, param in self._params.items():
+                param.copy_(weights[name])
+
+    # Computation
+
+    def microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
+        """This data-parallel rank's share of the samples; as many microbatches as every other rank has."""
+        sizes = self.layout.sizes
+        linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.intermediate)
+        dealt = pack(
+            samples,
+            ranks=self.topology.data,
+            budget=self.trainer_config.tokens_per_microbatch,
+            attention_cost=2 * sizes.q_rows / linear,
+            share_prompts=self.device.spec == "local",
+        )
+        return dealt[self.coords.dp]
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: LossFunction, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Gradients of the summed loss of all samples, replacing those before; see `update`.
+
+        ``loss`` must be normalised by a count over all samples already: gradients are summed over microbatches and
+        data-parallel ranks, never averaged.
+
+        Returns:
+            Each sum that ``loss`` reports, over all microbatches and data-parallel ranks, with "loss" among them.
+        """
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+        def evaluate(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            value, sums = loss(batch, *self._score_logits(logits, batch, temperature))
+            return value, {"loss": value.detach(), **sums}
+
+        return self._total(self._run(samples, evaluate, forward_only=False))
+
+    def update(self, step: int, loss_is_finite: bool) -> Update:
+        """One optimizer step with the gradients of `forward_backward`, or none at all if any rank objects."""
+        return self._optimizer.step(step, loss_is_finite)
+
+    def score(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """Log-probs of each sample's scored tokens, float32 on the device, on every rank.
+
+        ``reference`` scores with the weights of `keep_reference` instead of the present ones.
+        """
+        starts = [0]
+        for sample in samples:
+            starts.append(starts[-1] + len(sample.scored))
+        found = torch.zeros(starts[-1], dtype=torch.float32, device=self.device.torch_device)
+
+        def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+            logprobs, _ = self._score_logits(logits, batch, temperature)
+            if batch.counted and self.coords.tp == 0:
+                for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
+                    found[starts[index] : starts[index + 1]] = part
+            return logprobs.sum(), None
+
+        with torch.no_grad(), self._weights(reference):
+            self._run(samples, collect, forward_only=True)
+        # Every token was written by one rank, all others hold zero.
+        dist.all_reduce(found)
+        return [found[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+
+    def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-prob of each token but the first of each sequence, at temperature 1."""
+        samples = [Sample(ids[:1], ids[1:], range(len(ids) - 1)) for ids in sequences if len(ids) > 1]
+        scored = iter(self.score(samples) if samples else [])
+        return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
+
+    def _run(self, samples: Sequence[Sample], evaluate: Callable, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only."""
+        microbatches = self.microbatches(samples)
+        results = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, evaluate),
+            data_iterator=self._batches(microbatches, samples),
+            model=self._model,
+            num_microbatches=len(microbatches),
+            # Shapes travel with the tensors between stages, as microbatches differ in length.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results
+
+    def _batches(self, microbatches: Iterable[Microbatch], samples: Sequence[Sample]) -> Iterator[Batch]:
+        parallel = self.trainer_config.sequence_parallel
+        for microbatch in microbatches:
+            yield make_batch(
+                microbatch,
+                samples,
+                multiple=self.topology.tensor if parallel else 1,
+                device=self.device.torch_device,
+                flavour=self.device.spec,
+            )
+
+    def _score_logits(
+        self, logits: torch.Tensor, batch: Batch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(
+            logits,
+            batch.targets,
+            vocab_size=self.layout.sizes.vocab,
+            temperature=temperature,
+            group=self._tensor_group,
+        )
+
+    def _total(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over microbatches and data-parallel ranks, from the last stage to every rank."""
+        last = self.topology.pipeline - 1
+        totals: dict[str, float] = {}
+        if self.coords.pp == last:
+            names = sorted(reports[0])
+            values = torch.stack([sum(report[name].double() for report in reports) for name in names])
+            dist.all_reduce(values, group=self._data_group)
+            totals = dict(zip(names, values.tolist(), strict=True))
+        if last == 0:
+            return totals
+        return broadcast_json(totals, self.topology.rank(tp=0, dp=0, pp=last), self.device.torch_device)
+
+    # Reference weights
+
+    def keep_reference(self) -> None:
+        """Keeps a copy of the present weights in host memory, for `score` with ``reference``."""
+        self._reference = {name: param.detach().cpu().clone() for name, param in self._params.items()}
+
+    def _weights(self, reference: bool) -> _Borrowed:
+        return _Borrowed(self, self._reference if reference else None)
+
+    # Checkpoints
+
+    def save(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint with ``state`` (JSON) inside; see `checkpoint.save`. Raises CheckpointError."""
+        checkpoint.save(
+            Path(path),
+            checkpoint.Shard(
+                layout=self.layout,
+                dtype=self.model_config.dtype,
+                rank=self.rank,
+                params=self.params(),
+                optimizer=self._optimizer.state(),
+            ),
+            dict(state or {}),
+            self.device.torch_device,
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.
+
+        Raises:
+            CheckpointError: it is incomplete, or was written by another layout.
+        """
+        params, optimizer, state = checkpoint.load(
+            Path(path), self.layout, self.model_config.dtype, self.rank, self.device.torch_device
+        )
+        self._write(params)
+        self._optimizer.reload_weights()
+        self._optimizer.load_state(optimizer)
+        return state
+
+    def close(self) -> None:
+        """Gives the Megatron process groups back."""
+        parallel_state.destroy_model_parallel()
+
+
+class _Borrowed:
+    """Within it, the engine computes with other weights; None changes nothing."""
+
+    def __init__(self, engine: MegatronEngine, weights: dict[str, torch.Tensor] | None) -> None:
+        self._engine = engine
+        self._weights = weights
+
+    def __enter__(self) -> None:
+        if self._weights is not None:
+            self._own = {name: tensor.clone() for name, tensor in self._engine.params().items()}
+            self._engine._write(self._weights)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._weights is not None:
+            self._engine._write(self._own)
+            del self._own
+
+
+def _forward_step(evaluate: Callable, batches: Iterator[Batch], model: PolicyModel) -> tuple[torch.Tensor, Callable]:
+    """Megatron's forward step: this stage's output, and what turns the last stage's logits into a loss."""
+    batch = next(batches)
+    output = model(batch.ids, None, None, packed_seq_params=batch.packed)
+
+    def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, report = evaluate(batch, logits)
+        # Megatron sums these counts for a division that `_finalize_summed_grads` leaves out.
+        return loss, torch.ones((), dtype=torch.int, device=logits.device), report
+
+    return output, finish
+
+
+def _finalize_summed_grads(model: list, num_tokens: torch.Tensor | None, **groups: Any) -> None:
+    """Megatron's reduction of gradients over ranks, without its division by a token count: losses come normalised."""
+    finalize_model_grads(model, None, **groups)
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """The config.json of a model folder.
+
+    Raises:
+        ConfigError: there is no such folder, or no readable config.json in it.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model.path is {path!r}, which has no config.json; give the folder of a Hugging Face model")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error

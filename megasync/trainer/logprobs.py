@@ -1,0 +1,113 @@
+"""Log-probs and entropy from logits whose vocabulary is split over tensor ranks.
+
+No rank ever holds a row of the whole vocabulary, and nothing of the size of the logits is kept for the backward pass
+but the logits themselves. Columns of vocabulary padding count as -inf: they get no probability and no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Logits taken to float32 at a time; bounds the temporary memory (64 MiB a tensor).
+CHUNK_ELEMENTS = 16 * 2**20
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """With z the logits over the temperature, p = softmax(z), H = -sum(p log p), and t the target:
+
+    d log p_t / d z_j = [j = t] - p_j   and   d H / d z_j = -p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        first: int,
+        columns: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        local = (targets - first).clamp(0, max(columns - 1, 0))
+        mine = (targets >= first) & (targets < first + columns)
+        rows = len(targets)
+        peak = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
+        if columns and rows:
+            peak = logits[:, :columns].amax(dim=-1).float() / temperature
+        _reduce(peak, dist.ReduceOp.MAX, group)
+
+        # Sums over the vocabulary: exp(z), exp(z) z and z_t, all with the row's peak subtracted from z.
+        sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+        for part in _chunks(rows, columns):
+            z = logits[part, :columns].to(torch.float32, copy=True).div_(temperature).sub_(peak[part, None])
+            sums[2, part] = z.gather(1, local[part, None]).squeeze(1).mul_(mine[part])
+            weights = z.exp()
+            sums[0, part] = weights.sum(dim=-1)
+            sums[1, part] = weights.mul_(z).sum(dim=-1)
+        _reduce(sums, dist.ReduceOp.SUM, group)
+
+        log_total = sums[0].log()
+        entropy = log_total - sums[1] / sums[0]
+        ctx.save_for_backward(logits, peak + log_total, entropy, local, mine)
+        ctx.columns, ctx.temperature = columns, temperature
+        ctx.set_materialize_grads(False)
+        return sums[2] - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple:
+        logits, log_normaliser, entropy, local, mine = ctx.saved_tensors
+        columns, grad = ctx.columns, torch.zeros_like(logits)
+        for part in _chunks(len(logits), columns):
+            log_p = logits[part, :columns].to(torch.float32, copy=True).div_(ctx.temperature).sub_(log_normaliser[part, None])
+            p = log_p.exp()
+            if of_entropy is None:
+                total = p.mul_(-of_logprob[part, None])
+            else:
+                slope = log_p.add_(entropy[part, None]).mul_(of_entropy[part, None])
+                if of_logprob is not None:
+                    slope.add_(of_logprob[part, None])
+                total = p.mul_(slope.neg_())
+            if of_logprob is not None:
+                total.scatter_add_(1, local[part, None], (of_logprob[part] * mine[part])[:, None])
+            grad[part, :columns] = total.div_(ctx.temperature)
+        return grad, None, None, None, None, None
+
+
+def _chunks(rows: int, columns: int) -> list[slice]:
+    if not columns:
+        return []
+    step = max(1, CHUNK_ELEMENTS // columns)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of its distribution; both differentiable, equal on all ranks of ``group``.
+
+    Args:
+        logits: [targets, columns of this tensor rank], any floating dtype; ranks hold equal shares in rank order.
+        targets: int64 [targets], each below ``vocab_size``.
+        vocab_size: real columns over all ranks; those behind them are padding.
+        temperature: divides the logits, as the sampler does.
+
+    Returns:
+        (log-probs, entropies), float32 [targets].
+    """
+    rank = group.rank() if group is not None else 0
+    first = rank * logits.shape[1]
+    columns = min(max(vocab_size - first, 0), logits.shape[1])
+    return _VocabularyParallel.apply(logits, targets, first, columns, temperature, group)

@@ -1,0 +1,146 @@
+"""Adam under Megatron's optimizer: learning rate schedule, one norm for clipping and guarding, and its saved state.
+
+An update happens on every rank or on none: `Optimizer.step` asks all ranks whether loss and gradient norm are finite
+before the first weight changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megasync.config.schema import OptimizerConfig
+from megasync.errors import CheckpointError, ConfigError
+from megasync.trainer.collectives import all_agree
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of training step ``step`` (the first is 1): linear warm-up, then the decay that was asked for.
+
+    Warm-up reaches ``lr`` at step ``warmup_steps``; linear and cosine decay reach ``min_lr`` at ``total_steps``.
+
+    Raises:
+        ConfigError: an unknown kind of decay.
+    """
+    if config.decay not in ("constant", "linear", "cosine"):
+        raise ConfigError(
+            f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine"
+        )
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.decay == "constant":
+        return config.lr
+    gone = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    left = 1.0 - gone if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+class Update(NamedTuple):
+    """What one optimizer step did. ``applied`` is false when it was refused because something was not finite."""
+
+    applied: bool
+    grad_norm: float
+    lr: float
+
+
+class Optimizer:
+    """The optimizer of one rank's shard.
+
+    In float32 it updates the model's own weights. In bfloat16 it keeps float32 main weights, updates those, and rounds
+    the model's weights from them, so that small updates are not lost.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        total_steps: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._total_steps = total_steps
+        self._device = device
+        self._keeps_main_weights = dtype != torch.float32
+        self._optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        for inner in self._inner():
+            if isinstance(inner, torch.optim.AdamW):
+                for group in inner.param_groups:
+                    # One pass over the weights instead of eight; torch takes it from the group at each step.
+                    group["fused"] = True
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers inside; a rank whose shard is empty has none."""
+        chained = (part.optimizer for part in self._optimizer.chained_optimizers)
+        return [optimizer for optimizer in chained if optimizer is not None]
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self, step: int, loss_is_finite: bool) -> Update:
+        """Clips by the global norm and updates, unless any rank saw a value that is not finite. A collective."""
+        lr = learning_rate(self._config, step, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not all_agree(loss_is_finite and math.isfinite(norm), self._device):
+            return Update(False, norm, lr)
+        if self._config.clip_grad > 0:
+            for part in self._optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
+        self._optimizer.step_with_ready_grads()
+        return Update(True, norm, lr)
+
+    def reload_weights(self) -> None:
+        """Takes main weights anew from the model's, after those were written from outside."""
+        self._optimizer.reload_model_params()
+
+    def state(self) -> dict[str, Any]:
+        """Moments and main weights of this rank, as tensors and plain containers."""
+        found: dict[str, Any] = {"moments": [inner.state_dict()["state"] for inner in self._inner()]}
+        if self._keeps_main_weights:
+            found["main_weights"] = [param.data for param in self._parameters()]
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores what `state` gave. Hyperparameters stay those of the present configuration.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        inner = self._inner()
+        params = list(self._parameters())
+        main = state.get("main_weights", [])
+        expected = [param.shape for param in params] if self._keeps_main_weights else []
+        if len(state["moments"]) != len(inner) or [tensor.shape for tensor in main] != expected:
+            raise CheckpointError("the checkpoint's optimizer state was made for other parameters")
+        for optimizer, moments in zip(inner, state["moments"], strict=True):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+        for param, saved in zip(params, main, strict=bool(main)):
+            param.data.copy_(saved)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [param for inner in self._inner() for group in inner.param_groups for param in group["params"]]

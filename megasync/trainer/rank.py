@@ -1,0 +1,101 @@
+"""One trainer rank, whole: engine, policy step, checkpoint and its side of the weight sync. Free of Ray.
+
+The constructor opens nothing; `start` does. Every other method is a collective: all ranks must be called with the same
+arguments, in the same order. Imports of torch and Megatron are inside `start`, so that the class can be shipped to a
+process that has not been prepared for them yet (on a CPU, upstream needs patches first).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megasync.buffer.trajectory import Group
+from megasync.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class TrainerRank:
+    def __init__(self, config: Config, rank: int, world: int, run_dir: str) -> None:
+        self._config = config
+        self._rank = rank
+        self._world = world
+        self._run_dir = Path(run_dir)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Interface and free port on which rank 0 opens the process group's store."""
+        host = self._config.cluster.host
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def start(self, host: str, port: int) -> dict[str, Any]:
+        """Joins the process group, builds the model and loads this rank's slices of the checkpoint folder."""
+        from megasync.observe.logfile import log_to_file
+
+        log_to_file(self._run_dir / "logs" / f"trainer-{self._rank}.log")
+
+        import torch
+
+        from megasync.device import resolve_device
+        from megasync.sync.broadcast import BroadcastSender
+        from megasync.sync.plan import plan_broadcast
+        from megasync.trainer.engine import MegatronEngine
+        from megasync.trainer.policy import PolicyTrainer
+
+        config = self._config
+        self._device = resolve_device(config.cluster.device)
+        # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
+        self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
+        torch.manual_seed(config.seed)
+        torch.distributed.init_process_group(
+            self._device.backend,
+            init_method=f"tcp://{host}:{port}",
+            rank=self._rank,
+            world_size=self._world,
+            timeout=timedelta(seconds=config.timeouts.train_step),
+        )
+        self._engine = MegatronEngine(
+            config.model, config.trainer, self._device, self._rank, self._world, config.schedule.total_steps
+        )
+        self._engine.initialize()
+        self._policy = PolicyTrainer(self._engine, config.algorithm, dump_dir=self._run_dir / "skipped")
+        plan = plan_broadcast(self._engine.layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+        self._sender = BroadcastSender(plan, self._engine.layout, self._rank, self._engine.params(), self._device)
+        log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
+        return {"rank": self._rank, "pid": os.getpid()}
+
+    def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
+        """One training step; the same metrics on every rank."""
+        return self._policy.step(groups, step, version)
+
+    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-prob of each token but the first of each sequence, under the current weights."""
+        return self._engine.logprobs(sequences)
+
+    def save(self, path: str, state: dict[str, Any]) -> None:
+        self._engine.save(Path(path), state)
+
+    def load(self, path: str) -> None:
+        self._engine.load(Path(path))
+
+    def sync_join(self, *args: Any) -> Any:
+        return self._sender.join(*args)
+
+    def sync_send(self, *args: Any) -> Any:
+        return self._sender.send(*args)
+
+    def sync_leave(self) -> None:
+        self._sender.leave()
+
+    def stop(self) -> None:
+        import torch
+
+        self._sender.leave()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

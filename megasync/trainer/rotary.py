@@ -1,0 +1,76 @@
+"""Rotary position angles from a Hugging Face config.json, for packed tokens.
+
+Megatron's own rotary module fixes llama3's scaling constants, and rebuilds positions from sequence boundaries in a
+loop. This one reads all constants from the config, and where tokens carry explicit positions (`PackedTokens.positions`)
+returns one row of angles per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megasync.errors import ConfigError
+from megasync.trainer.batch import PackedTokens
+
+SUPPORTED = ("default", "llama3")
+
+
+def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope section of a config.json, old spelling (``rope_theta``, ``rope_scaling``) or new (``rope_parameters``).
+
+    Raises:
+        ConfigError: no base frequency, or a kind of scaling that is not implemented.
+    """
+    found = dict(hf_config.get("rope_scaling") or {})
+    found |= hf_config.get("rope_parameters") or {}
+    found.setdefault("rope_theta", hf_config.get("rope_theta"))
+    kind = found.setdefault("rope_type", found.pop("type", "default"))
+    if kind not in SUPPORTED:
+        raise ConfigError(f"rope_type {kind!r} in config.json is not supported; supported are {', '.join(SUPPORTED)}")
+    if found["rope_theta"] is None:
+        raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")
+    partial = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
+    return found
+
+
+def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
+    """Angle per position of each pair of channels, float32 [head_dim / 2]; ``rope`` comes from `rope_parameters`.
+
+    Scaling of kind llama3 (Llama 3.1, "The Llama 3 Herd of Models", 2024): wavelengths longer than the original context
+    are stretched by ``factor``, short ones kept, those between interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope["rope_theta"] ** exponents
+    if rope["rope_type"] == "default":
+        return plain
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    turns = context * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain * (kept + (1.0 - kept) / factor)
+
+
+class PackedRotary(torch.nn.Module):
+    """Takes the place of ``GPTModel.rotary_pos_emb``, whose two calls it answers; it has no parameters."""
+
+    def __init__(self, rope: Mapping[str, Any], head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedTokens) -> Any:
+        """The model passes what this returns on to `forward`, so the packed tokens themselves are returned."""
+        return packed
+
+    def forward(self, packed: PackedTokens, packed_seq: bool = True, cp_group: Any = None) -> torch.Tensor:
+        """Angles [rows, 1, 1, head_dim]: a row per token where tokens carry positions, else per position."""
+        positions = packed.positions
+        if positions is None:
+            positions = torch.arange(packed.max_seqlen_q, device=self._frequencies.device)
+        angles = torch.outer(positions.float(), self._frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]

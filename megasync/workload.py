@@ -1,0 +1,111 @@
+"""What a run works on: rendered prompts, the reward, the rollout function. Everything a person can get wrong about data
+is refused here, before the first process starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasync.buffer.trajectory import Prompt
+from megasync.config import Config
+from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
+from megasync.errors import ConfigError, DataError
+from megasync.rollout.workflow import load_function, single_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """What the caller brought from Python instead of naming it in the configuration."""
+
+    reward: Callable | None = None
+    rollout: Callable | None = None
+    train_dataset: Sequence[dict] | None = None
+    eval_dataset: Sequence[dict] | None = None
+
+    def names(self) -> list[str]:
+        return [name for name in self.__slots__ if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`eval_prompts` is empty without a held-out set."""
+
+    tokenizer: Any
+    vocab_size: int
+    # Longest prompt plus response, in tokens.
+    context_length: int
+    source: PromptSource
+    eval_prompts: list[Prompt]
+    reward: Callable
+    workflow: Callable
+
+    def probes(self, count: int) -> list[list[int]]:
+        """Token ids of a few prompts that can be scored: at least two tokens each."""
+        prompts = self.eval_prompts or [self.source.get(f"0:{row}") for row in range(min(count, len(self.source)))]
+        return [list(p.prompt_ids) for p in prompts if len(p.prompt_ids) > 1][:count]
+
+
+def prepare_workload(config: Config, custom: Custom) -> Workload:
+    """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    vocab_size = model["vocab_size"]
+    tokenizer = _load_tokenizer(config.model.path)
+    rows, verifier = _rows(config.data.train, custom.train_dataset, "train_dataset")
+    examples, rows = split_examples(rows, config.data.prompt)
+    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    source = PromptSource(rows, renderer, config.data.shuffle, config.seed)
+    eval_prompts: list[Prompt] = []
+    if config.data.eval is not None or custom.eval_dataset is not None:
+        held_out, _ = _rows(config.data.eval, custom.eval_dataset, "eval_dataset")
+        eval_prompts = render_rows(held_out[: config.eval.samples], renderer)
+    context_length = config.rollout.context_length or model["max_position_embeddings"]
+    if config.data.prompt.max_tokens + 1 > context_length:
+        raise ConfigError(
+            f"data.prompt.max_tokens={config.data.prompt.max_tokens} leaves no room for an answer within the context "
+            f"of {context_length} tokens; lower it or raise rollout.context_length"
+        )
+    return Workload(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        source=source,
+        eval_prompts=eval_prompts,
+        reward=_reward(config, custom, verifier),
+        workflow=_workflow(config, custom),
+    )
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def _rows(dataset: Any, own: Sequence[dict] | None, name: str) -> tuple[list[dict], Callable | None]:
+    return (as_rows(own, name), None) if own is not None else load_dataset(dataset)
+
+
+def _reward(config: Config, custom: Custom, verifier: Callable | None) -> Callable:
+    named = load_function(config.rollout.reward) if config.rollout.reward else None
+    reward = custom.reward or named or verifier
+    if reward is None:
+        raise ConfigError(
+            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as "
+            "'package.module:function', pass reward= from Python, or give the rows an \"answer\" column"
+        )
+    return reward
+
+
+def _workflow(config: Config, custom: Custom) -> Callable:
+    workflow = custom.rollout or (load_function(config.rollout.workflow) if config.rollout.workflow else single_turn)
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
+    return workflow

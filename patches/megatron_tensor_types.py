@@ -1,0 +1,48 @@
+"""Lets Megatron's mixed-precision and distributed optimizers take CPU parameters.
+
+While they sort parameters by dtype, those optimizers compare `param.type()` with names such as
+"torch.cuda.BFloat16Tensor" and refuse any other. During exactly those calls, CPU tensors answer with the CUDA name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from megasync_patches import Patch
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class CudaTypeNames(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            answer = func(*args, **(kwargs or {}))
+            asked_for_name = func is torch.Tensor.type and isinstance(answer, str)
+            return answer.replace("torch.", "torch.cuda.", 1) if asked_for_name else answer
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with CudaTypeNames():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _apply() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    Float16OptimizerWithFloat16Params.__init__ = _with_cuda_type_names(Float16OptimizerWithFloat16Params.__init__)
+    DistributedOptimizer.__init__ = _with_cuda_type_names(DistributedOptimizer.__init__)
+
+
+PATCH = Patch(
+    name="megatron-tensor-types",
+    package="megatron-core",
+    versions=("0.16.1",),
+    reason="the optimizers recognise dtypes by the names of CUDA tensor types",
+    apply=_apply,
+)

@@ -1,0 +1,40 @@
+"""Lets CPU ranks run code that asks torch for the current CUDA device.
+
+Megatron passes `torch.cuda.current_device()` as the device of its communication buffers, calls
+`torch.cuda.synchronize()` around them and moves a tied embedding with `Tensor.cuda()`. On a CPU the current device is
+the CPU, there is nothing to wait for, and a tensor is already where it belongs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megasync_patches import Patch
+
+
+def _apply() -> None:
+    import torch
+
+    cpu = torch.device("cpu")
+
+    def current_device() -> torch.device:
+        return cpu
+
+    def synchronize(device: Any = None) -> None:
+        return None
+
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    torch.cuda.current_device = current_device
+    torch.cuda.synchronize = synchronize
+    torch.Tensor.cuda = stay
+
+
+PATCH = Patch(
+    name="torch-cuda-calls",
+    package="torch",
+    versions=("2.13.0",),
+    reason="Megatron asks for the current CUDA device, which a CPU build of torch refuses to name",
+    apply=_apply,
+)

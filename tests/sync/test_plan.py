@@ -1,0 +1,95 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.sync.layout import Layout
+from megasync.sync.plan import ITEM_BYTES, plan_broadcast
+from megasync.sync.topology import Topology
+
+CONFIG = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+}
+
+topologies = st.builds(
+    Topology, tensor=st.sampled_from([1, 2, 4]), pipeline=st.sampled_from([1, 2, 4]), data=st.integers(1, 3)
+)
+limits = st.integers(1, 20_000)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+
+
+@settings(deadline=None)
+@given(topology=topologies, limit=limits, dtype=dtypes, tied=st.booleans())
+def test_buckets_hold_every_tensor_once_back_to_back(topology, limit, dtype, tied):
+    layout = Layout(CONFIG | {"tie_word_embeddings": tied}, topology)
+    plan = plan_broadcast(layout, limit, dtype)
+    sent = [(entry.name, entry.shape) for bucket in plan.buckets for entry in bucket.tensors]
+    assert len(sent) == len(layout.hf_tensors)
+    assert dict(sent) == layout.hf_tensors
+    for bucket in plan.buckets:
+        offset = 0
+        for entry in bucket.tensors:
+            assert entry.offset == offset
+            elements = 1
+            for size in entry.shape:
+                elements *= size
+            offset += elements * ITEM_BYTES[dtype]
+        assert bucket.nbytes == offset
+
+
+@settings(deadline=None)
+@given(topology=topologies, limit=limits)
+def test_contributions_fill_each_bucket_exactly_and_come_from_ranks_that_hold_them(topology, limit):
+    layout = Layout(CONFIG, topology)
+    for bucket in plan_broadcast(layout, limit, "float32").buckets:
+        elements = sum(p.hf_box.rows * p.hf_box.cols for pieces in bucket.contributions.values() for p in pieces)
+        assert elements * 4 == bucket.nbytes
+        for rank, pieces in bucket.contributions.items():
+            coords = topology.coords(rank)
+            assert (coords.dp, coords.pp) == (0, bucket.stage)
+            assert set(pieces) <= set(layout.pieces(coords.tp, coords.pp))
+
+
+@settings(deadline=None)
+@given(topology=topologies, limit=limits)
+def test_a_bucket_is_within_the_limit_or_a_single_fused_group(topology, limit):
+    layout = Layout(CONFIG, topology)
+    groups = [{name for name, _ in item.tensors} for pp in range(topology.pipeline) for item in layout.placed(pp)]
+    for bucket in plan_broadcast(layout, limit, "float32").buckets:
+        names = {entry.name for entry in bucket.tensors}
+        inside = [group for group in groups if group & names]
+        assert set().union(*inside) == names, "a fused group was split"
+        assert bucket.nbytes <= limit or len(inside) == 1
+
+
+@settings(deadline=None)
+@given(topology=topologies, limit=limits)
+def test_the_plan_is_the_same_each_time_and_one_rank_sends_per_stage(topology, limit):
+    plan = plan_broadcast(Layout(CONFIG, topology), limit, "float32")
+    assert plan == plan_broadcast(Layout(dict(reversed(CONFIG.items())), topology), limit, "float32")
+    assert plan.senders == tuple(topology.rank(0, 0, stage) for stage in range(topology.pipeline))
+    for stage in range(topology.pipeline):
+        assert {bucket.sender for bucket in plan.of_stage(stage)} == {plan.senders[stage]}
+    assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
+
+
+def test_buckets_of_different_senders_alternate():
+    plan = plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 4_000, "float32")
+    assert [bucket.stage for bucket in plan.buckets[:4]] == [0, 1, 0, 1]
+
+
+def test_a_whole_model_fits_one_bucket_per_stage():
+    assert len(plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 2**30, "bfloat16").buckets) == 2
+
+
+def test_unknown_dtypes_and_empty_buckets_are_refused():
+    layout = Layout(CONFIG, Topology())
+    with pytest.raises(ValueError, match="float64"):
+        plan_broadcast(layout, 1, "float64")
+    with pytest.raises(ValueError, match="bucket_bytes is 0"):
+        plan_broadcast(layout, 0, "float32")

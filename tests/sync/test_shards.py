@@ -1,0 +1,143 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megasync.errors import CheckpointError
+from megasync.sync import shards
+from megasync.sync.layout import Layout
+from megasync.sync.shards import describe, export_checkpoint, load_shards, shard_file
+from megasync.sync.topology import Topology
+
+
+@pytest.fixture
+def folder(make_model, save_model, tmp_path):
+    """(folder, config, state dict) of a tiny model in one file."""
+    model = make_model()
+    path = tmp_path / "model"
+    return path, save_model(model, path), model.state_dict()
+
+
+def write_checkpoint(path, hf_dir, layout, dtype="float32"):
+    path.mkdir()
+    for pp in range(layout.topology.pipeline):
+        for tp in range(layout.topology.tensor):
+            save_file(load_shards(hf_dir, layout, tp, pp), path / shard_file(tp, pp))
+    (path / "layout.json").write_text(json.dumps(describe(layout, dtype)))
+    return path
+
+
+def test_a_folder_of_many_files_loads_like_one(make_model, save_model, tmp_path):
+    model = make_model()
+    config = save_model(model, tmp_path / "one")
+    save_model(model, tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    layout = Layout(config, Topology(tensor=2))
+    one, many = (load_shards(tmp_path / name, layout, 1, 0) for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_shards_have_the_dtype_that_was_asked_for(folder):
+    path, config, state = folder
+    held = load_shards(path, Layout(config, Topology()), 0, 0, torch.bfloat16)
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert torch.equal(held["decoder.final_layernorm.weight"], state["model.norm.weight"].bfloat16())
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        shards.HfFolder(tmp_path)
+
+
+def test_a_missing_file_is_named(make_model, save_model, tmp_path):
+    config = save_model(make_model(), tmp_path, max_shard_size="8KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=gone.name):
+        load_shards(tmp_path, Layout(config, Topology()), 0, 0)
+
+
+def test_a_missing_tensor_is_named(folder):
+    path, config, state = folder
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_shards(path, Layout(config, Topology()), 0, 0)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(folder):
+    path, config, _ = folder
+    layout = Layout(config | {"vocab_size": 99}, Topology())
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*\[101, 16\].*\[99, 16\]"):
+        load_shards(path, layout, 0, 0)
+
+
+def test_a_damaged_file_is_named(folder):
+    path, config, _ = folder
+    (path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load_shards(path, Layout(config, Topology()), 0, 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_exported_checkpoint_is_bitwise_the_model(make_model, save_model, tmp_path, tied):
+    model = make_model(tie_word_embeddings=tied)
+    source = tmp_path / "model"
+    layout = Layout(save_model(model, source), Topology(tensor=2, pipeline=2))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("stays behind")
+    export_checkpoint(write_checkpoint(tmp_path / "step", source, layout), source, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    written, saved = (load_file(path / "model.safetensors") for path in (tmp_path / "out", source))
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert torch.equal(again(torch.tensor([[1, 2, 3]])).logits, model(torch.tensor([[1, 2, 3]])).logits)
+
+
+def test_a_large_export_is_cut_into_files_with_an_index(folder, tmp_path, monkeypatch):
+    path, config, state = folder
+    monkeypatch.setattr(shards, "MAX_FILE_BYTES", 12_000)
+    layout = Layout(config, Topology(tensor=2))
+    export_checkpoint(write_checkpoint(tmp_path / "step", path, layout, "bfloat16"), path, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(files) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 2 for tensor in state.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], state[name].bfloat16())
+    assert set(index["weight_map"]) == set(state)
+
+
+def test_an_incomplete_checkpoint_leaves_no_output(folder, tmp_path):
+    path, config, _ = folder
+    layout = Layout(config, Topology(tensor=2))
+    checkpoint = write_checkpoint(tmp_path / "step", path, layout)
+    (checkpoint / shard_file(1, 0)).unlink()
+    with pytest.raises(CheckpointError, match=r"model-tp1-pp0\.safetensors is missing"):
+        export_checkpoint(checkpoint, path, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "step"]
+
+
+def test_a_checkpoint_without_layout_and_a_full_output_folder_are_refused(folder, tmp_path):
+    path, config, _ = folder
+    (tmp_path / "step").mkdir()
+    with pytest.raises(CheckpointError, match=r"no layout\.json"):
+        export_checkpoint(tmp_path / "step", path, tmp_path / "out")
+    shutil.rmtree(tmp_path / "step")
+    checkpoint = write_checkpoint(tmp_path / "step", path, Layout(config, Topology()))
+    with pytest.raises(CheckpointError, match="not empty"):
+        export_checkpoint(checkpoint, path, path)
+    (checkpoint / "layout.json").write_text('{"spec": "local"}')
+    with pytest.raises(CheckpointError, match=r"layout\.json is damaged"):
+        export_checkpoint(checkpoint, path, tmp_path / "out")
