@@ -27,6 +27,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.config import Config
@@ -40,10 +41,10 @@ STOP_SECONDS = 30.0
 
 
 class Trainer(Protocol):
-    """The trainer ranks as one: every call reaches all ranks and returns rank 0's answer."""
+    """The trainer ranks as one: every call reaches all of them."""
 
     async def step(self, groups: list, step: int, version: int) -> dict[str, float]: ...
-    async def save(self, step: int, state: dict) -> str: ...
+    async def save(self, step: int, state: dict) -> Path: ...
 
 
 class Publisher(Protocol):
@@ -69,8 +70,14 @@ class Progress:
     version: int = 0
     # Steps trained since the last published version.
     unpublished: int = 0
-    score: float | None = None
+    # Held-out scores as (step, score).
     history: list[tuple[int, float]] = field(default_factory=list)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """From what `Controller` put into a checkpoint."""
+        history = [(step, score) for step, score in state["history"]]
+        return cls(state["step"], state["version"], state["unpublished"], history)
 
 
 class Controller:
@@ -240,7 +247,6 @@ class Controller:
             return
         metrics = await self._evaluate(step, version)
         score = metrics["eval/score"]
-        self.progress.score = score
         self.progress.history.append((step, score))
         self._observer.evaluation(step, version, metrics)
         target = self.config.schedule.stop_at_score
@@ -274,7 +280,7 @@ class Controller:
         state = {
             "step": progress.step,
             "version": progress.version,
-            "score": progress.score,
+            "unpublished": progress.unpublished,
             "history": progress.history,
             "cursor": self._cursor(),
             "pending": await self._buffer.live_uids(),

@@ -8,54 +8,45 @@ checked before the first process starts.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.trajectory import Prompt
-from megasync.cluster.actors import Actors, BufferHandle
+from megasync.cluster.actors import BufferHandle
+from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.roles import check_capabilities
+from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller, Progress
-from megasync.device import resolve_device
-from megasync.errors import DataError, ServerError
+from megasync.device import Device, resolve_device
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
-from megasync.rollout.evaluate import evaluate
+from megasync.rollout.held_out import HeldOut
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.sync.layout import Layout
+from megasync.sync.plan import plan_broadcast
 from megasync.sync.publisher import Publisher
+from megasync.sync.shards import export_checkpoint
+from megasync.sync.topology import Topology
 from megasync.sync.transaction import WeightSync
+from megasync.trainer.checkpoint import latest, read_state
+from megasync.workload import Custom, Workload, prepare_workload, read_hf_config
 
 log = logging.getLogger(__name__)
 
 # Prompts whose log-probs trainer and servers must agree on after a sync.
 PARITY_PROBES = 4
-CHECKPOINT_STATE = "controller.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Custom:
-    """What the caller brought from Python instead of naming it in the configuration."""
-
-    reward: Callable | None = None
-    rollout: Callable | None = None
-    train_dataset: Sequence[dict] | None = None
-    eval_dataset: Sequence[dict] | None = None
-
-    def names(self) -> list[str]:
-        return [field.name for field in fields(self) if getattr(self, field.name) is not None]
+EXPORT_FOLDER = "export"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +80,160 @@ class Run:
         return True
 
     async def execute(self) -> RunResult:
-        async with AsyncExitStack() as stack:
-            handler = log_to_file(self.run_dir / "logs" / "controller.log")
-            stack.callback(logging.getLogger("megasync").removeHandler, handler)
-            workload = await asyncio.to_thread(self._prepare_workload)
-            observer = stack.enter_context(RunObserver(self.config, self.run_dir))
-            self._controller = controller = await self._build(stack, workload, observer)
-            progress = await controller.run()
-            observer.message("run ended; putting everything away")
-        export_dir = await asyncio.to_thread(self._export, progress)
-        return RunResult(
-            self.run_dir, progress.step, progress.version, progress.history, export_dir, controller.stop_reason
+        handler = log_to_file(self.run_dir / "logs" / "controller.log")
+        try:
+            check_capabilities()
+            workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
+            with RunObserver(self.config, self.run_dir) as observer:
+                async with AsyncExitStack() as stack:
+                    self._controller = await self._build(stack, workload, observer)
+                    progress = await self._controller.run()
+                    observer.message("putting servers and ranks away")
+                export_dir = await asyncio.to_thread(self._export, observer)
+            return RunResult(
+                run_dir=self.run_dir,
+                step=progress.step,
+                version=progress.version,
+                scores=list(progress.history),
+                export_dir=export_dir,
+                stopped=self._controller.stop_reason,
+            )
+        finally:
+            logging.getLogger("megasync").removeHandler(handler)
+            handler.close()
+
+    async def _build(self, stack: AsyncExitStack, workload: Workload, observer: RunObserver) -> Controller:
+        """Starts every process of the run, both pools at the same time, and wires the controller."""
+        config, schedule = self.config, self.config.schedule
+        device = resolve_device(config.cluster.device)
+        progress = self._restore(workload)
+        observer.message("starting Ray, trainer ranks and servers")
+        pools = await self._reserve(stack, device)
+        key = secrets.token_urlsafe(24)
+        fleet = Fleet(config, self.run_dir, device, pools, key)
+        stack.push_async_callback(fleet.stop)
+        ranks = TrainerGroup(config, self.run_dir, pools)
+        stack.push_async_callback(ranks.stop)
+        buffer = BufferHandle.create(config.schedule, progress.step, progress.version)
+        stack.callback(buffer.kill)
+        await _together(ranks.start(self._checkpoint), fleet.start())
+
+        controls = [ServerControl(url, key) for url in fleet.urls]
+        for control in controls:
+            stack.push_async_callback(control.close)
+        client = RolloutClient(
+            fleet.router_url,
+            controls,
+            vocab_size=workload.vocab_size,
+            context_length=workload.context_length,
+            sampling=config.rollout.sampling,
+            request_timeout=config.timeouts.request,
+            tokenizer=workload.tokenizer,
         )
+        stack.push_async_callback(client.close)
+        rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
+        stack.push_async_callback(rewards.close)
+        seed = config.seed if config.rollout.deterministic else None
+        publisher = self._publisher(stack, device, ranks, controls, client, workload)
+        rollouter = Rollouter(
+            client,
+            workload.source,
+            buffer,
+            workload.workflow,
+            rewards,
+            schedule,
+            drop_uniform_groups=config.rollout.drop_uniform_groups,
+            seed=seed,
+        )
+        held_out = HeldOut(
+            config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
+        )
+        await self._first_weights(publisher, progress, observer)
+        return Controller(
+            config,
+            trainer=ranks,
+            publisher=publisher,
+            buffer=buffer,
+            rollouter=rollouter,
+            evaluate=held_out if workload.eval_prompts else None,
+            watch=fleet.watch,
+            cursor=workload.source.state,
+            observer=observer,
+            progress=progress,
+        )
+
+    async def _reserve(self, stack: AsyncExitStack, device: Device) -> Pools:
+        specs = pool_specs(self.config)
+        cluster = RayCluster(self.config, sum(spec.total_devices for spec in specs.values()))
+        stack.callback(cluster.close)
+        await asyncio.to_thread(cluster.connect)
+        pools = Pools(specs, device.kind)
+        stack.callback(pools.remove)
+        await pools.create(self.config.timeouts.server_start)
+        return pools
+
+    def _publisher(
+        self,
+        stack: AsyncExitStack,
+        device: Device,
+        ranks: TrainerGroup,
+        controls: list[ServerControl],
+        client: RolloutClient,
+        workload: Workload,
+    ) -> Publisher:
+        config = self.config
+        layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
+        plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+        sync = WeightSync(
+            controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device
+        )
+        stack.push_async_callback(sync.close)
+        return Publisher(
+            sync,
+            config=config.sync,
+            dtype=config.model.dtype,
+            probes=workload.probes(PARITY_PROBES),
+            servers=len(controls),
+            trainer_logprobs=ranks.logprobs,
+            server_logprobs=lambda server, ids: client.score(controls[server], ids),
+        )
+
+    async def _first_weights(self, publisher: Publisher, progress: Progress, observer: RunObserver) -> None:
+        """Trainer and servers agree before the first prompt: same folder (a new run), or a publish (a resumed one)."""
+        if self._checkpoint is None:
+            await publisher.check_parity(progress.version)
+            return
+        observer.message(f"resuming after step {progress.step} from {self._checkpoint}")
+        if progress.unpublished:
+            progress.version, progress.unpublished = progress.version + 1, 0
+        await publisher.publish(progress.version)
+
+    def _restore(self, workload: Workload) -> Progress:
+        """Where the run stands, with the prompt source put back to it."""
+        if self._checkpoint is None:
+            return Progress()
+        state = read_state(self._checkpoint)
+        workload.source.restore(state["cursor"])
+        workload.source.requeue(state["pending"])
+        return Progress.from_state(state)
+
+    def _export(self, observer: RunObserver) -> Path | None:
+        """Writes the newest checkpoint as a Hugging Face folder."""
+        newest = latest(self.run_dir)
+        if not self.config.checkpoint.export or newest is None:
+            return None
+        out = self.run_dir / EXPORT_FOLDER
+        export_checkpoint(newest, Path(self.config.model.path), out)
+        observer.message(f"Hugging Face checkpoint: {out}")
+        return out
+
+
+async def _together(*starts: Coroutine[Any, Any, None]) -> None:
+    """Runs all; when one fails the others are cancelled, and its own error is raised, not a group of errors."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -52,7 +52,7 @@ class Workload:
 
 def prepare_workload(config: Config, custom: Custom) -> Workload:
     """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    model = read_hf_config(config.model.path)
     vocab_size = model["vocab_size"]
     tokenizer = _load_tokenizer(config.model.path)
     rows, verifier = _rows(config.data.train, custom.train_dataset, "train_dataset")
@@ -78,6 +78,11 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         reward=_reward(config, custom, verifier),
         workflow=_workflow(config, custom),
     )
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """The model folder's config.json, which `check_config` has looked at already."""
+    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
 
 
 def _load_tokenizer(path: str) -> Any:

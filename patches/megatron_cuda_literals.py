@@ -17,6 +17,7 @@ MODULES = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.utils",
 )
 
 

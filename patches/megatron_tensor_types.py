@@ -1,6 +1,6 @@
 """Lets Megatron's mixed-precision and distributed optimizers take CPU parameters.
 
-While they sort parameters by dtype, those optimizers compare `param.type()` with names such as
+While they sort parameters by dtype and while they clip, those optimizers compare `Tensor.type()` with names such as
 "torch.cuda.BFloat16Tensor" and refuse any other. During exactly those calls, CPU tensors answer with the CUDA name.
 """
 
@@ -32,9 +32,12 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply() -> None:
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
     Float16OptimizerWithFloat16Params.__init__ = _with_cuda_type_names(Float16OptimizerWithFloat16Params.__init__)
     DistributedOptimizer.__init__ = _with_cuda_type_names(DistributedOptimizer.__init__)
 

@@ -32,7 +32,10 @@ ROLES = {
             "trainer",
             "trainer",
             TrainerRank,
-            ("rendezvous", "start", "step", "logprobs", "save", "load", "sync_join", "sync_send", "sync_leave", "stop"),
+            (
+                *("rendezvous", "start", "step", "logprobs", "save", "load", "stop"),
+                *("sync_listen", "sync_join", "sync_send", "sync_leave"),
+            ),
         ),
         Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),

@@ -318,16 +318,14 @@ def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: b
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
-    if dataset.kind in ("digits", "reasoning_gym"):
-        if dataset.size is None:
-            raise ConfigError(f"{key}.kind={dataset.kind} generates its rows; say how many with {key}.size")
+    if dataset.kind not in ("jsonl", "parquet"):
         return
     if dataset.options:
         raise ConfigError(
-            f"{key}.options={dict(dataset.options)} configures generated tasks, but {key}.kind={dataset.kind} reads "
-            f"rows; remove it"
+            f"{key}.options={dict(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
+            f"{dataset.kind}; remove it"
         )
-    if dataset.kind in ("jsonl", "parquet") and not planning and not Path(dataset.source).expanduser().exists():
+    if not planning and not Path(dataset.source).expanduser().exists():
         raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
 
 

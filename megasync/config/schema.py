@@ -33,7 +33,7 @@ class DatasetConfig:
     # Rows to generate (procedural kinds) or to keep (the others); null keeps all.
     size: int | None = None
     seed: int = 0
-    # Passed to the procedural generator (digits: length; reasoning_gym: the task's own options).
+    # digits: length; reasoning_gym: the task's own options; hf: arguments of `datasets.load_dataset` (name, revision).
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,6 +109,8 @@ class RolloutConfig:
     reward_processes: int = 0
     # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
     drop_uniform_groups: bool = False
+    # Every request samples from a seed of its own, whatever else is in the batch: runs repeat exactly, at some speed.
+    deterministic: bool = False
     # Longest prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = None
     # Tokens of KV cache and running requests per server; null lets SGLang decide (set them on a CPU).

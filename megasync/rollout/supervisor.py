@@ -5,7 +5,8 @@ process of the command's group outlives this script or the owner. A pidfd of the
 owner is gone, however it went (SIGKILL included); a parent-death signal covers the death of this script itself, which
 has one thread, so the signal cannot fire early as it would in an owner whose forking thread ends.
 
-SIGTERM asks the group to end; SIGUSR1 kills it.
+SIGTERM asks the command alone to end, as a server that finds its own children killed takes that for a crash; SIGUSR1
+kills the whole group.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         pass
+
+
+def _forward(child: subprocess.Popen, number: signal.Signals) -> None:
+    if number == signal.SIGUSR1:
+        _signal_group(child.pid, signal.SIGKILL)
+    else:
+        child.send_signal(number)
 
 
 def _wait(owner: int, child: subprocess.Popen) -> int:
@@ -53,14 +61,14 @@ def main(owner: int, command: list[str]) -> int:
     early: signal.Signals | None = None
     child: subprocess.Popen | None = None
 
-    def forward(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         nonlocal early
-        early = signal.SIGKILL if number == signal.SIGUSR1 else signal.SIGTERM
+        early = signal.Signals(number)
         if child is not None:
-            _signal_group(child.pid, early)
+            _forward(child, early)
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGUSR1, forward)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGUSR1, on_signal)
     try:
         child = subprocess.Popen(
             command,
@@ -71,7 +79,7 @@ def main(owner: int, command: list[str]) -> int:
         print(f"cannot run {command[0]!r}: {error}", file=sys.stderr)
         return 127
     if early is not None:
-        _signal_group(child.pid, early)
+        _forward(child, early)
     try:
         return _wait(owner, child)
     finally:

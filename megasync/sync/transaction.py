@@ -7,22 +7,20 @@ A server generates only while it holds exactly one version: it continues after a
 after a failure, when nothing of the new one was loaded into it (`Standing.mixed`, asked in `_release`). A server that
 took part of a failed version stays paused; the next publish that succeeds sets it free.
 
-Each phase has a deadline of ``timeouts.weight_sync`` seconds, and the clean-up after a failure one of its own. Whatever
-failed, no rank and no server that still runs is left inside a collective: the groups are closed, and made anew by the
-next publish.
+Each phase has a deadline of ``timeouts.weight_sync`` seconds, and each step of the clean-up after a failure one of its
+own. Whatever failed, no rank and no server that still runs is left inside a collective: the groups are closed, and made
+anew by the next publish.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
+from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport
 from megasync.sync.plan import BroadcastPlan, Bucket, group_name
 
 if TYPE_CHECKING:
@@ -36,83 +34,17 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 # For each step of the clean-up after a failure. A server that does not answer by then is stuck in a collective.
 RECOVERY_SECONDS = 10.0
-# How long a server may take to finish the batch that was running when it was paused, before its cache is flushed.
+# How long a server may take to drop what was running when it was paused, before its cache is flushed.
 FLUSH_WAIT_SECONDS = 10
 # How SGLang begins its answer when a bucket did not arrive; the model was not touched then.
 NOT_RECEIVED = "Failed to receive weights"
 
 
 class TrainerRanks(Protocol):
-    """All trainer ranks; methods are ``sync_listen``, ``sync_join``, ``sync_send``, ``sync_leave`` of `BroadcastSender`."""
+    """All trainer ranks; a method ``sync_x`` is `BroadcastSender.x` on each of them."""
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Results in rank order; raises when any rank failed or the time (seconds) is up."""
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """A published version: bytes that each server received, and seconds by phase.
-
-    ``pack`` and ``wire`` are the slowest sender's own times inside ``transfer``; they overlap.
-    """
-
-    version: int
-    bytes: int
-    seconds: Mapping[str, float]
-
-
-class PublishError(SyncError):
-    """A version that was not published. ``quarantined`` maps each server left paused to the reason."""
-
-    def __init__(self, message: str, version: int, phase: str, engines: Sequence[str], quarantined: Mapping[str, str]):
-        super().__init__(message)
-        self.version = version
-        self.phase = phase
-        self.engines = tuple(engines)
-        self.quarantined = dict(quarantined)
-
-
-class _PhaseFailed(Exception):
-    """What went wrong in a phase, by the URL of the server (or "trainer")."""
-
-    def __init__(self, causes: Mapping[str, BaseException]) -> None:
-        super().__init__("; ".join(f"{who}: {cause or type(cause).__name__}" for who, cause in causes.items()))
-        self.causes = dict(causes)
-
-
-@dataclass
-class Standing:
-    """What one publish has done to one server so far."""
-
-    paused: bool = False
-    begun: bool = False
-    loaded: int = 0
-    # A bucket was asked for and its fate is not known.
-    in_flight: bool = False
-
-    @property
-    def mixed(self) -> bool:
-        """True when the server may hold something else than the previous version as a whole."""
-        return self.loaded > 0 or self.in_flight
-
-
-@dataclass
-class _Attempt:
-    """One publish under way."""
-
-    version: int
-    standing: dict[str, Standing]
-    phase: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        self.phase = phase
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = time.monotonic() - start
+        """Results in rank order; raises when a rank failed or the time (seconds) is up."""
 
 
 class WeightSync:
@@ -148,7 +80,7 @@ class WeightSync:
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """Servers left paused by a failed publish, with the reason."""
+        """Servers that a failed publish left paused, with the reason."""
         return dict(self._quarantined)
 
     async def connect(self) -> None:
@@ -158,8 +90,7 @@ class WeightSync:
             PublishError: someone could not join within the deadline; nobody is left waiting.
         """
         async with self._lock:
-            attempt = self._new_attempt(0)
-            await self._guarded(attempt, [("connect", self._connect)])
+            await self._run(0, [("connect", self._connect)])
 
     async def publish(self, version: int) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
@@ -168,64 +99,57 @@ class WeightSync:
             PublishError: names the servers, the phase and the version, and says which servers stay paused. The
                 version is not published; publishing again, the same or a later one, is allowed.
         """
+        phases = [
+            ("connect", self._connect),
+            ("pause", self._pause),
+            ("flush", self._flush),
+            ("begin", self._begin),
+            ("transfer", self._transfer),
+            ("end", self._end),
+            ("verify", self._verify),
+            ("continue", self._continue),
+        ]
         async with self._lock:
-            attempt = self._new_attempt(version)
-            phases = [
-                ("connect", self._connect),
-                ("pause", self._pause),
-                ("flush", self._flush),
-                ("begin", self._begin),
-                ("transfer", self._transfer),
-                ("end", self._end),
-                ("verify", self._verify),
-                ("continue", self._continue),
-            ]
-            await self._guarded(attempt, phases)
+            attempt = await self._run(version, phases)
             self._quarantined.clear()
-            log.info("published version %d: %s", version, attempt.seconds)
-            return SyncReport(version, self._plan.nbytes, attempt.seconds)
+        log.info("published version %d: %s", version, attempt.seconds)
+        return SyncReport(version, self._plan.nbytes, attempt.seconds)
 
     async def close(self) -> None:
         """Leaves the groups on both sides. Servers go on with what they serve."""
         async with self._lock:
-            await self._disconnect()
+            await self._disconnect({})
 
-    def _new_attempt(self, version: int) -> _Attempt:
-        return _Attempt(version, {server.url: Standing() for server in self._servers})
-
-    async def _guarded(
-        self, attempt: _Attempt, phases: Sequence[tuple[str, Callable[[_Attempt], Awaitable[None]]]]
-    ) -> None:
-        """Runs the phases; on any failure, or when cancelled, releases the servers that may be released."""
+    async def _run(self, version: int, phases: Sequence[tuple[str, Callable[[Attempt], Awaitable[None]]]]) -> Attempt:
+        """Runs the phases; on any failure, or when cancelled, closes broken groups and releases what may be released."""
+        attempt = Attempt(version, {server.url: Standing() for server in self._servers})
         try:
             for phase, step in phases:
                 with attempt.during(phase):
                     await step(attempt)
         except BaseException as error:
             if attempt.phase in ("connect", "transfer"):
-                await self._disconnect()
+                await self._disconnect(attempt.tasks)
             await self._release(attempt)
             if not isinstance(error, Exception):
                 raise
-            causes = error.causes if isinstance(error, _PhaseFailed) else {"trainer": error}
-            raise self._explain(attempt, error, list(causes)) from next(iter(causes.values()))
+            raise attempt.error(error, self._quarantined) from error
+        return attempt
 
     # Phases
 
-    async def _connect(self, attempt: _Attempt) -> None:
+    async def _connect(self, attempt: Attempt) -> None:
         if self._name is not None:
             return
         self._connections += 1
         self._name = name = f"megasync-{self._connections}"
-        addresses = await self._ranks.call("sync_listen", self._seconds, timeout=self._seconds + GRACE_SECONDS)
-        stages = [addresses[sender] for sender in self._plan.senders]
+        limit = self._seconds + GRACE_SECONDS
+        addresses = await self._ranks.call("sync_listen", self._seconds, timeout=limit)
+        meeting_points = [addresses[sender] for sender in self._plan.senders]
         engine_ranks = len(self._servers) * self._engine_tp
-        join = self._ranks.call(
-            "sync_join", name, addresses, engine_ranks, self._seconds, timeout=self._seconds + GRACE_SECONDS
-        )
 
         async def init(index: int, server: ServerControl) -> None:
-            for stage, (host, port) in enumerate(stages):
+            for stage, (host, port) in enumerate(meeting_points):
                 body = {
                     "master_address": host,
                     "master_port": port,
@@ -234,59 +158,58 @@ class WeightSync:
                     "group_name": group_name(name, stage),
                     "backend": self._backend,
                 }
-                await server.post("/init_weights_update_group", body, timeout=self._seconds)
+                await self._post(server, "/init_weights_update_group", body)
 
-        inits = {server.url: init(index, server) for index, server in enumerate(self._servers)}
-        await _together({"trainer": join, **inits}, self._seconds + GRACE_SECONDS)
+        join = self._ranks.call("sync_join", name, addresses, engine_ranks, self._seconds, timeout=limit)
+        attempt.tasks = {"trainer": asyncio.ensure_future(join)}
+        for index, server in enumerate(self._servers):
+            attempt.tasks[server.url] = asyncio.ensure_future(init(index, server))
+        await attempt.together(limit + GRACE_SECONDS)
 
-    async def _pause(self, attempt: _Attempt) -> None:
+    async def _pause(self, attempt: Attempt) -> None:
         for standing in attempt.standing.values():
             standing.paused = True
         await self._each(lambda server: self._post(server, "/pause_generation", {"mode": self._pause_mode}))
 
-    async def _flush(self, attempt: _Attempt) -> None:
+    async def _flush(self, attempt: Attempt) -> None:
         """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
         if self._pause_mode != "in_place":
             await self._each(lambda server: self._post(server, f"/flush_cache?timeout={FLUSH_WAIT_SECONDS}"))
 
-    async def _begin(self, attempt: _Attempt) -> None:
+    async def _begin(self, attempt: Attempt) -> None:
         for standing in attempt.standing.values():
             standing.begun = True
-        await self._each(lambda server: self._post(server, "/begin_weight_update", {}))
+        await self._each(lambda server: self._post(server, "/begin_weight_update"))
 
-    async def _transfer(self, attempt: _Attempt) -> None:
+    async def _transfer(self, attempt: Attempt) -> None:
         """Ranks send while each server takes the buckets, in the same order everywhere."""
         limit = self._seconds + GRACE_SECONDS
-        sending = asyncio.ensure_future(
-            self._ranks.call("sync_send", attempt.version, self._seconds, timeout=limit + GRACE_SECONDS)
-        )
-        loading = {server.url: asyncio.ensure_future(self._load(server, attempt)) for server in self._servers}
-        tasks = {"trainer": sending, **loading}
-        try:
-            await _together(tasks, limit)
-        except BaseException:
-            # Servers still in a collective are woken when the ranks leave it; give them the time to say so.
-            await self._wake(tasks)
-            raise
+        sending = asyncio.ensure_future(self._ranks.call("sync_send", attempt.version, self._seconds, timeout=limit))
+        attempt.tasks = {"trainer": sending}
+        for server in self._servers:
+            attempt.tasks[server.url] = asyncio.ensure_future(self._load(server, attempt))
+        await attempt.together(limit + GRACE_SECONDS)
         for activity in ("pack", "wire"):
-            attempt.seconds[activity] = max(result.get(activity, 0.0) for result in sending.result())
+            attempt.seconds[activity] = max(result[activity] for result in sending.result())
 
-    async def _load(self, server: ServerControl, attempt: _Attempt) -> None:
-        """Has one server receive and load every bucket; `Standing` always tells how far it came."""
+    async def _load(self, server: ServerControl, attempt: Attempt) -> None:
+        """Has one server receive and load every bucket; its standing always tells how far it came."""
         standing = attempt.standing[server.url]
         for index, bucket in enumerate(self._plan.buckets):
-            last = index + 1 == len(self._plan.buckets)
-            standing.in_flight = True
+            body = self._bucket_body(bucket)
+            if index + 1 == len(self._plan.buckets):
+                body["weight_version"] = str(attempt.version)
+            standing.in_doubt = True
             try:
-                await self._post(server, "/update_weights_from_distributed", self._bucket_body(bucket, attempt, last))
+                await self._post(server, "/update_weights_from_distributed", body)
             except ServerError as error:
-                standing.in_flight = NOT_RECEIVED not in str(error)
+                standing.in_doubt = NOT_RECEIVED not in str(error)
                 raise
             standing.loaded += 1
-            standing.in_flight = False
+            standing.in_doubt = False
 
-    def _bucket_body(self, bucket: Bucket, attempt: _Attempt, last: bool) -> dict[str, Any]:
-        body = {
+    def _bucket_body(self, bucket: Bucket) -> dict[str, Any]:
+        return {
             "names": [entry.name for entry in bucket.tensors],
             "dtypes": [self._plan.dtype] * len(bucket.tensors),
             "shapes": [list(entry.shape) for entry in bucket.tensors],
@@ -294,12 +217,11 @@ class WeightSync:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        return body | {"weight_version": str(attempt.version)} if last else body
 
-    async def _end(self, attempt: _Attempt) -> None:
-        await self._each(lambda server: self._post(server, "/end_weight_update", {}))
+    async def _end(self, attempt: Attempt) -> None:
+        await self._each(lambda server: self._post(server, "/end_weight_update"))
 
-    async def _verify(self, attempt: _Attempt) -> None:
+    async def _verify(self, attempt: Attempt) -> None:
         async def check(server: ServerControl) -> None:
             found = (await server.get("/model_info", timeout=self._seconds)).get("weight_version")
             if found != str(attempt.version):
@@ -307,18 +229,82 @@ class WeightSync:
 
         await self._each(check)
 
-    async def _continue(self, attempt: _Attempt) -> None:
-        await self._each(lambda server: self._post(server, "/continue_generation", {"torch_empty_cache": False}))
+    async def _continue(self, attempt: Attempt) -> None:
+        async def go_on(server: ServerControl) -> None:
+            await self._post(server, "/continue_generation", {"torch_empty_cache": False})
+            attempt.standing[server.url].paused = False
 
-    # After a failure
+        await self._each(go_on)
 
-    async def _wake(self, tasks: Mapping[str, asyncio.Future]) -> None:
-        """Ends what is left of a failed transfer: ranks and servers leave the groups, then their calls return."""
-        await self._disconnect(only={who for who, task in tasks.items() if task.done()})
-        await asyncio.wait(tasks.values(), timeout=RECOVERY_SECONDS)
+    async def _each(self, call: Callable[[ServerControl], Awaitable[Any]]) -> None:
+        """Calls every server at once and waits for all answers, so that it is known what each of them did."""
+        answers = await asyncio.gather(*(call(server) for server in self._servers), return_exceptions=True)
+        causes = {s.url: a for s, a in zip(self._servers, answers, strict=True) if isinstance(a, BaseException)}
+        if causes:
+            raise PhaseFailed(causes)
+
+    async def _post(
+        self, server: ServerControl, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> Any:
+        return await server.post(path, body or {}, timeout=timeout or self._seconds)
+
+    # Clean-up
+
+    async def _disconnect(self, tasks: dict[str, asyncio.Future]) -> None:
+        """Closes the groups on both sides and ends the given calls, which may be waiting inside them.
+
+        Servers that wait for nobody leave first, which wakes a sender that waits for them; when the ranks have left,
+        the servers that wait for a sender are woken. Nothing here raises: what cannot be reached is logged.
+        """
+        if self._name is None:
+            return
+        name, self._name = self._name, None
+        free = [server for server in self._servers if server.url not in tasks or tasks[server.url].done()]
+        await self._destroy(name, free)
+        if "trainer" in tasks:
+            await asyncio.wait([tasks["trainer"]], timeout=RECOVERY_SECONDS)
+        leave = self._ranks.call("sync_leave", timeout=RECOVERY_SECONDS)
+        for failure in await asyncio.gather(leave, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                log.warning("not every trainer rank left the sync groups: %s", failure)
+        busy = [server for server in self._servers if server not in free]
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=RECOVERY_SECONDS)
+        await self._destroy(name, [server for server in busy if tasks[server.url].done()])
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _disconnect(self, only: set[str] | None = None) -> None:
-        pass
+    async def _destroy(self, name: str, servers: Iterable[ServerControl]) -> None:
+        calls = [
+            self._post(
+                server, "/destroy_weights_update_group", {"group_name": group_name(name, stage)}, RECOVERY_SECONDS
+            )
+            for server in servers
+            for stage in range(len(self._plan.senders))
+        ]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                log.debug("a sync group was not there to close: %s", answer)
+
+    async def _release(self, attempt: Attempt) -> None:
+        """Lets those servers generate again that hold one version as a whole; the others stay paused, by name."""
+        await asyncio.gather(*(self._release_one(server, attempt) for server in self._servers))
+
+    async def _release_one(self, server: ServerControl, attempt: Attempt) -> None:
+        standing = attempt.standing[server.url]
+        if not standing.paused:
+            return
+        if standing.begun:
+            try:
+                await self._post(server, "/end_weight_update", timeout=RECOVERY_SECONDS)
+            except ServerError as error:
+                log.debug("no weight update to end: %s", error)
+        if standing.mixed:
+            self._quarantined[server.url] = standing.describe(attempt.version, len(self._plan.buckets))
+        if server.url in self._quarantined:
+            return
+        try:
+            await self._post(server, "/continue_generation", {"torch_empty_cache": False}, RECOVERY_SECONDS)
+        except ServerError as error:
+            self._quarantined[server.url] = f"it could not be told to go on: {error}"

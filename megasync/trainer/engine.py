@@ -16,6 +16,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ class MegatronEngine:
             self._run(samples, collect, forward_only=True)
         # Every token was written by one rank, all others hold zero.
         dist.all_reduce(found)
-        return [found[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+        return [found[start:end] for start, end in pairwise(starts)]
 
     def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence, at temperature 1."""
@@ -197,7 +198,7 @@ class MegatronEngine:
     def _run(self, samples: Sequence[Sample], evaluate: Callable, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only."""
         microbatches = self.microbatches(samples)
-        results = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=partial(_forward_step, evaluate),
             data_iterator=self._batches(microbatches, samples),
             model=self._model,
@@ -207,7 +208,6 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return results
 
     def _batches(self, microbatches: Iterable[Microbatch], samples: Sequence[Sample]) -> Iterator[Batch]:
         parallel = self.trainer_config.sequence_parallel

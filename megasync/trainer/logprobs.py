@@ -61,7 +61,12 @@ class _VocabularyParallel(torch.autograd.Function):
         logits, log_normaliser, entropy, local, mine = ctx.saved_tensors
         columns, grad = ctx.columns, torch.zeros_like(logits)
         for part in _chunks(len(logits), columns):
-            log_p = logits[part, :columns].to(torch.float32, copy=True).div_(ctx.temperature).sub_(log_normaliser[part, None])
+            log_p = (
+                logits[part, :columns]
+                .to(torch.float32, copy=True)
+                .div_(ctx.temperature)
+                .sub_(log_normaliser[part, None])
+            )
             p = log_p.exp()
             if of_entropy is None:
                 total = p.mul_(-of_logprob[part, None])

@@ -16,7 +16,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +28,7 @@ from torch.nn.functional import silu
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
+from megasync.sync.families import Split
 from megasync.sync.layout import Layout
 from megasync.trainer.attention import TreeAttention
 from megasync.trainer.batch import PackedTokens
@@ -96,12 +100,11 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
     )
     model.rotary_pos_emb = PackedRotary(rope, layout.sizes.head_dim, device.torch_device)
     _check_parameters(model, layout, rank)
+    _mark_split_parameters(model, layout, rank)
     return model
 
 
-def transformer_config(
-    layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype
-) -> TransformerConfig:
+def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's description of the model and of how this run splits it."""
     sizes, params = layout.sizes, layout.params(tp=0, pp=0)
     fused = device.spec == "te"
@@ -131,6 +134,8 @@ def transformer_config(
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
         sequence_parallel=trainer.sequence_parallel and trainer.tensor_parallel > 1,
         variable_seq_lengths=True,
+        # Dense models have no experts, but Megatron checks that their dispatcher could take variable lengths.
+        moe_token_dispatcher_type="alltoall",
         # The loss arrives normalised by the global token count, so Megatron must not average it over anything.
         calculate_per_token_loss=True,
         use_cpu_initialization=device.kind == "cpu",
@@ -178,3 +183,15 @@ def _check_parameters(model: PolicyModel, layout: Layout, stage: int) -> None:
     if built != planned:
         differing = sorted(set(built.items()) ^ set(planned.items()))
         raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
+
+
+def _mark_split_parameters(model: PolicyModel, layout: Layout, stage: int) -> None:
+    """Tells Megatron which parameters differ between tensor ranks: the gradient norm counts all others only once.
+
+    Megatron marks them while it draws initial weights, which this package skips because it loads every weight.
+    """
+    params = dict(model.named_parameters())
+    for item in layout.placed(stage):
+        param = params[item.param]
+        if item.split is not Split.REPLICATED and not hasattr(param, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(param, True, 1 if item.split is Split.ROW else 0, 1)

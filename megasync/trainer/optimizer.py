@@ -29,9 +29,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         ConfigError: an unknown kind of decay.
     """
     if config.decay not in ("constant", "linear", "cosine"):
-        raise ConfigError(
-            f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine"
-        )
+        raise ConfigError(f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine")
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.decay == "constant":

@@ -79,7 +79,9 @@ def grow_trees(
     families: dict[tuple, list[int]] = {}
     for index, sample in enumerate(samples):
         families.setdefault(tuple(sample.prompt) if share_prompts else (index,), []).append(index)
-    shared = sum(len(samples[members[0]].prompt) + sum(samples[i].fed for i in members) for members in families.values())
+    shared = sum(
+        len(samples[members[0]].prompt) + sum(samples[i].fed for i in members) for members in families.values()
+    )
     limit = min(budget, -(-shared // ranks))
     trees = []
     for members in families.values():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.buffer.trajectory import Group
+from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class TrainerRank:
 
     def rendezvous(self) -> tuple[str, int]:
         """Interface and free port on which rank 0 opens the process group's store."""
-        host = self._config.cluster.host
+        host = resolve_host(self._config.cluster.host)
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -61,12 +62,25 @@ class TrainerRank:
             timeout=timedelta(seconds=config.timeouts.train_step),
         )
         self._engine = MegatronEngine(
-            config.model, config.trainer, self._device, self._rank, self._world, config.schedule.total_steps
+            config.model,
+            config.trainer,
+            self._device,
+            self._rank,
+            self._world,
+            total_steps=config.schedule.total_steps,
+            seed=config.seed,
         )
         self._engine.initialize()
-        self._policy = PolicyTrainer(self._engine, config.algorithm, dump_dir=self._run_dir / "skipped")
+        self._policy = PolicyTrainer(
+            self._engine,
+            config.algorithm,
+            dump_dir=self._run_dir / "skipped",
+            temperature=config.rollout.sampling.temperature,
+        )
         plan = plan_broadcast(self._engine.layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        self._sender = BroadcastSender(plan, self._engine.layout, self._rank, self._engine.params(), self._device)
+        self._sender = BroadcastSender(
+            plan, self._engine.layout, self._rank, self._engine.params(), self._device, resolve_host(config.cluster.host)
+        )
         log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
         return {"rank": self._rank, "pid": os.getpid()}
 
@@ -83,6 +97,9 @@ class TrainerRank:
 
     def load(self, path: str) -> None:
         self._engine.load(Path(path))
+
+    def sync_listen(self, *args: Any) -> Any:
+        return self._sender.listen(*args)
 
     def sync_join(self, *args: Any) -> Any:
         return self._sender.join(*args)

@@ -1,13 +1,18 @@
-"""Tiny Hugging Face models, whole and in folders."""
+"""Tiny Hugging Face models, whole and in folders, and trainer ranks that hold shards of them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+# The benchmark of the same room starts its ranks the same way.
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from local_ranks import LocalRanks
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -48,3 +53,17 @@ def save_model():
         return json.loads((path / "config.json").read_text())
 
     return save
+
+
+@pytest.fixture
+async def local_ranks():
+    """Starts trainer ranks as processes; ends them with the test."""
+    started = []
+
+    async def start(*args) -> LocalRanks:
+        started.append(await LocalRanks.start(*args))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        await ranks.stop()

@@ -1,0 +1,166 @@
+"""Trainer ranks as plain processes that only hold shards: a weight sync without Megatron and without Ray.
+
+`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one JSON call a
+line, and answers with one JSON line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megasync.errors import SyncError
+from megasync.sync.topology import Topology
+
+
+class LocalRanks:
+    """One process per rank of ``topology``, holding the weights of a Hugging Face folder."""
+
+    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        self.processes = processes
+        self._waiting: list[dict[int, asyncio.Future]] = [{} for _ in processes]
+        self._ids = itertools.count()
+        self._readers = [asyncio.create_task(self._read(rank)) for rank in range(len(processes))]
+
+    @classmethod
+    async def start(cls, folder: Path, topology: Topology, bucket_bytes: int, dtype: str = "float32") -> LocalRanks:
+        processes = []
+        for rank in range(topology.world):
+            settings = {
+                "folder": str(folder),
+                "topology": asdict(topology),
+                "bucket_bytes": bucket_bytes,
+                "dtype": dtype,
+                "rank": rank,
+            }
+            processes.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    __file__,
+                    json.dumps(settings),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                )
+            )
+        ranks = cls(processes)
+        await ranks.call("ready", timeout=120)
+        return ranks
+
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """Results in rank order; the first failure of a rank is raised as SyncError."""
+        calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self.processes)))
+        return await asyncio.gather(*calls)
+
+    async def call_one(self, rank: int, method: str, *args: Any, timeout: float) -> Any:
+        process, answer = self.processes[rank], asyncio.get_running_loop().create_future()
+        if process.returncode is not None:
+            raise SyncError(f"trainer rank {rank} is dead")
+        number = next(self._ids)
+        self._waiting[rank][number] = answer
+        process.stdin.write(json.dumps([number, method, args]).encode() + b"\n")
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise SyncError(f"trainer rank {rank} did not finish {method} within {timeout:g} s") from None
+
+    async def _read(self, rank: int) -> None:
+        waiting = self._waiting[rank]
+        while line := await self.processes[rank].stdout.readline():
+            number, error, result = json.loads(line)
+            answer = waiting.pop(number)
+            if answer.done():
+                continue
+            if error:
+                answer.set_exception(SyncError(error))
+            else:
+                answer.set_result(result)
+        for answer in waiting.values():
+            if not answer.done():
+                answer.set_exception(SyncError(f"trainer rank {rank} died"))
+
+    async def stop(self) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await asyncio.gather(*self._readers)
+
+
+class Params(dict):
+    """A rank's parameters, and a trap: what happens when the named one is read (die, hang or raise)."""
+
+    trap: tuple[str, str] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if self.trap and self.trap[0] == name:
+            kind, self.trap = self.trap[1], None
+            if kind == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "hang":
+                time.sleep(3600)
+            raise RuntimeError(f"{name} cannot be read")
+        return super().__getitem__(name)
+
+
+class Rank:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
+        from megasync.device import Device
+        from megasync.sync.broadcast import BroadcastSender
+        from megasync.sync.layout import Layout
+        from megasync.sync.plan import plan_broadcast
+        from megasync.sync.shards import load_shards
+
+        torch.set_num_threads(1)
+        config = json.loads((Path(settings["folder"]) / "config.json").read_text())
+        topology = Topology(**settings["topology"])
+        layout = Layout(config, topology)
+        coords = topology.coords(settings["rank"])
+        self._read = lambda folder: load_shards(folder, layout, coords.tp, coords.pp)
+        self._params = Params(self._read(settings["folder"]))
+        plan = plan_broadcast(layout, settings["bucket_bytes"], settings["dtype"])
+        self._sender = BroadcastSender(plan, layout, settings["rank"], self._params, Device("cpu"))
+
+    def ready(self) -> None:
+        """Answered once the constructor is done."""
+
+    def load(self, folder: str) -> None:
+        for name, tensor in self._read(folder).items():
+            self._params[name].copy_(tensor)
+
+    def set_trap(self, param: str, kind: str) -> None:
+        self._params.trap = (param, kind)
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        if method.startswith("sync_"):
+            return getattr(self._sender, method.removeprefix("sync_"))(*args)
+        return getattr(self, method)(*args)
+
+
+def main() -> None:
+    # Libraries may write to standard output; the answers keep the original pipe for themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    rank = Rank(json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        number, method, args = json.loads(line)
+        try:
+            answer = [number, None, rank.call(method, args)]
+        except SyncError as error:
+            answer = [number, str(error), None]
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

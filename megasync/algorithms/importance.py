@@ -1,0 +1,67 @@
+"""Truncated importance sampling: weights that undo the gap between the policy that sampled and the one that trains.
+
+Invariant: weights are finite, at most ``cap``, without gradient, and 0 outside the mask. The log-ratio is clamped
+before the exponential, so neither an infinite log-prob nor a masked NaN can reach a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ImportanceWeights(NamedTuple):
+    """``weights`` [tokens] float32, and ``capped`` [tokens] bool: where the ratio exceeded the cap."""
+
+    weights: Tensor
+    capped: Tensor
+
+
+@torch.no_grad()
+def truncated_weights(
+    trainer_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: str,
+    cap: float,
+    segments: Tensor | None = None,
+) -> ImportanceWeights:
+    """``min(pi_trainer / pi_behaviour, cap)`` of each token (``level="token"``) or each sequence (``"sequence"``).
+
+    All tensors are [tokens]; ``mask`` is non-zero on trained tokens; ``segments`` is int64, the index of each token's
+    sequence, and is needed for ``"sequence"``: every sequence must be in this call whole. A sequence's ratio is the
+    geometric mean over its trained tokens, so its size does not depend on the length; all its tokens share the weight.
+
+    Token level: truncated importance sampling (Ionides 2008) for the behaviour/proximal part of AReaL's decoupled
+    objective (Fu et al. 2025, arXiv 2505.24298, section 5.2). Sequence level: the same with the length-normalised ratio
+    of GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7).
+
+    Raises ValueError for an unknown level, or when a sequence's weight is asked for without ``segments``.
+    """
+    keep = mask.bool()
+    # In float64 because bfloat16 or float32 sums of long sequences lose the digits that the mean needs.
+    log_ratio = torch.where(keep, trainer_logprobs.double() - behaviour_logprobs.double(), 0.0)
+    if level == "sequence":
+        if segments is None:
+            raise ValueError("sequence-level importance weights need `segments`, the sequence index of each token")
+        log_ratio = _mean_of_segment(log_ratio, keep, segments)
+    elif level != "token":
+        raise ValueError(f"importance weights are per 'token' or per 'sequence', not {level!r}")
+    log_cap = math.log(cap)
+    weights = torch.where(keep, log_ratio.clamp(max=log_cap).exp(), 0.0)
+    return ImportanceWeights(weights.float(), keep & (log_ratio > log_cap))
+
+
+def _mean_of_segment(values: Tensor, keep: Tensor, segments: Tensor) -> Tensor:
+    """Each token gets the mean of its segment's kept values; [tokens] -> [tokens]. Values outside ``keep`` are 0."""
+    if not values.numel():
+        return values
+    segments = torch.where(keep, segments, 0)
+    size = int(segments.max()) + 1
+    total = values.new_zeros(size).index_add(0, segments, values)
+    count = values.new_zeros(size).index_add(0, segments, keep.to(values.dtype))
+    return (total / count.clamp(min=1))[segments]

@@ -1,0 +1,90 @@
+"""The learning curve of a run as one picture, drawn from `metrics.jsonl` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.observe.metrics import STEP, TIME, read_metrics
+from megasync.observe.names import (
+    HELD_OUT_PREFIX,
+    REWARD,
+    SAMPLED_RATE,
+    STALENESS_MAX,
+    STALENESS_MEAN,
+    TRAINED_RATE,
+)
+
+CURVE_FILE = "curve.png"
+SIZE_INCHES, DPI = (11, 7.5), 120
+
+Points = list[tuple[float, float]]
+
+
+def plot_curve(run_dir: Path, title: str) -> Path | None:
+    """Writes `curve.png` into the run directory and returns its path; None while nothing was measured."""
+    columns = read_metrics(run_dir)
+    if not columns:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    start = min(columns[TIME])
+    columns["minutes"] = [(time - start) / 60 for time in columns[TIME]]
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    axes = figure.subplots(2, 2)
+    _learning(axes[0][0], columns, STEP, "training step")
+    _learning(axes[0][1], columns, "minutes", "minutes since the first measurement")
+    _lines(
+        axes[1][0],
+        "staleness of trained tokens (versions)",
+        {"mean": points(columns, STEP, STALENESS_MEAN), "largest": points(columns, STEP, STALENESS_MAX)},
+    )
+    _lines(
+        axes[1][1],
+        "throughput (tokens/s of wall time)",
+        {"sampled": points(columns, STEP, SAMPLED_RATE), "trained": points(columns, STEP, TRAINED_RATE)},
+    )
+    path = Path(run_dir) / CURVE_FILE
+    figure.savefig(path)
+    return path
+
+
+def points(columns: dict[str, list[Any]], x: str, y: str) -> Points:
+    """(x, y) of the lines that measured `y`, ordered by x."""
+    return sorted(
+        (a, b) for a, b in zip(columns[x], columns.get(y, ()), strict=False) if a is not None and b is not None
+    )
+
+
+def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> None:
+    rewards = points(columns, x, REWARD)
+    axis.plot(*_split(rewards), color="tab:blue", linewidth=1, alpha=0.7, label="reward (training)")
+    held_out = sorted(key for key in columns if key.startswith(HELD_OUT_PREFIX))
+    for colour, key in zip(("tab:red", "tab:orange", "tab:green", "tab:purple"), held_out, strict=False):
+        name = f"held-out, temperature {key.removeprefix(HELD_OUT_PREFIX)}"
+        axis.plot(*_split(points(columns, x, key)), color=colour, marker="o", markersize=4, label=name)
+    if all(0 <= reward <= 1 for _, reward in rewards):
+        axis.set_ylim(-0.03, 1.03)
+    _finish(axis, "reward and held-out accuracy", label)
+
+
+def _lines(axis: Any, title: str, series: dict[str, Points]) -> None:
+    for name, found in series.items():
+        axis.plot(*_split(found), linewidth=1.2, label=name)
+    axis.set_ylim(bottom=0)
+    _finish(axis, title, "training step")
+
+
+def _finish(axis: Any, title: str, label: str) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _split(found: Points) -> tuple[Sequence[float], Sequence[float]]:
+    return [x for x, _ in found], [y for _, y in found]

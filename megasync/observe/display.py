@@ -1,0 +1,188 @@
+"""The live terminal view of a run; plain lines where the output is no terminal.
+
+The view is redrawn from a fresh snapshot several times a second, so its clocks move while a step runs. Warnings and
+errors are printed in full above it and stay in the scroll-back: nothing that the view shows can push them out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megasync.observe.snapshot import RunSnapshot
+
+REFRESH_PER_SECOND = 4
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 32
+# A part that waits longer than this is shown in yellow.
+LONG_WAIT_SECONDS = 30.0
+UNKNOWN = "-"
+
+
+class LiveDisplay:
+    """Context manager. `snapshot` is asked for the present state whenever the view is redrawn.
+
+    `live=False`, or a console that is no terminal, prints one line per `step` and per `message` instead.
+    """
+
+    def __init__(self, snapshot: Callable[[], RunSnapshot], *, live: bool = True, console: Console | None = None):
+        self._snapshot = snapshot
+        self._console = console or Console()
+        self._live: Live | None = None
+        if live and self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: view(self._snapshot()),
+                console=self._console,
+                refresh_per_second=REFRESH_PER_SECOND,
+            )
+        self._handler = _ConsoleHandler(self._console)
+
+    def __enter__(self) -> Self:
+        logging.getLogger("megasync").addHandler(self._handler)
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+        logging.getLogger("megasync").removeHandler(self._handler)
+
+    def step(self) -> None:
+        """A step was trained or evaluated: prints a line where there is no live view."""
+        if self._live is None:
+            self._console.print(line(self._snapshot()), highlight=False, markup=False, soft_wrap=True)
+
+    def message(self, text: str) -> None:
+        """The live view shows the snapshot's latest messages; elsewhere the text is printed."""
+        if self._live is None:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints warnings and errors, traceback included, above the live view."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "red" if record.levelno >= logging.ERROR else "yellow"
+        self._console.print(Text(self.format(record), style=style), soft_wrap=True)
+
+
+def line(snap: RunSnapshot) -> str:
+    """One plain line about the latest step."""
+    score = number(snap.scores[-1][1], 3) if snap.scores else UNKNOWN
+    reward = number(snap.rewards[-1], 3) if snap.rewards else UNKNOWN
+    return (
+        f"[{duration(snap.seconds)}] step {snap.step}/{snap.total_steps}  version {snap.version}  reward {reward}  "
+        f"held-out {score}  trained {number(snap.trained_rate, 0)} tok/s  sampled {number(snap.sampled_rate, 0)} tok/s  "
+        f"staleness {number(snap.staleness_mean, 2)} (max {number(snap.staleness_max, 0)})"
+    )
+
+
+def view(snap: RunSnapshot) -> RenderableType:
+    """The whole view."""
+    parts = [_progress(snap), "", _numbers(snap), "", _activities(snap)]
+    if snap.messages:
+        parts += ["", *(Text(message, style="dim", overflow="fold") for message in snap.messages)]
+    return Panel(Group(*parts), title=snap.name, subtitle=Text(str(snap.run_dir), style="dim"), title_align="left")
+
+
+def _progress(snap: RunSnapshot) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True)
+    left = UNKNOWN if snap.eta_seconds is None else duration(snap.eta_seconds)
+    table.add_row(
+        f"step [bold]{snap.step}[/] of {snap.total_steps}",
+        ProgressBar(total=snap.total_steps, completed=snap.step),
+        f"{duration(snap.seconds)} gone, at most {left} left",
+    )
+    return table
+
+
+def _numbers(snap: RunSnapshot) -> Table:
+    scores = [score for _, score in snap.scores]
+    held_out = number(scores[-1], 3) if scores else UNKNOWN
+    if snap.target is not None:
+        held_out += f"  (stops above {snap.target:g})"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    active = sum(snap.buffer.values())
+    states = ", ".join(f"{count} {state}" for state, count in snap.buffer.items() if count)
+    rows = [
+        ("reward", number(snap.rewards[-1], 3) if snap.rewards else UNKNOWN, sparkline(snap.rewards)),
+        ("held-out score", held_out, sparkline(scores)),
+        ("tokens/s", f"{number(snap.sampled_rate, 0)} sampled, {number(snap.trained_rate, 0)} trained", ""),
+        (
+            "staleness",
+            f"{number(snap.staleness_mean, 2)} mean, {number(snap.staleness_max, 0)} max, {snap.staleness_limit} allowed",
+            "",
+        ),
+        ("weights", f"version {snap.version}", ""),
+        ("buffer", f"{active} of {snap.capacity} groups", states),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _activities(snap: RunSnapshot) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    for activity in snap.activities:
+        slow = activity.seconds > LONG_WAIT_SECONDS
+        table.add_row(
+            activity.part, activity.doing, Text(duration(activity.seconds), style="yellow" if slow else "dim")
+        )
+    return table
+
+
+def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
+    """The latest values as block characters over their own range; a gap where a value is missing or not finite."""
+    shown = list(values)[-width:]
+    known = [v for v in shown if v is not None and math.isfinite(v)]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+
+    def block(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return " "
+        return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] if span else BLOCKS[0]
+
+    return "".join(map(block, shown))
+
+
+def number(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Such as 4s, 2m 05s, 3h 07m."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

@@ -1,0 +1,183 @@
+"""The run's observer: turns what the controller reports into metrics files, the display's snapshot, and the curve.
+
+It never makes a run fail: what it cannot write is reported once as a warning, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from megasync.config import Config
+from megasync.config.check import buffer_capacity
+from megasync.observe import names
+from megasync.observe.curve import plot_curve
+from megasync.observe.display import LiveDisplay
+from megasync.observe.metrics import MetricsLog
+from megasync.observe.samples import append_answers
+from megasync.observe.snapshot import Activity, RunSnapshot
+
+log = logging.getLogger(__name__)
+
+# Steps over which speeds are averaged.
+SPEED_STEPS = 10
+SHOWN_MESSAGES = 4
+# The curve is drawn again after an evaluation, but not more often than this: drawing takes about half a second.
+DRAW_SECONDS = 60.0
+# Points of the reward line that the display can show.
+SHOWN_REWARDS = 64
+
+
+class RunObserver:
+    """Context manager around a run. All methods are cheap and are called from the controller's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._run_dir = Path(run_dir)
+        self._clock = clock
+        self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
+        self._display = LiveDisplay(self.snapshot, live=config.observe.live, console=console)
+        self._start = clock()
+        self._step = 0
+        self._version = 0
+        self._rewards: deque[float | None] = deque(maxlen=SHOWN_REWARDS)
+        self._scores: list[tuple[int, float]] = []
+        self._latest: dict[str, float] = {}
+        self._buffer: dict[str, int] = {}
+        self._activities: dict[str, tuple[str, float]] = {}
+        self._messages: deque[str] = deque(maxlen=SHOWN_MESSAGES)
+        # (clock, trained tokens so far, sampled tokens so far) at the end of the latest steps.
+        self._marks: deque[tuple[float, float, float]] = deque([(self._start, 0.0, 0.0)], maxlen=SPEED_STEPS + 1)
+        self._drawn = self._start
+        self._failed: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self._display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.__exit__(kind, error, trace)
+        with self._guarded("close the metrics"):
+            self._metrics.close()
+        self._draw()
+
+    # What the controller reports
+
+    def step(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """A step was trained; `metrics` are its measurements under the names of `observe.names`."""
+        self._step, self._version = step, version
+        self._rewards.append(metrics.get(names.REWARD))
+        self._latest.update(metrics)
+        states = {
+            k.removeprefix(names.BUFFER_PREFIX): v for k, v in metrics.items() if k.startswith(names.BUFFER_PREFIX)
+        }
+        if states:
+            self.buffer(states)
+        self._mark(metrics)
+        rates = {names.TRAINED_RATE: self._rate(1), names.SAMPLED_RATE: self._rate(2)}
+        measured = {key: rate for key, rate in rates.items() if rate is not None}
+        self._log(step, {"version": version, **metrics, **measured})
+        self._display.step()
+
+    def evaluation(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """The weights of `version` were evaluated on held-out prompts; the step may lie in the past."""
+        self._scores.append((step, metrics[names.SCORE]))
+        self._log(step, dict(metrics))
+        self.message(f"held-out score {metrics[names.SCORE]:.3f} after step {step} (version {version})")
+        if self._clock() - self._drawn >= DRAW_SECONDS:
+            self._draw()
+
+    def answers(self, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]) -> None:
+        """Held-out (prompt, text, reward) triples; the first `observe.samples` of them are kept."""
+        kept = list(answers)[: self._config.observe.samples]
+        if kept:
+            with self._guarded("write sample answers"):
+                append_answers(self._run_dir, step, version, kept)
+
+    def buffer(self, counts: Mapping[str, float]) -> None:
+        """Active groups by state."""
+        self._buffer = {state: int(count) for state, count in counts.items()}
+
+    def activity(self, part: str, doing: str) -> None:
+        """`part` does something from now on; the display shows for how long."""
+        if self._activities.get(part, ("", 0.0))[0] != doing:
+            self._activities[part] = (doing, self._clock())
+
+    def message(self, text: str) -> None:
+        log.info("%s", text)
+        self._messages.append(text)
+        self._display.message(text)
+
+    # What the display asks for
+
+    def snapshot(self) -> RunSnapshot:
+        now, config = self._clock(), self._config
+        (began, *_), (ended, *_) = self._marks[0], self._marks[-1]
+        steps = len(self._marks) - 1
+        return RunSnapshot(
+            name=config.name,
+            run_dir=self._run_dir,
+            step=self._step,
+            total_steps=config.schedule.total_steps,
+            version=self._version,
+            seconds=now - self._start,
+            step_seconds=(ended - began) / steps if steps else None,
+            rewards=tuple(self._rewards),
+            scores=tuple(self._scores),
+            target=config.schedule.stop_at_score,
+            trained_rate=self._rate(1),
+            sampled_rate=self._rate(2),
+            staleness_mean=self._latest.get(names.STALENESS_MEAN),
+            staleness_max=self._latest.get(names.STALENESS_MAX),
+            staleness_limit=config.schedule.max_staleness,
+            buffer=dict(self._buffer),
+            capacity=buffer_capacity(config),
+            activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in self._activities.items()),
+            messages=tuple(self._messages),
+        )
+
+    def _mark(self, metrics: Mapping[str, float]) -> None:
+        _, trained, sampled = self._marks[-1]
+        trained += metrics.get(names.TRAINED_TOKENS, 0.0)
+        self._marks.append((self._clock(), trained, metrics.get(names.SAMPLED_TOKENS, sampled)))
+
+    def _rate(self, index: int) -> float | None:
+        """Tokens per second between the oldest and the newest mark; None before there is a difference."""
+        first, last = self._marks[0], self._marks[-1]
+        gone = last[0] - first[0]
+        return (last[index] - first[index]) / gone if gone > 0 else None
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._guarded("write metrics"):
+            self._metrics.log(step, metrics)
+
+    def _draw(self) -> None:
+        self._drawn = self._clock()
+        with self._guarded("draw the learning curve"):
+            plot_curve(self._run_dir, self._config.name)
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # observing must not end training; said once, with its cause
+            if what not in self._failed:
+                self._failed.add(what)
+                log.warning("could not %s: %s: %s", what, type(error).__name__, error, exc_info=True)

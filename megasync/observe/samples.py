@@ -1,0 +1,84 @@
+"""Answers to the same held-out prompts at different times of a run, kept in `samples.jsonl` and shown side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+SAMPLES_FILE = "samples.jsonl"
+# Longer texts keep their beginning and end in the table; the file always has them whole.
+SHOWN_CHARACTERS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One held-out prompt, answered greedily by the weights of `version` after `step` training steps."""
+
+    step: int
+    version: int
+    prompt: str
+    text: str
+    reward: float | None
+
+
+def append_answers(
+    run_dir: Path, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]
+) -> list[Answer]:
+    """Adds (prompt, text, reward) triples to the run's file, and returns them as written."""
+    found = [Answer(step, version, *answer) for answer in answers]
+    with (Path(run_dir) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found)
+    return found
+
+
+def read_answers(run_dir: Path) -> list[Answer]:
+    path = Path(run_dir) / SAMPLES_FILE
+    if not path.is_file():
+        return []
+    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def before_and_after(answers: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
+    """The earliest and the latest answer to each prompt, for prompts that were answered at two different steps."""
+    first: dict[str, Answer] = {}
+    last: dict[str, Answer] = {}
+    for answer in answers:
+        if answer.prompt not in first or answer.step < first[answer.prompt].step:
+            first[answer.prompt] = answer
+        if answer.prompt not in last or answer.step >= last[answer.prompt].step:
+            last[answer.prompt] = answer
+    return [(first[prompt], last[prompt]) for prompt in first if first[prompt].step < last[prompt].step]
+
+
+def answers_table(pairs: list[tuple[Answer, Answer]]) -> Table:
+    """The table for a terminal: prompt, answer before, answer after, each with its reward."""
+    table = Table(title="The same held-out prompts, before and after", title_justify="left", show_lines=True)
+    before, after = (sorted({answer.step for answer in side}) for side in zip(*pairs, strict=True))
+    table.add_column("prompt", overflow="fold", ratio=2)
+    table.add_column(f"step {_steps(before)}", overflow="fold", ratio=1)
+    table.add_column("reward", justify="right")
+    table.add_column(f"step {_steps(after)}", overflow="fold", ratio=1)
+    table.add_column("reward", justify="right")
+    for early, late in pairs:
+        table.add_row(_text(early.prompt), *_cells(early), *_cells(late))
+    return table
+
+
+def _cells(answer: Answer) -> tuple[Text, str]:
+    return _text(answer.text), "-" if answer.reward is None else f"{answer.reward:.2f}"
+
+
+def _text(text: str) -> Text:
+    """Plain text: answers may hold anything, markup and control characters included."""
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+    return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))
+
+
+def _steps(steps: list[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

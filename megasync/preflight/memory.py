@@ -1,0 +1,124 @@
+"""Memory that a trainer rank and a server need, in bytes, from sizes alone. Weights, gradients, optimizer and buckets
+are exact sums over the layout; activations are an estimate of what a decoder layer keeps for its backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+
+from megasync.config.schema import Config
+from megasync.sync.layout import Layout
+from megasync.sync.plan import ITEM_BYTES, BroadcastPlan
+
+# Megatron keeps gradients in float32 whatever the parameters are, and Adam two float32 moments per parameter.
+GRAD_BYTES = 4
+ADAM_BYTES = 8
+# float32 copy of parameters that are themselves kept in a shorter type.
+MASTER_BYTES = 4
+# The loss holds logits once in the compute type and twice in float32 (shifted logits, their softmax).
+LOSS_FLOAT_COPIES = 2
+# Buckets that exist at a time: one is packed while the other is on the wire.
+BUCKETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on one trainer rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    sync_buckets: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Bytes on one tensor-parallel rank of a server. `kv_tokens` is None when nothing says how much memory there is."""
+
+    weights: int
+    kv_bytes_per_token: int
+    kv_tokens: int | None
+    # Where `kv_tokens` comes from, in words.
+    kv_source: str
+
+    @property
+    def kv_room(self) -> int | None:
+        return None if self.kv_tokens is None else self.kv_tokens * self.kv_bytes_per_token
+
+
+def stage_memory(config: Config, layout: Layout, buckets: BroadcastPlan, stage: int) -> RankMemory:
+    """Memory of the fullest rank of a pipeline stage: the one that also sends the stage's buckets."""
+    trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
+    elements = sum(prod(shape) for shape in layout.params(0, stage).values())
+    shards = trainer.data_parallel if trainer.distributed_optimizer else 1
+    state = ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
+    last = stage == trainer.pipeline_parallel - 1
+    largest = max(bucket.nbytes for bucket in buckets.of_stage(stage))
+    return RankMemory(
+        weights=elements * item,
+        gradients=elements * GRAD_BYTES,
+        optimizer=-(-elements * state // shards),
+        activations=_activations(config, layout, stage, item),
+        logits=_logits(config, layout, item) if last else 0,
+        sync_buckets=BUCKETS * largest,
+    )
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Tokens of the largest microbatch: the budget, or one longest sequence where that is longer."""
+    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
+    return max(config.trainer.tokens_per_microbatch, longest)
+
+
+def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
+    """What the layers of one stage keep per token, times the microbatches in flight (1F1B: stages below this one).
+
+    Per layer: four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and
+    after rotation and the attention output; the MLP's gate, up, activated gate and their product.
+    """
+    trainer, sizes = config.trainer, layout.sizes
+    tensor = trainer.tensor_parallel
+    hidden = sizes.hidden / (tensor if trainer.sequence_parallel else 1)
+    attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
+    mlp = 4 * sizes.intermediate / tensor
+    whole = 4 * hidden + attention + mlp
+    layers = len(layout.stages[stage])
+    in_flight = trainer.pipeline_parallel - stage
+    if trainer.recompute == "full":  # layer inputs of all microbatches, and one layer at work
+        per_token = layers * hidden * in_flight + whole
+    else:
+        per_token = layers * whole * in_flight
+    return int(per_token * item * microbatch_tokens(config))
+
+
+def _logits(config: Config, layout: Layout, item: int) -> int:
+    """Logits of response tokens only: a prompt's rows never reach the output layer."""
+    prompt, response = config.data.prompt.max_tokens, config.rollout.sampling.max_new_tokens
+    longest = prompt + response
+    rows = microbatch_tokens(config) * response // longest
+    columns = layout.padded_vocab // config.trainer.tensor_parallel
+    return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
+
+
+def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:
+    """`device_bytes` is the memory of one device; None (a CPU) leaves the KV cache open unless the config fixes it."""
+    rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
+    tensor = rollout.tensor_parallel
+    total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
+    groups = max(1, sizes.groups // tensor)
+    per_token = 2 * sizes.layers * groups * sizes.head_dim * item
+    weights = -(-total // tensor)
+    if rollout.max_total_tokens is not None:
+        return ServerMemory(weights, per_token, rollout.max_total_tokens, "rollout.max_total_tokens")
+    if device_bytes is None:
+        return ServerMemory(weights, per_token, None, "decided by SGLang at start")
+    room = int(device_bytes * rollout.mem_fraction) - weights
+    source = f"rollout.mem_fraction={rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB, less the weights"
+    return ServerMemory(weights, per_token, max(0, room // per_token), source)

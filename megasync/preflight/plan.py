@@ -1,0 +1,174 @@
+"""The resolved plan of a configuration: who runs where, what moves, how stale it may get, what memory it takes.
+
+`resolve_plan` is a pure function of the configuration and the model's config.json; it starts nothing and looks at no
+device, so the plan of a cluster can be read on a laptop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from megasync.config.check import buffer_capacity, model_layout
+from megasync.config.pools import PoolSpec, nodes_needed, pool_specs
+from megasync.config.schema import Config
+from megasync.preflight.memory import RankMemory, ServerMemory, microbatch_tokens, server_memory, stage_memory
+from megasync.sync.families import Sizes
+from megasync.sync.plan import plan_broadcast
+from megasync.sync.topology import Coords, Topology
+
+DEFAULT_DEVICE_BYTES = 80 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool, and the cluster nodes (counted from 0) that it takes."""
+
+    spec: PoolSpec
+    nodes: tuple[int, ...]
+
+    def node_of(self, slot: int) -> int:
+        return self.nodes[slot // self.spec.slots_per_node]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A trainer rank: its node, its coordinates, and the global layers of its pipeline stage."""
+
+    rank: int
+    node: int
+    coords: Coords
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """One weight sync: full weights in bytes, as this many messages of at most `largest` bytes from these ranks."""
+
+    nbytes: int
+    buckets: int
+    largest: int
+    senders: tuple[int, ...]
+    every_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    name: str
+    model: str
+    dtype: str
+    parameters: int
+    sizes: Sizes
+    nodes: int
+    trainer: Pool
+    rollout: Pool
+    ranks: tuple[Rank, ...]
+    # Responses in one training step, and tokens of one microbatch at most.
+    responses_per_step: int
+    microbatch_tokens: int
+    # Groups that may be active at once, and of those being generated at once.
+    capacity: int
+    inflight: int
+    # Versions that a trained token may be behind; what happens beyond is `over_age`.
+    max_staleness: int
+    over_age: str
+    sync: Sync
+    stages: tuple[RankMemory, ...]
+    server: ServerMemory
+    device_bytes: int | None
+    warnings: tuple[str, ...]
+
+
+def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
+    """The plan of a checked configuration.
+
+    `device_bytes` is the memory of one GPU, 80 GB when not given; a run on `cluster.device=cpu` has no such limit.
+    Raises ConfigError as `check_config` does.
+    """
+    layout, source = model_layout(config, planning=True)
+    topology = layout.topology
+    schedule = config.schedule
+    if config.cluster.device == "cpu":
+        device_bytes = None
+    elif device_bytes is None:
+        device_bytes = DEFAULT_DEVICE_BYTES
+    nodes, trainer, rollout = _place(config)
+    buckets = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+    stages = tuple(stage_memory(config, layout, buckets, stage) for stage in range(topology.pipeline))
+    server = server_memory(config, layout, device_bytes)
+    capacity = buffer_capacity(config)
+    return Plan(
+        name=config.name,
+        model=_model_name(config, source),
+        dtype=config.model.dtype,
+        parameters=sum(prod(shape) for shape in layout.hf_tensors.values()),
+        sizes=layout.sizes,
+        nodes=nodes,
+        trainer=trainer,
+        rollout=rollout,
+        ranks=tuple(_rank(rank, trainer, topology, layout.stages) for rank in range(topology.world)),
+        responses_per_step=schedule.groups_per_step * schedule.samples_per_group,
+        microbatch_tokens=microbatch_tokens(config),
+        capacity=capacity,
+        inflight=schedule.max_inflight_groups or capacity,
+        max_staleness=schedule.max_staleness,
+        over_age=schedule.over_age,
+        sync=Sync(
+            nbytes=buckets.nbytes,
+            buckets=len(buckets.buckets),
+            largest=max(bucket.nbytes for bucket in buckets.buckets),
+            senders=buckets.senders,
+            every_steps=schedule.weight_sync_steps,
+        ),
+        stages=stages,
+        server=server,
+        device_bytes=device_bytes,
+        warnings=_warnings(config, stages, server, device_bytes),
+    )
+
+
+def _place(config: Config) -> tuple[int, Pool, Pool]:
+    """The pools on numbered nodes: on one together where they fit, else the trainer's nodes first."""
+    specs = pool_specs(config)
+    nodes = nodes_needed(specs, config.cluster.devices_per_node)
+    first = 0 if nodes == 1 else specs["trainer"].nodes
+    trainer = Pool(specs["trainer"], tuple(range(specs["trainer"].nodes)))
+    return nodes, trainer, Pool(specs["rollout"], tuple(range(first, first + specs["rollout"].nodes)))
+
+
+def _rank(rank: int, pool: Pool, topology: Topology, stages: list[range]) -> Rank:
+    coords = topology.coords(rank)
+    return Rank(rank, pool.node_of(rank), coords, stages[coords.pp])
+
+
+def _model_name(config: Config, source: Path) -> str:
+    folder = Path(config.model.path)
+    return config.model.path if source.parent == folder.expanduser() else f"{config.model.path} (sizes from {source})"
+
+
+def _warnings(
+    config: Config, stages: tuple[RankMemory, ...], server: ServerMemory, device_bytes: int | None
+) -> tuple[str, ...]:
+    found = []
+    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
+    if longest > config.trainer.tokens_per_microbatch:
+        found.append(
+            f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch="
+            f"{config.trainer.tokens_per_microbatch}; such a sequence gets a microbatch of its own"
+        )
+    if device_bytes is None:
+        return tuple(found)
+    for stage, memory in enumerate(stages):
+        if memory.total > device_bytes:
+            found.append(
+                f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
+                f"{device_bytes / 1e9:.0f} GB; raise trainer.tensor_parallel, pipeline_parallel or data_parallel, set "
+                f"trainer.recompute=full, or lower trainer.tokens_per_microbatch"
+            )
+    if server.kv_tokens is not None and server.kv_tokens < longest:
+        found.append(
+            f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence ({longest}); raise "
+            f"rollout.tensor_parallel or rollout.mem_fraction"
+        )
+    return tuple(found)

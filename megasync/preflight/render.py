@@ -1,0 +1,135 @@
+"""A plan as tables for a terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megasync.preflight.plan import Plan, Pool, Rank
+
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "sync buckets", "total")
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    console.print(plan_tables(plan))
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    parts: list[RenderableType] = [
+        _summary(plan),
+        "",
+        _pools(plan),
+        "",
+        _ranks(plan),
+        "",
+        _memory(plan),
+        "",
+        _server(plan),
+    ]
+    for warning in plan.warnings:
+        parts += ["", Text(f"warning: {warning}", style="yellow")]
+    return Group(*parts)
+
+
+def _summary(plan: Plan) -> Table:
+    sizes, sync = plan.sizes, plan.sync
+    senders = ", ".join(map(str, sync.senders))
+    rows = {
+        "run": plan.name,
+        "model": plan.model,
+        "size": f"{_count(plan.parameters)} parameters in {plan.dtype}: {sizes.layers} layers, hidden {sizes.hidden}, "
+        f"{sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
+        + (", tied embeddings" if sizes.tied else ""),
+        "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens a rank",
+        "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
+        "staleness": f"trained tokens at most {plan.max_staleness} version(s) old; older ones: {plan.over_age}",
+        "weight sync": f"every {sync.every_steps} step(s): {_bytes(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
+        f"{_bytes(sync.largest)}, sent by rank(s) {senders}",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _pools(plan: Plan) -> Table:
+    table = Table(title=f"Pools on {plan.nodes} node(s)", title_justify="left")
+    for column in ("pool", "processes", "devices each", "devices", "nodes"):
+        table.add_column(column)
+    for pool in (plan.trainer, plan.rollout):
+        table.add_row(*_pool_row(pool))
+    return table
+
+
+def _pool_row(pool: Pool) -> tuple[str, ...]:
+    what = {"trainer": "rank(s)", "rollout": "server(s)"}[pool.spec.name]
+    nodes = ", ".join(map(str, pool.nodes))
+    return pool.spec.name, f"{pool.spec.slots} {what}", str(pool.spec.devices), str(pool.spec.total_devices), nodes
+
+
+def _ranks(plan: Plan) -> Table:
+    """One row per tensor-parallel group: its ranks are neighbours and differ in nothing else."""
+    table = Table(title="Trainer ranks", title_justify="left")
+    for column in ("ranks", "node", "tensor", "data", "pipeline", "layers"):
+        table.add_column(column)
+
+    def place(rank: Rank) -> tuple[int, int, int]:
+        return rank.node, rank.coords.dp, rank.coords.pp
+
+    for (node, dp, pp), members in groupby(plan.ranks, key=place):
+        ranks = list(members)
+        table.add_row(
+            _span(ranks[0].rank, ranks[-1].rank),
+            str(node),
+            _span(ranks[0].coords.tp, ranks[-1].coords.tp),
+            str(dp),
+            str(pp),
+            _span(ranks[0].layers[0], ranks[0].layers[-1]),
+        )
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    limit = "" if plan.device_bytes is None else f" of {_bytes(plan.device_bytes)}"
+    table = Table(title=f"Memory of a trainer rank{limit} (activations and logits are estimates)", title_justify="left")
+    table.add_column("stage")
+    for column in MEMORY_COLUMNS:
+        table.add_column(column, justify="right")
+    for stage, memory in enumerate(plan.stages):
+        values = (getattr(memory, column.replace(" ", "_")) for column in MEMORY_COLUMNS)
+        table.add_row(str(stage), *map(_bytes, values))
+    return table
+
+
+def _server(plan: Plan) -> Table:
+    server = plan.server
+    table = Table(title="Memory of a server rank", title_justify="left")
+    for column in ("weights", "KV per token", "KV room", "KV tokens", "from"):
+        table.add_column(column, justify="left" if column == "from" else "right")
+    room = "-" if server.kv_room is None else _bytes(server.kv_room)
+    tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
+    table.add_row(_bytes(server.weights), _bytes(server.kv_bytes_per_token), room, tokens, server.kv_source)
+    return table
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _bytes(count: int) -> str:
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"
+
+
+def _count(count: int) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{unit}"
+    return str(count)

@@ -1,0 +1,44 @@
+"""Reward for mathematics: 1.0 when the final answer equals the reference as mathematics, 0.0 when it does not.
+
+Needs the package math-verify (`pip install 'megasync[math]'`). Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from megasync.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+def math_reward(
+    completions: Sequence[str],
+    *,
+    answer: Sequence[str] | None = None,
+    solution: Sequence[str] | None = None,
+    **columns: object,
+) -> list[float | None]:
+    """Scores each completion against its row's `answer` column, or `solution` where rows have no `answer`.
+
+    None (not scored, the response is left out) where the reference itself cannot be parsed; that is logged. Raises
+    DataError when rows have neither column, or when math-verify is not installed.
+    """
+    references = answer if answer is not None else solution
+    if references is None:
+        raise DataError(f"math_reward needs an answer or a solution column; the rows have {sorted(columns)}")
+    return [_score(completion, str(reference)) for completion, reference in zip(completions, references, strict=True)]
+
+
+def _score(completion: str, reference: str) -> float | None:
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError as error:
+        raise DataError("math_reward needs the package math-verify: pip install 'megasync[math]'") from error
+    # The package's own timeouts use signals, which exist on the main thread only; the reward runner has its own.
+    gold = parse(f"${reference}$", parsing_timeout=None)
+    if not gold:
+        log.warning("the reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
+        return None
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))

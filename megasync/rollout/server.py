@@ -1,0 +1,204 @@
+"""One SGLang server: its command line, its environment, and its life.
+
+The server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only;
+control endpoints want the admin key when there is one, generation does not, so the router needs no key.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from megasync.config.schema import RolloutConfig
+from megasync.errors import ServerError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.service import Service
+
+# What the stand-in folder has, each used only when the real package is missing.
+_STAND_INS = ("triton", "torchvision", "sgl_kernel")
+
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    # More threads make small models slower, and an idle pool of them spins.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # There is no compiler on the path of a plain install.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+_ENVIRONMENT = {
+    # The health probe would otherwise be a generation, which hangs while the server is paused for a weight sync.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # The model is a local folder: nothing is looked up on the network.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+_CPU_ARGUMENTS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--cuda-graph-backend-decode": "disabled",
+    "--cuda-graph-backend-prefill": "disabled",
+    # An idle scheduler otherwise spins on a whole core.
+    "--sleep-on-idle": True,
+    # The warm-up generation is for kernels that are compiled on first use.
+    "--skip-server-warmup": True,
+}
+
+
+class SGLangServer(Service):
+    """Settings in the constructor, nothing opened before `start`."""
+
+    name = "SGLang server"
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutConfig,
+        dtype: str,
+        device: str,
+        host: str,
+        port: int,
+        log_path: str | Path,
+        api_key: str | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+    ) -> None:
+        """`dtype` is float32 or bfloat16, `device` cpu or cuda. `api_key` guards the control endpoints.
+
+        `deterministic` makes each request sample from its own seed, whatever else is in the batch.
+        """
+        super().__init__(host, port, log_path)
+        self.model_path = Path(model_path)
+        self.rollout = rollout
+        self.dtype = dtype
+        self.device = device
+        self.api_key = api_key
+        self.seed = seed
+        self.deterministic = deterministic
+        self._scratch: str | None = None
+
+    def arguments(self) -> dict[str, object]:
+        """Command line options; True stands for a flag. The configuration's `rollout.server_args` come last and win."""
+        rollout = self.rollout
+        options: dict[str, object] = {
+            "--model-path": str(self.model_path),
+            "--host": self.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--tp-size": rollout.tensor_parallel,
+            "--mem-fraction-static": rollout.mem_fraction,
+            "--weight-version": 0,
+            "--random-seed": self.seed,
+            # One line per request and batch otherwise.
+            "--log-level": "warning",
+        }
+        optional = {
+            "--context-length": rollout.context_length,
+            "--max-total-tokens": rollout.max_total_tokens,
+            "--max-running-requests": rollout.max_running_requests,
+            "--admin-api-key": self.api_key,
+        }
+        options |= {name: value for name, value in optional.items() if value is not None}
+        if self.deterministic:
+            options["--enable-deterministic-inference"] = True
+        if self.device == "cpu":
+            options |= _CPU_ARGUMENTS
+        return options | rollout.server_args
+
+    def command(self) -> list[str]:
+        launcher = "megasync_patches.sglang_cpu_launch" if self.device == "cpu" else "sglang.launch_server"
+        command = [sys.executable, "-m", launcher]
+        for name, value in self.arguments().items():
+            if value is True:
+                command.append(name)
+            elif value is not False and value is not None:
+                command += [name, str(value)]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        env = dict(os.environ) | _ENVIRONMENT
+        if self._scratch is not None:
+            # SGLang leaves sockets and empty files in the temporary folder; this one is removed by `stop`.
+            env["TMPDIR"] = self._scratch
+        if self.device != "cpu":
+            return env
+        env |= _CPU_ENVIRONMENT
+        if self._scratch is not None:
+            env["HOME"] = env["XDG_CACHE_HOME"] = self._scratch
+            # A rendezvous file instead of a TCP store, which would listen on all interfaces.
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._scratch}/rendezvous"
+        if self.rollout.tensor_parallel > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.rollout.tensor_parallel))
+        if any(find_spec(name) is None for name in _STAND_INS):
+            path = [stand_ins_path(), *filter(None, [env.get("PYTHONPATH")])]
+            env["PYTHONPATH"] = os.pathsep.join(path)
+        return env
+
+    async def start(self, timeout: float) -> str:
+        """As `Service.start`; returns the URL. Raises ServerError at once for a model folder without config.json."""
+        if not (self.model_path / "config.json").is_file():
+            raise ServerError(f"cannot serve {self.model_path}: the folder has no config.json")
+        self._remove_scratch()
+        # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
+        self._scratch = tempfile.mkdtemp(prefix="megasync-sglang-")
+        try:
+            url = await super().start(timeout)
+            await self._after_start()
+            return url
+        except BaseException:
+            await self.stop(timeout=1.0)
+            raise
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        try:
+            await super().stop(timeout)
+        finally:
+            self._remove_scratch()
+
+    async def serving(self) -> bool:
+        # /health says 503 until the warm-up is over, where there is one.
+        control = ServerControl(self.url)
+        try:
+            await control.get("/health", timeout=5.0)
+            return self.alive()
+        except ServerError:
+            return False
+        finally:
+            await control.close()
+
+    async def _after_start(self) -> None:
+        control = ServerControl(self.url, self.api_key)
+        try:
+            version = await control.weight_version(timeout=30.0)
+            if version != 0:
+                raise ServerError(f"{self.url} started with weight version {version} instead of 0")
+            # Spares the garbage collector from walking through everything that was imported.
+            await control.post("/freeze_gc", timeout=30.0)
+        finally:
+            await control.close()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+
+def stand_ins_path() -> str:
+    """The folder of import-only packages for CPU servers."""
+    package = find_spec("megasync_patches")
+    return str(Path(package.submodule_search_locations[0]) / "sglang_cpu_standins")
+
+
+def _cores(ranks: int) -> list[str]:
+    """One core per tensor-parallel rank, going round when there are fewer cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [str(cores[rank % len(cores)]) for rank in range(ranks)]

@@ -1,0 +1,118 @@
+"""One publish under way: how far each server came, what failed, and the sentence that says so.
+
+No I/O. `Standing.mixed` is the fact on which safety rests: it is set before a bucket is asked for and cleared only when
+the server said that nothing arrived, so a server whose state is not known counts as mixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megasync.errors import SyncError
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """A published version: bytes that each server received, and seconds by phase.
+
+    ``pack`` and ``wire`` are the slowest sender's own times inside ``transfer``; they overlap.
+    """
+
+    version: int
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+class PublishError(SyncError):
+    """A version that was not published. ``quarantined`` maps each server left paused to the reason."""
+
+    def __init__(self, message: str, version: int, phase: str, engines: Sequence[str], quarantined: Mapping[str, str]):
+        super().__init__(message)
+        self.version = version
+        self.phase = phase
+        self.engines = tuple(engines)
+        self.quarantined = dict(quarantined)
+
+
+class PhaseFailed(Exception):
+    """What went wrong in a phase, by server URL or "trainer"."""
+
+    def __init__(self, causes: Mapping[str, BaseException]) -> None:
+        super().__init__("; ".join(f"{who}: {str(cause) or type(cause).__name__}" for who, cause in causes.items()))
+        self.causes = dict(causes)
+
+
+@dataclass
+class Standing:
+    """What one publish has done to one server so far."""
+
+    paused: bool = False
+    begun: bool = False
+    # Buckets that the server has loaded.
+    loaded: int = 0
+    # A bucket was asked for, and the server did not say that it is loaded or that nothing of it arrived.
+    in_doubt: bool = False
+
+    @property
+    def mixed(self) -> bool:
+        """True when the server may hold something else than the previous version as a whole."""
+        return self.loaded > 0 or self.in_doubt
+
+    def describe(self, version: int, buckets: int) -> str:
+        text = f"it loaded {self.loaded} of {buckets} buckets of version {version}"
+        if self.in_doubt:
+            text += ", and the next one is in doubt; a server that does not answer any more is stuck: restart it"
+        return text
+
+
+@dataclass
+class Attempt:
+    """A version on its way to the servers. ``tasks`` are the calls that may still be inside a collective."""
+
+    version: int
+    standing: dict[str, Standing]
+    phase: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Future] = field(default_factory=dict)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Names the current phase and takes its time."""
+        self.phase = phase
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.monotonic() - start
+
+    async def together(self, limit: float) -> None:
+        """Waits for all ``tasks``, at most ``limit`` seconds; leaves unfinished ones running.
+
+        Raises:
+            PhaseFailed: with the first failures, or with everyone who has not answered in time.
+        """
+        done, late = await asyncio.wait(self.tasks.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        causes = {who: task.exception() for who, task in self.tasks.items() if task in done and task.exception()}
+        if not causes:
+            silence = TimeoutError(f"no answer within {limit:g} s")
+            causes = {who: silence for who, task in self.tasks.items() if task in late}
+        if causes:
+            raise PhaseFailed(causes)
+
+    def error(self, failure: Exception, quarantined: Mapping[str, str]) -> PublishError:
+        """The error for the caller: who, in which phase, why, and what the servers do now."""
+        causes = failure.causes if isinstance(failure, PhaseFailed) else {"trainer": failure}
+        if quarantined:
+            after = "left paused, not to serve a mixture of versions: " + "; ".join(
+                f"{url} ({reason})" for url, reason in quarantined.items()
+            )
+        else:
+            after = "every server goes on with the version before"
+        message = (
+            f"version {self.version} was not published: phase {self.phase!r} failed: {PhaseFailed(causes)}; {after}"
+        )
+        return PublishError(message, self.version, self.phase, list(causes), quarantined)

@@ -1,0 +1,267 @@
+"""One training step: groups of scored trajectories in, one or more optimizer steps, metrics out.
+
+The loss of an optimizer step is a sum over tokens divided by the number of trained tokens in all its trajectories, on
+all microbatches and data-parallel ranks. Every rank is given all groups, so every rank knows that number before it
+computes anything; it is never zero, because a step without trained tokens is skipped.
+
+A sequence whose advantages are all zero has no gradient unless there is a KL or entropy term. Then it is left out of
+the computation, but its tokens stay in the divisor: the gradient is exactly the one that computing it would give.
+When nothing at all has a gradient, no optimizer step is taken, and it counts as skipped. Per-token metrics are means over the tokens that were computed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasync.algorithms.advantages import group_advantages
+from megasync.algorithms.policy_loss import policy_loss
+from megasync.buffer.trajectory import Group, Trajectory
+from megasync.config.schema import AlgorithmConfig
+from megasync.errors import TrainingError
+from megasync.trainer.batch import Batch
+from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.packing import Sample
+
+log = logging.getLogger(__name__)
+
+# Sums that the loss reports per computed token, under the names of the metrics made of them.
+PER_TOKEN = ("entropy", "kl", "clip_fraction", "is_weight_mean", "is_capped_fraction", "logprob_diff")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A trajectory with its advantage; ``scored`` are the response offsets that are trained."""
+
+    uid: str
+    trajectory: Trajectory
+    advantage: float
+    scored: tuple[int, ...]
+
+
+@dataclass
+class Targets:
+    """What the loss needs of one sample besides the model's output; tensors are float32 [scored tokens]."""
+
+    advantage: torch.Tensor
+    behaviour: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+class PolicyTrainer:
+    """Turns groups into optimizer steps of an initialised engine.
+
+    With a KL term, the engine's weights at construction become the reference.
+
+    Args:
+        dump_dir: where batches whose loss or gradient was not finite are written.
+        temperature: at which the trajectories were sampled, and so at which they are scored.
+    """
+
+    def __init__(
+        self,
+        engine: MegatronEngine,
+        algorithm: AlgorithmConfig,
+        dump_dir: str | Path,
+        temperature: float = 1.0,
+    ) -> None:
+        self._engine = engine
+        self._algorithm = algorithm
+        self._dump_dir = Path(dump_dir)
+        self._temperature = temperature
+        self._minibatches = engine.trainer_config.minibatches
+        self._skips_left = self._skips_allowed = engine.trainer_config.max_skipped_steps
+        if algorithm.kl_coef:
+            engine.keep_reference()
+
+    def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
+        """Trains on the groups; a collective, with the same metrics on every rank.
+
+        Args:
+            step: number of this step, from 1; decides the learning rate.
+            version: of the weights that train now; staleness is counted from it.
+
+        Raises:
+            TrainingError: more steps in a row than allowed were not finite, or a group has fewer than two rewards.
+        """
+        start = time.monotonic()
+        judged = [self._judge(group) for group in groups]
+        everyone = [member for group in judged for member in group]
+        metrics = {
+            "train/sequences": float(len(everyone)),
+            "train/tokens": float(sum(len(member.scored) for member in everyone)),
+            **_staleness(everyone, version),
+        }
+        metrics |= self._train(judged, step)
+        metrics["train/seconds"] = time.monotonic() - start
+        return metrics
+
+    def _judge(self, group: Group) -> list[Judged]:
+        scored = [trajectory for trajectory in group.trajectories if trajectory.reward is not None]
+        try:
+            advantages = group_advantages([t.reward for t in scored], self._algorithm.normalize_std)
+        except ValueError as error:
+            raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
+        return [
+            Judged(group.uid, trajectory, advantage, tuple(i for i, keep in enumerate(trajectory.loss_mask) if keep))
+            for trajectory, advantage in zip(scored, advantages, strict=True)
+        ]
+
+    # Optimizer steps
+
+    def _train(self, judged: list[list[Judged]], step: int) -> dict[str, float]:
+        parts = _split(judged, self._minibatches)
+        active = [self._active(part) for part in parts]
+        targets = self._targets(active)
+        reports = []
+        for index, (part, members, wanted) in enumerate(zip(parts, active, targets, strict=True)):
+            tokens = sum(len(member.scored) for member in part)
+            # Zero tokens imply no active member, so the division below is never by zero.
+            if members:
+                reports.append(self._minibatch(members, wanted, tokens, step, index))
+        skipped = len(parts) - sum(report["applied"] for report in reports)
+        if not reports:
+            return {"train/skipped": skipped}
+        return {**_summary(reports), "train/skipped": skipped}
+
+    def _active(self, part: list[Judged]) -> list[Judged]:
+        """The trajectories that have a gradient."""
+        always = self._algorithm.kl_coef or self._algorithm.entropy_coef
+        return [member for member in part if member.scored and (always or member.advantage != 0.0)]
+
+    def _targets(self, active: list[list[Judged]]) -> list[list[Targets]]:
+        """Per minibatch and member; proximal and reference log-probs come from weights that no minibatch has changed.
+
+        With a single minibatch the proximal log-probs are the current ones, which the loss has anyway.
+        """
+        device = self._engine.device.torch_device
+        found = [[_target(member, device) for member in members] for members in active]
+        flat = [target for targets in found for target in targets]
+        samples = [_sample(member) for members in active for member in members]
+        if not samples:
+            return found
+        if self._minibatches > 1:
+            for target, values in zip(flat, self._score(samples), strict=True):
+                target.proximal = values
+        if self._algorithm.kl_coef:
+            for target, values in zip(flat, self._score(samples, reference=True), strict=True):
+                target.reference = values
+        return found
+
+    def _score(self, samples: list[Sample], reference: bool = False) -> list[torch.Tensor]:
+        return self._engine.score(samples, temperature=self._temperature, reference=reference)
+
+    def _minibatch(
+        self, members: list[Judged], targets: list[Targets], tokens: int, step: int, index: int
+    ) -> dict[str, float]:
+        """One optimizer step. The report holds sums over computed tokens, and what the optimizer did."""
+
+        def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            mine = [targets[index] for index in batch.samples]
+            total, sums = policy_loss(
+                self._algorithm,
+                logprobs=logprobs,
+                old_logprobs=torch.cat([t.proximal for t in mine])
+                if mine[0].proximal is not None
+                else logprobs.detach(),
+                behaviour_logprobs=torch.cat([t.behaviour for t in mine]),
+                advantages=torch.cat([t.advantage for t in mine]),
+                mask=torch.full_like(logprobs, float(batch.counted)),
+                entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
+                reference_logprobs=torch.cat([t.reference for t in mine]) if mine[0].reference is not None else None,
+                segments=batch.segments,
+            )
+            return total / tokens, sums
+
+        samples = [_sample(member) for member in members]
+        sums = self._engine.forward_backward(samples, loss, self._temperature)
+        update = self._engine.update(step, math.isfinite(sums["loss"]))
+        if not update.applied:
+            self._skip(members, f"step-{step:08d}-{index}", sums["loss"], update.grad_norm)
+        else:
+            self._skips_left = self._skips_allowed
+        return {**sums, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
+
+    # Steps that are not finite
+
+    def _skip(self, members: list[Judged], name: str, loss: float, grad_norm: float) -> None:
+        values = f"loss {loss} and gradient norm {grad_norm}"
+        if self._engine.rank == 0:
+            log.error("%s was skipped, with %s; its batch goes to %s", name, values, self._dump_dir)
+            self._dump(members, name, loss, grad_norm)
+        self._skips_left -= 1
+        if self._skips_left < 0:
+            raise TrainingError(
+                f"{self._skips_allowed + 1} optimizer steps in a row had a loss or gradient that is not finite "
+                f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name}, with {values}; the batches "
+                f"are in {self._dump_dir}"
+            )
+
+    def _dump(self, members: list[Judged], name: str, loss: float, grad_norm: float) -> None:
+        batch = [
+            {"uid": member.uid, "advantage": member.advantage, "trajectory": asdict(member.trajectory)}
+            for member in members
+        ]
+        record = _as_json({"name": name, "loss": loss, "grad_norm": grad_norm, "batch": batch})
+        try:
+            self._dump_dir.mkdir(parents=True, exist_ok=True)
+            (self._dump_dir / f"{name}.json").write_text(json.dumps(record, allow_nan=False))
+        except OSError as error:
+            # The other ranks go on; a rank that stopped here for the sake of a record would leave them waiting.
+            log.error("the batch of %s could not be written: %s", name, error)
+
+
+def _split(judged: list[list[Judged]], parts: int) -> list[list[Judged]]:
+    """Groups in order into ``parts`` runs of nearly equal numbers of groups; none is empty."""
+    parts = max(1, min(parts, len(judged)))
+    bounds = [len(judged) * part // parts for part in range(parts + 1)]
+    return [[member for group in judged[low:high] for member in group] for low, high in pairwise(bounds)]
+
+
+def _sample(member: Judged) -> Sample:
+    return Sample(member.trajectory.prompt_ids, member.trajectory.response_ids, member.scored)
+
+
+def _target(member: Judged, device: torch.device) -> Targets:
+    logprobs = member.trajectory.logprobs
+    behaviour = torch.tensor([logprobs[i] for i in member.scored], dtype=torch.float32, device=device)
+    return Targets(torch.full_like(behaviour, member.advantage), behaviour)
+
+
+def _staleness(members: list[Judged], version: int) -> dict[str, float]:
+    """Versions between the weights that train and the oldest that sampled a trained token, over trajectories."""
+    ages = [version - oldest for member in members if (oldest := member.trajectory.oldest_version) is not None]
+    if not ages:
+        return {}
+    return {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}
+
+
+def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of all minibatches together: means over optimizer steps, and over computed tokens."""
+    computed = sum(report["tokens"] for report in reports)
+    means = {f"train/{name}": sum(r[name] for r in reports) / len(reports) for name in ("loss", "grad_norm")}
+    per_token = {
+        f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
+    }
+    return {**means, "train/lr": reports[-1]["lr"], **per_token}
+
+
+def _as_json(value: Any) -> Any:
+    """The same data with non-finite numbers, which JSON has no spelling for, as strings."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,214 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.algorithms import policy_loss
+from megasync.config.schema import AlgorithmConfig
+from megasync.errors import ConfigError
+
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, correction="token", correction_cap=2.0)
+LOGPROB = st.floats(-6, -0.01)
+TOKEN = st.fixed_dictionaries(
+    {
+        "logprobs": LOGPROB,
+        "old_logprobs": LOGPROB,
+        "behaviour_logprobs": LOGPROB,
+        "reference_logprobs": LOGPROB,
+        "entropy": st.floats(0, 5),
+        "advantages": st.floats(-3, 3),
+        "mask": st.booleans(),
+        "segments": st.integers(0, 3),
+    }
+)
+TOKENS = st.lists(TOKEN, min_size=1, max_size=16)
+CONFIGS = st.builds(
+    AlgorithmConfig,
+    clip_low=st.floats(0.05, 0.5),
+    clip_high=st.floats(0.05, 0.9),
+    correction=st.sampled_from(["none", "token", "sequence"]),
+    correction_cap=st.floats(1, 4),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+    kl_kind=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coef=st.sampled_from([0.0, 0.1]),
+) | st.builds(AlgorithmConfig, ratio=st.just("behaviour"), correction=st.just("none"))
+
+
+def tensors(tokens):
+    """Columns as tensors; log-probs and entropy ask for gradients."""
+    made = {}
+    for name in tokens[0]:
+        column = [token[name] for token in tokens]
+        kind = torch.int64 if name in ("mask", "segments") else torch.float32
+        made[name] = torch.tensor(column, dtype=kind)
+    made["logprobs"].requires_grad_()
+    made["entropy"].requires_grad_()
+    return made
+
+
+def reference(config, tokens):
+    """The formulas of docs/algorithms.md in plain Python: loss, d loss / d logprob of each token."""
+    loss, gradient = 0.0, []
+    for token in tokens:
+        if not token["mask"]:
+            gradient.append(0.0)
+            continue
+        lp, advantage = token["logprobs"], token["advantages"]
+        ratio = math.exp(lp - token["old_logprobs" if config.ratio == "trainer" else "behaviour_logprobs"])
+        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+        weight = reference_weight(config, token, tokens)
+        loss -= weight * min(ratio * advantage, bounded * advantage)
+        slope = 0.0 if bounded * advantage < ratio * advantage else -weight * ratio * advantage
+        log_ratio = token["reference_logprobs"] - lp
+        value, derivative = {
+            "k1": (-log_ratio, 1.0),
+            "k2": (log_ratio**2 / 2, -log_ratio),
+            "k3": (math.exp(log_ratio) - 1 - log_ratio, 1 - math.exp(log_ratio)),
+        }[config.kl_kind]
+        loss += config.kl_coef * value - config.entropy_coef * token["entropy"]
+        gradient.append(slope + config.kl_coef * derivative)
+    return loss, gradient
+
+
+def reference_weight(config, token, tokens):
+    if config.correction == "none":
+        return 1.0
+    mine = [token]
+    if config.correction == "sequence":
+        mine = [other for other in tokens if other["mask"] and other["segments"] == token["segments"]]
+    mean = math.fsum(other["old_logprobs"] - other["behaviour_logprobs"] for other in mine) / len(mine)
+    return min(math.exp(mean), config.correction_cap)
+
+
+@given(CONFIGS, TOKENS)
+def test_loss_and_gradient_are_those_of_the_formulas(config, tokens):
+    inputs = tensors(tokens)
+    loss, _ = policy_loss(config, **inputs)
+    loss.backward()
+    expected, gradient = reference(config, tokens)
+    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert inputs["logprobs"].grad.tolist() == pytest.approx(gradient, rel=1e-3, abs=1e-4)
+    assert inputs["entropy"].grad.tolist() == pytest.approx([-config.entropy_coef * t["mask"] for t in tokens])
+
+
+@given(TOKENS, st.sampled_from(["none", "token", "sequence"]))
+def test_one_step_a_batch_is_a_policy_gradient_with_a_truncated_weight(tokens, correction):
+    """old = logprobs.detach(): the ratio is 1, nothing is clipped, and only the weight corrects."""
+    config = replace(CONFIG, correction=correction)
+    tokens = [token | {"old_logprobs": token["logprobs"]} for token in tokens]
+    inputs = tensors(tokens)
+    inputs["old_logprobs"] = inputs["logprobs"].detach()
+    loss, sums = policy_loss(config, **inputs)
+    loss.backward()
+    expected = [-reference_weight(config, t, tokens) * t["advantages"] if t["mask"] else 0.0 for t in tokens]
+    assert inputs["logprobs"].grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert loss.item() == pytest.approx(sum(expected), rel=1e-4, abs=1e-4)
+    assert sums["clip_fraction"] == 0
+
+
+@given(CONFIGS, TOKENS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_masked_tokens_reach_neither_sums_nor_gradients(config, tokens, garbage):
+    clean, spoilt = tensors(tokens), tensors(tokens)
+    masked = spoilt["mask"] == 0
+    for name, values in spoilt.items():
+        if name not in ("mask", "segments"):
+            values.data[masked] = garbage
+    (loss, sums), (spoilt_loss, spoilt_sums) = policy_loss(config, **clean), policy_loss(config, **spoilt)
+    loss.backward()
+    spoilt_loss.backward()
+    assert torch.equal(loss, spoilt_loss)
+    assert all(torch.equal(sums[name], spoilt_sums[name]) for name in sums)
+    assert torch.equal(clean["logprobs"].grad, spoilt["logprobs"].grad)
+    assert not spoilt["logprobs"].grad[masked].any()
+
+
+@given(CONFIGS, TOKENS, TOKENS)
+def test_sums_of_two_microbatches_are_the_sums_of_both_together(config, first, second):
+    second = [token | {"segments": token["segments"] + 4} for token in second]
+    parts = [policy_loss(config, **tensors(part)) for part in (first, second)]
+    loss, sums = policy_loss(config, **tensors(first + second))
+    torch.testing.assert_close(loss, parts[0][0] + parts[1][0], rtol=1e-4, atol=1e-3)
+    for name, value in sums.items():
+        torch.testing.assert_close(value, parts[0][1][name] + parts[1][1][name], rtol=1e-4, atol=1e-3)
+
+
+def inputs(**changes):
+    plain = {
+        "logprobs": torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True),
+        "old_logprobs": torch.full((4,), -1.0),
+        "behaviour_logprobs": torch.full((4,), -1.0),
+        "advantages": torch.ones(4),
+        "mask": torch.tensor([1, 1, 1, 0]),
+    }
+    return plain | changes
+
+
+def test_metrics_are_sums_over_trained_tokens():
+    behaviour = torch.tensor([-1.0, -3.0, -1.5, -9.0])
+    logprobs = torch.log(torch.tensor([1.5, 1.1, 0.5, 9.0])) - 1.0
+    entropy, ref = torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.full((4,), -1.0)
+    config = replace(CONFIG, kl_kind="k1")
+    _, sums = policy_loss(
+        config, **inputs(behaviour_logprobs=behaviour, logprobs=logprobs, entropy=entropy, reference_logprobs=ref)
+    )
+    assert sums["tokens"] == 3
+    assert sums["clip_fraction"] == 1  # 1.5 > 1.28; 0.5 is not clipped, its advantage being positive
+    assert sums["is_capped_fraction"] == 1  # e^2 > 2
+    assert sums["is_weight_mean"].item() == pytest.approx(1 + 2 + math.exp(0.5))
+    assert sums["logprob_diff"].item() == pytest.approx(0 + 2 + 0.5)
+    assert sums["entropy"] == 6
+    assert sums["kl"].item() == pytest.approx(math.log(1.5 * 1.1 * 0.5), rel=1e-4)
+    assert not any(value.requires_grad or value.dtype != torch.float32 or value.ndim for value in sums.values())
+
+
+def test_absent_inputs_leave_absent_metrics():
+    _, sums = policy_loss(CONFIG, **inputs())
+    assert not {"kl", "entropy"} & set(sums)
+
+
+def test_the_clip_is_asymmetric():
+    up, down = torch.log(torch.tensor([1.25])) - 1, torch.log(torch.tensor([0.75])) - 1
+    one = {name: value[:1].detach() for name, value in inputs().items()}
+    loss, sums = policy_loss(CONFIG, **one | {"logprobs": up})
+    assert loss.item() == pytest.approx(-1.25) and sums["clip_fraction"] == 0
+    loss, sums = policy_loss(CONFIG, **one | {"logprobs": down, "advantages": -torch.ones(1)})
+    assert loss.item() == pytest.approx(0.8) and sums["clip_fraction"] == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_nothing_to_train_gives_zero_loss_and_zero_gradient(tokens):
+    empty = {name: value[:tokens] for name, value in inputs(mask=torch.zeros(4)).items()}
+    leaf = empty["logprobs"] = empty["logprobs"].detach().requires_grad_()
+    loss, sums = policy_loss(CONFIG, **empty)
+    loss.backward()
+    assert loss == 0 and not any(sums.values()) and not leaf.grad.any()
+
+
+def test_half_precision_inputs_are_summed_in_float32():
+    half = {name: value.detach().bfloat16() if value.is_floating_point() else value for name, value in inputs().items()}
+    loss, _ = policy_loss(CONFIG, **half)
+    assert loss.dtype == torch.float32 and loss == -3
+
+
+def test_a_huge_ratio_stays_finite():
+    logprobs = torch.tensor([0.0, 0.0, 0.0, 0.0], requires_grad=True)
+    loss, _ = policy_loss(
+        CONFIG, **inputs(logprobs=logprobs, old_logprobs=torch.full((4,), -500.0), advantages=-torch.ones(4))
+    )
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
+
+
+@pytest.mark.parametrize("key, name", [("kl_coef", "reference_logprobs"), ("entropy_coef", "entropy")])
+def test_a_coefficient_without_its_input_is_refused(key, name):
+    with pytest.raises(ValueError, match=f"{key}=0.1 needs {name}"):
+        policy_loss(replace(CONFIG, **{key: 0.1}), **inputs())
+
+
+@pytest.mark.parametrize("correction", ["token", "sequence"])
+def test_correcting_a_ratio_that_is_already_against_the_behaviour_policy_is_refused(correction):
+    with pytest.raises(ConfigError, match="algorithm.ratio.*algorithm.correction"):
+        policy_loss(replace(CONFIG, ratio="behaviour", correction=correction), **inputs())

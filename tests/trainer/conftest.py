@@ -1,0 +1,136 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megasync.sync.layout import Layout
+from megasync.sync.topology import Topology
+
+WORKER = Path(__file__).with_name("worker.py")
+
+# 6 heads on 2 groups: TP 2 splits groups evenly, TP 4 would cut through them. The vocabulary is odd on purpose.
+BASE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS = {
+    "llama": {
+        **BASE,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": 12,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {
+        **BASE,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_theta": 5000.0,
+    },
+    "qwen3": {
+        **BASE,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+}
+
+
+def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A Hugging Face folder with random weights, without a tokenizer."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in Layout(config, Topology()).hf_tensors.items():
+        noise = torch.randn(shape, generator=generator) * 0.1
+        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).split(".")[1]}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(write_model(root / name, config, seed)) for seed, (name, config) in enumerate(MODELS.items())}
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[dict]:
+    """Prompts and responses: three groups with a common prompt, one lone response, lengths from 1 to 40."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 131, (count,), generator=generator).tolist()
+
+    found = []
+    for prompt_length, lengths in ((5, (1, 2, 3)), (38, (4, 40)), (12, (6, 6, 9, 1)), (3, (17,))):
+        prompt = tokens(prompt_length)
+        found += [{"prompt": prompt, "response": tokens(length)} for length in lengths]
+    return found
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """run_ranks(case, world, **arguments): the result of `worker.py`'s function on each rank."""
+
+    def run(case: str, world: int, timeout: float = 180, **arguments) -> list:
+        folder = tmp_path_factory.mktemp(case)
+        (folder / "arguments.json").write_text(json.dumps(arguments))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-W", "ignore", str(WORKER), case]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        logs = [open(folder / f"log-{rank}.txt", "w+") for rank in range(world)]  # noqa: SIM115
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(port), str(folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world)
+        ]
+        try:
+            for rank, process in enumerate(ranks):
+                code = process.wait(timeout)
+                assert code == 0, f"rank {rank} ended with {code}:\n{(folder / f'log-{rank}.txt').read_text()[-6000:]}"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+            for log in logs:
+                log.close()
+        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(world)]
+
+    return run
