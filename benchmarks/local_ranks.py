@@ -20,6 +20,9 @@ from typing import Any
 from megasync.errors import SyncError
 from megasync.sync.topology import Topology
 
+# How long reading a trapped parameter takes.
+SLOW_SECONDS = 3.0
+
 
 class LocalRanks:
     """One process per rank of ``topology``, holding the weights of a Hugging Face folder."""
@@ -96,7 +99,7 @@ class LocalRanks:
 
 
 class Params(dict):
-    """A rank's parameters, and a trap: what happens when the named one is read (die, hang or raise)."""
+    """A rank's parameters, and a trap: what happens when the named one is read (die, slow or raise)."""
 
     trap: tuple[str, str] | None = None
 
@@ -105,9 +108,9 @@ class Params(dict):
             kind, self.trap = self.trap[1], None
             if kind == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "hang":
-                time.sleep(3600)
-            raise RuntimeError(f"{name} cannot be read")
+            if kind == "raise":
+                raise RuntimeError(f"{name} cannot be read")
+            time.sleep(SLOW_SECONDS)
         return super().__getitem__(name)
 
 

@@ -35,7 +35,7 @@ from megasync.errors import MegasyncError, TrainingError
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 2.0
+WATCH_SECONDS = 1.0
 # After this long a clean stop gives up on the loop it waits for; the run then ends without it.
 STOP_SECONDS = 30.0
 
@@ -59,6 +59,7 @@ class Observer(Protocol):
     def step(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def activity(self, part: str, doing: str) -> None: ...
+    def buffer(self, counts: dict[str, int]) -> None: ...
     def message(self, text: str) -> None: ...
 
 
@@ -262,6 +263,7 @@ class Controller:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self._watch()
+            await self._show_rollout()
             counts = self._rollouter.finished_groups
             if counts != finished:
                 finished, self._last_progress = counts, self._clock()
@@ -271,6 +273,15 @@ class Controller:
                     f"no group was finished and no step trained for {silent:.0f} s (timeouts.no_progress={limit:.0f}); "
                     f"waiting: {await self._buffer.waiting()}; rollout: {self._rollouter.metrics()}"
                 )
+
+    async def _show_rollout(self) -> None:
+        self._observer.buffer((await self._buffer.counts())["slots"])
+        groups = int(self._rollouter.metrics()["rollout/inflight_groups"])
+        waits = [what for call, what in (await self._buffer.waiting()).items() if call.startswith("admit")]
+        if groups or not waits:
+            self._observer.activity("rollout", f"generating {groups} groups")
+        else:
+            self._observer.activity("rollout", f"waiting for {waits[0].partition(' (for')[0]}")
 
     # Saving
 
@@ -284,6 +295,7 @@ class Controller:
             "history": progress.history,
             "cursor": self._cursor(),
             "pending": await self._buffer.live_uids(),
+            "buffer": await self._buffer.counters(),
         }
         path = await self._trainer.save(progress.step, state)
         self._saved_step = progress.step

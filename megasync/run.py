@@ -106,7 +106,7 @@ class Run:
         """Starts every process of the run, both pools at the same time, and wires the controller."""
         config, schedule = self.config, self.config.schedule
         device = resolve_device(config.cluster.device)
-        progress = self._restore(workload)
+        progress, counters = self._restore(workload)
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
         key = secrets.token_urlsafe(24)
@@ -114,7 +114,8 @@ class Run:
         stack.push_async_callback(fleet.stop)
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
-        buffer = BufferHandle.create(config.schedule, progress.step, progress.version)
+        total_groups = schedule.total_steps * schedule.groups_per_step
+        buffer = BufferHandle.create(schedule, total_groups, progress.version, counters)
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
@@ -204,18 +205,20 @@ class Run:
             await publisher.check_parity(progress.version)
             return
         observer.message(f"resuming after step {progress.step} from {self._checkpoint}")
-        if progress.unpublished:
-            progress.version, progress.unpublished = progress.version + 1, 0
         await publisher.publish(progress.version)
 
-    def _restore(self, workload: Workload) -> Progress:
-        """Where the run stands, with the prompt source put back to it."""
+    def _restore(self, workload: Workload) -> tuple[Progress, dict[str, Any]]:
+        """Where the run stands and the buffer's counters, with the prompt source put back to it."""
         if self._checkpoint is None:
-            return Progress()
+            return Progress(), {}
         state = read_state(self._checkpoint)
         workload.source.restore(state["cursor"])
         workload.source.requeue(state["pending"])
-        return Progress.from_state(state)
+        progress = Progress.from_state(state)
+        if progress.unpublished:
+            # The checkpoint's weights are newer than its version: they are published as the next one.
+            progress.version, progress.unpublished = progress.version + 1, 0
+        return progress, state["buffer"]
 
     def _export(self, observer: RunObserver) -> Path | None:
         """Writes the newest checkpoint as a Hugging Face folder."""

@@ -1,0 +1,21 @@
+"""Trajectories and the buffer between rollout and training: a pure state machine, and the same with waits.
+
+`TrajectoryBuffer` decides (no asyncio, no torch, no Ray); `AsyncBuffer` waits; `Pacing` is their arithmetic.
+"""
+
+from megasync.buffer.errors import BufferClosed, BufferStateError
+from megasync.buffer.handle import AsyncBuffer
+from megasync.buffer.pacing import Pacing
+from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.trajectory import Group, Prompt, Trajectory
+
+__all__ = [
+    "AsyncBuffer",
+    "BufferClosed",
+    "BufferStateError",
+    "Group",
+    "Pacing",
+    "Prompt",
+    "Trajectory",
+    "TrajectoryBuffer",
+]

@@ -43,7 +43,10 @@ ROLES = {
             "buffer",
             None,
             AsyncBuffer,
-            ("admit", "commit", "drop", "lease", "ack", "publish", "reclaim", "close", "counts", "live_uids"),
+            (
+                *("admit", "commit", "drop", "lease", "ack", "publish", "reclaim", "close"),
+                *("counts", "counters", "live_uids", "waiting"),
+            ),
         ),
     )
 }

@@ -32,9 +32,11 @@ RESERVED_SERVER_ARGS = {
     "--max-running-requests": "rollout.max_running_requests",
     "--mem-fraction-static": "rollout.mem_fraction",
     "--random-seed": "seed",
+    "--enable-deterministic-inference": "rollout.deterministic",
     "--device": "cluster.device",
     "--host": "cluster.host",
     "--port": None,
+    "--weight-version": None,
     "--api-key": None,
     "--admin-api-key": None,
 }
@@ -156,10 +158,10 @@ def _check_evaluation(config: Config, own_eval_rows: bool) -> None:
         )
     if len(set(evaluation.temperatures)) != len(evaluation.temperatures):
         raise ConfigError(f"eval.temperatures={list(evaluation.temperatures)} names a temperature twice")
-    if target is not None and 0 not in evaluation.temperatures:
+    if target is not None and evaluation.temperatures[0] != 0:
         raise ConfigError(
-            f"schedule.stop_at_score={target} looks at greedy accuracy, but eval.temperatures="
-            f"{list(evaluation.temperatures)} has no 0; add it"
+            f"schedule.stop_at_score={target} looks at greedy accuracy, the first of eval.temperatures="
+            f"{list(evaluation.temperatures)}; put 0 first"
         )
     if own_eval_rows:
         return

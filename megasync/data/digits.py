@@ -20,7 +20,7 @@ END_TOKEN = "<end>"
 HELD_OUT_SHARE = 8  # one row in so many is held out
 MAX_LENGTH = 12
 # Up to this many digits all rows are listed; beyond it a size is needed.
-MAX_LISTED_LENGTH = 5
+MAX_LISTED_LENGTH = 4
 
 # Task: the sign that opens its prompts, and what it asks for.
 TASKS = {

@@ -61,8 +61,8 @@ class RunObserver:
         self._buffer: dict[str, int] = {}
         self._activities: dict[str, tuple[str, float]] = {}
         self._messages: deque[str] = deque(maxlen=SHOWN_MESSAGES)
-        # (clock, trained tokens so far, sampled tokens so far) at the end of the latest steps.
-        self._marks: deque[tuple[float, float, float]] = deque([(self._start, 0.0, 0.0)], maxlen=SPEED_STEPS + 1)
+        # (clock, trained tokens so far) at the end of the latest steps.
+        self._marks: deque[tuple[float, float]] = deque([(self._start, 0.0)], maxlen=SPEED_STEPS + 1)
         self._drawn = self._start
         self._failed: set[str] = set()
 
@@ -90,14 +90,15 @@ class RunObserver:
         }
         if states:
             self.buffer(states)
-        self._mark(metrics)
-        rates = {names.TRAINED_RATE: self._rate(1), names.SAMPLED_RATE: self._rate(2)}
-        measured = {key: rate for key, rate in rates.items() if rate is not None}
+        self._marks.append((self._clock(), self._marks[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0)))
+        rate = self._trained_rate()
+        measured = {} if rate is None else {names.TRAINED_RATE: rate}
         self._log(step, {"version": version, **metrics, **measured})
         self._display.step()
 
     def evaluation(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """The weights of `version` were evaluated on held-out prompts; the step may lie in the past."""
+        self._step, self._version = max(self._step, step), max(self._version, version)
         self._scores.append((step, metrics[names.SCORE]))
         self._log(step, dict(metrics))
         self.message(f"held-out score {metrics[names.SCORE]:.3f} after step {step} (version {version})")
@@ -129,7 +130,7 @@ class RunObserver:
 
     def snapshot(self) -> RunSnapshot:
         now, config = self._clock(), self._config
-        (began, *_), (ended, *_) = self._marks[0], self._marks[-1]
+        (began, _), (ended, _) = self._marks[0], self._marks[-1]
         steps = len(self._marks) - 1
         return RunSnapshot(
             name=config.name,
@@ -142,8 +143,8 @@ class RunObserver:
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
             target=config.schedule.stop_at_score,
-            trained_rate=self._rate(1),
-            sampled_rate=self._rate(2),
+            trained_rate=self._trained_rate(),
+            sampled_rate=self._latest.get(names.SAMPLED_RATE),
             staleness_mean=self._latest.get(names.STALENESS_MEAN),
             staleness_max=self._latest.get(names.STALENESS_MAX),
             staleness_limit=config.schedule.max_staleness,
@@ -153,16 +154,10 @@ class RunObserver:
             messages=tuple(self._messages),
         )
 
-    def _mark(self, metrics: Mapping[str, float]) -> None:
-        _, trained, sampled = self._marks[-1]
-        trained += metrics.get(names.TRAINED_TOKENS, 0.0)
-        self._marks.append((self._clock(), trained, metrics.get(names.SAMPLED_TOKENS, sampled)))
-
-    def _rate(self, index: int) -> float | None:
+    def _trained_rate(self) -> float | None:
         """Tokens per second between the oldest and the newest mark; None before there is a difference."""
-        first, last = self._marks[0], self._marks[-1]
-        gone = last[0] - first[0]
-        return (last[index] - first[index]) / gone if gone > 0 else None
+        (began, before), (ended, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (ended - began) if ended > began else None
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._guarded("write metrics"):

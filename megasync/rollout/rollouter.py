@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.buffer.handle import BufferClosed
+from megasync.buffer.state import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, ServerError
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 # then, so more would only hide a pool that is gone.
 GROUP_ATTEMPTS = 3
 RETRY_SECONDS = 2.0
+# Reason of a drop that is no failure: all rewards are equal, so there is nothing to learn.
+UNIFORM = "uniform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +177,23 @@ class Rollouter:
         outcome = await self._outcome(prompt)
         try:
             if isinstance(outcome, Group):
-                await self._buffer.commit(outcome)
+                # The buffer may decline: it was closed, or the group is too old by now and will come back.
+                self._tally.committed += await self._buffer.commit(outcome)
+                self._drops.passed()
             else:
                 await self._buffer.drop(prompt.uid, outcome.reason)
+                self._note(prompt, outcome)
         except BufferClosed:
             return
-        self._note(prompt, outcome)
 
-    def _note(self, prompt: Prompt, outcome: Group | _Dropped) -> None:
-        """Counts the outcome. Raises DataError when too many groups have failed."""
-        if isinstance(outcome, Group):
-            self._tally.committed += 1
+    def _note(self, prompt: Prompt, drop: _Dropped) -> None:
+        """Counts a dropped group. Raises DataError when too many have failed; a uniform one has not."""
+        self._tally.drops[drop.reason] += 1
+        if drop.reason == UNIFORM:
             self._drops.passed()
             return
-        self._tally.drops[outcome.reason] += 1
-        if outcome.reason == "uniform":
-            self._drops.passed()
-            return
-        log.warning("group %s was dropped (%s) %s", prompt.uid, outcome.reason, outcome.problem)
-        self._drops.failed(outcome.reason, outcome.problem)
+        log.warning("group %s was dropped (%s) %s", prompt.uid, drop.reason, drop.problem)
+        self._drops.failed(drop.reason, drop.problem)
 
     async def _outcome(self, prompt: Prompt) -> Group | _Dropped:
         trajectories, problems = await self._responses(prompt)
@@ -210,7 +210,7 @@ class Rollouter:
         if self._relative and len(kept) == 1:
             return _Dropped("lone_survivor", problems[0] if problems else "only one response of the group was scored")
         if self._drop_uniform and len({t.reward for t in kept}) == 1:
-            return _Dropped("uniform")
+            return _Dropped(UNIFORM)
         return Group(prompt.uid, kept)
 
     async def _responses(self, prompt: Prompt) -> tuple[list[Trajectory], list[str]]:

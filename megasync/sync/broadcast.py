@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megasync.errors import SyncError
-from megasync.sync.groups import Deadline, close_group, join_group, join_store, open_store
+from megasync.sync.groups import Deadline, Group, join_store, open_store
 from megasync.sync.layout import Layout, Piece
 from megasync.sync.plan import BroadcastPlan, Bucket, group_name
 from megasync.sync.shards import box_of
@@ -69,8 +69,8 @@ class BroadcastSender:
         self._device = device
         self._host = host
         self._store: dist.Store | None = None
-        self._engines: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None
+        self._engines: Group | None = None
+        self._peers: Group | None = None
         self._buffers: list[torch.Tensor] = []
         self._staging: torch.Tensor | None = None
 
@@ -102,12 +102,12 @@ class BroadcastSender:
                 self._store = join_store(host, port, timeout)
             if len(self._members) > 1:
                 private = f"{name}-stage{self._stage}-gather"
-                self._peers = join_group(
+                self._peers = Group(
                     self._store, private, mine, len(self._members), backend, timeout, operation_timeout=timeout
                 )
             if self._sends:
                 public = group_name(name, self._stage)
-                self._engines = join_group(
+                self._engines = Group(
                     self._store, public, 0, 1 + engine_ranks, backend, timeout, operation_timeout=timeout
                 )
         except RuntimeError as error:
@@ -163,14 +163,11 @@ class BroadcastSender:
                 message = following.result()
                 if index + 1 < len(self._buckets):
                     following = packer.submit(packed, index + 1)
-                options = dist.BroadcastOptions()
-                options.rootRank = 0
-                options.timeout = deadline.left()
                 with (
                     _clock(seconds, "wire"),
                     _named(f"broadcast of bucket {index + 1} of {len(self._buckets)}", bucket),
                 ):
-                    engines.broadcast([message], options).wait(deadline.left())
+                    engines.broadcast(message, deadline)
 
     def _contribute(self, deadline: Deadline, seconds: dict[str, float]) -> None:
         """Peer: hands its pieces of each bucket to the sender, one message a bucket."""
@@ -182,7 +179,7 @@ class BroadcastSender:
             with _clock(seconds, "pack"):
                 message = self._collect(pieces)
             with _clock(seconds, "wire"), _named("handing over pieces", bucket):
-                peers.send([message], 0, 0).wait(deadline.left())
+                peers.send(message, 0, deadline)
 
     @torch.no_grad()
     def _pack(self, bucket: Bucket, buffer: torch.Tensor, deadline: Deadline) -> torch.Tensor:
@@ -198,7 +195,7 @@ class BroadcastSender:
                 continue
             message = self._staging[: _elements(bucket, rank)]
             with _named(f"pieces from trainer rank {rank}", bucket):
-                self._joined(self._peers).recv([message], self._members.index(rank), 0).wait(deadline.left())
+                self._joined(self._peers).receive(message, self._members.index(rank), deadline)
             offset = 0
             for piece in pieces:
                 target = box_of(whole[piece.hf_name], piece.hf_box)
@@ -219,7 +216,7 @@ class BroadcastSender:
     def _part(self, piece: Piece) -> torch.Tensor:
         return box_of(self._params[piece.param].detach(), piece.param_box)
 
-    def _joined(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def _joined(self, group: Group | None) -> Group:
         if group is None:
             raise SyncError("this rank has not joined a group")
         return group
@@ -232,7 +229,7 @@ class BroadcastSender:
             if group is None:
                 continue
             try:
-                close_group(group, self._device.backend)
+                group.close()
             except (RuntimeError, ValueError) as error:
                 log.warning("trainer rank %d could not close a sync group: %s", self._rank, error)
 

@@ -1,7 +1,7 @@
 """Process groups of their own, outside the trainer's default world: made, waited on with a deadline, and closed.
 
-Servers join a group by address and name, so both sides must derive the same store keys; `join_group` follows what a
-stock SGLang server does. Every wait takes the time that is left of one deadline, so a chain of collectives never takes
+Servers join a group by address and name, so both sides must derive the same store keys; `Group` follows what a stock
+SGLang server does. Every wait takes the time that is left of one deadline, so a chain of collectives never takes
 longer than the operation it belongs to.
 """
 
@@ -11,6 +11,7 @@ import socket
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
@@ -60,32 +61,55 @@ def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
-def join_group(
-    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: float, operation_timeout: float
-) -> dist.ProcessGroup:
-    """Joins the group ``name``; returns once every member is there (gloo), or registered (NCCL, which connects later).
+class Group:
+    """A process group of its own: point-to-point and broadcast with a deadline, and a `close` that others notice.
 
-    Args:
-        timeout: seconds to wait for the other members.
-        operation_timeout: the longest that the caller will wait for one operation, in seconds.
+    Other members notice when the connections go, and gloo closes them with the last reference to the group. So no
+    reference leaves this object, not even in the frame of a traceback: each use of `_group` is a temporary.
     """
-    store.set_timeout(timedelta(seconds=timeout))
-    longest = operation_timeout * WATCHDOG_FACTOR if backend == "nccl" else timeout
-    group, _ = _new_process_group_helper(
-        size,
-        rank,
-        [],
-        Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,
-        timeout=timedelta(seconds=longest),
-    )
-    _world.pg_group_ranks[group] = {member: member for member in range(size)}
-    return group
 
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: float, operation_timeout: float
+    ) -> None:
+        """Returns once every member is there (gloo), or this one is registered (NCCL, which connects at first use).
 
-def close_group(group: dist.ProcessGroup, backend: str) -> None:
-    """Leaves a group. Members that wait for this rank are woken by the closed connections."""
-    if backend == "nccl":
-        group.abort()
-    dist.destroy_process_group(group)
+        Args:
+            timeout: seconds to wait for the other members.
+            operation_timeout: the longest that the caller will wait for one operation, in seconds.
+
+        Raises:
+            RuntimeError: the others did not come in time.
+        """
+        self._backend = backend
+        store.set_timeout(timedelta(seconds=timeout))
+        longest = operation_timeout * WATCHDOG_FACTOR if backend == "nccl" else timeout
+        self._group, _ = _new_process_group_helper(
+            size,
+            rank,
+            [],
+            Backend(backend),
+            PrefixStore(name, store),
+            group_name=name,
+            timeout=timedelta(seconds=longest),
+        )
+        _world.pg_group_ranks[self._group] = {member: member for member in range(size)}
+
+    def broadcast(self, message: torch.Tensor, deadline: Deadline) -> None:
+        """Sends a flat tensor from rank 0, which must be the caller."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = deadline.left()
+        self._group.broadcast([message], options).wait(deadline.left())
+
+    def send(self, message: torch.Tensor, to: int, deadline: Deadline) -> None:
+        self._group.send([message], to, 0).wait(deadline.left())
+
+    def receive(self, message: torch.Tensor, source: int, deadline: Deadline) -> None:
+        self._group.recv([message], source, 0).wait(deadline.left())
+
+    def close(self) -> None:
+        """Leaves the group; members that wait for this rank are woken."""
+        if self._backend == "nccl":
+            self._group.abort()
+        dist.destroy_process_group(self._group)
+        del self._group

@@ -21,6 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 # lengths up to SHORT share one: there, a call costs more than the padding.
 RATIO = 1.3
 SHORT = 32
+# On a CPU, torch's kernel for 16-bit floats needs twice the time of plain matrix products as long as the scores of one
+# head (queries x keys) are no more than this; beyond, their memory counts.
+FEW_SCORES = 2**16
 
 
 class Segment(NamedTuple):
@@ -138,6 +141,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
 ) -> torch.Tensor:
     """Attention of packed tokens: query [tokens, heads, dim], key and value [tokens, groups, dim] -> like the query."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     shapes = [(rectangle.batch, rectangle.length) for rectangle in plan.rectangles]
     sizes = [rectangle.places for rectangle in plan.rectangles]
 
@@ -153,11 +157,30 @@ def attend(
         if rectangle.source is not None:
             k = torch.cat((keys[rectangle.source].index_select(0, rectangle.source_rows), k), dim=2)
             v = torch.cat((values[rectangle.source].index_select(0, rectangle.source_rows), v), dim=2)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=rectangle.mask, is_causal=rectangle.mask is None, scale=scale, enable_gqa=True
-        )
+        plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
+        out = (_plain_attention if plain else _fused_attention)(q, k, v, rectangle.mask, scale)
         outputs.append(out.transpose(1, 2).reshape(rectangle.places, *query.shape[1:]))
     return _Take.apply(torch.cat(outputs), plan.place, plan.token)
+
+
+def _fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+
+
+def _plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The same as `_fused_attention`, with the heads of a group folded into the rows of one product."""
+    batch, heads, length, dim = q.shape
+    groups = k.shape[1]
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()[None, None]
+    scores = (q * scale).reshape(batch, groups, -1, dim) @ k.transpose(-1, -2)
+    scores = scores.view(batch, heads, length, -1).masked_fill_(~mask, -torch.inf)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
+    return (weights.view(batch, groups, -1, k.shape[2]) @ v).view(batch, heads, length, dim)
 
 
 class TreeAttention(torch.nn.Module):

@@ -79,7 +79,12 @@ class TrainerRank:
         )
         plan = plan_broadcast(self._engine.layout, config.sync.bucket_mb * 2**20, config.model.dtype)
         self._sender = BroadcastSender(
-            plan, self._engine.layout, self._rank, self._engine.params(), self._device, resolve_host(config.cluster.host)
+            plan,
+            self._engine.layout,
+            self._rank,
+            self._engine.params(),
+            self._device,
+            resolve_host(config.cluster.host),
         )
         log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
         return {"rank": self._rank, "pid": os.getpid()}

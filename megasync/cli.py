@@ -1,0 +1,207 @@
+"""The command line: `megasync train`, `plan`, `resume`, `export`, `doctor`, `fetch`.
+
+Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
+MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megasync.errors import MegasyncError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megasync.async_trainer import AsyncTrainer
+    from megasync.run import RunResult
+
+DEBUG_VARIABLE = "MEGASYNC_DEBUG"
+REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, neither waits.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml.")]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/quickstart-20260101-120000.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Changes to the configuration, such as trainer.tensor_parallel=4."),
+]
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync train configs/quickstart.yaml\n\n"
+    "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2"
+)
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train as CONFIG says.
+
+    Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
+    at once.
+    """
+    from megasync.async_trainer import AsyncTrainer
+
+    _run(AsyncTrainer(config, overrides or ()))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync resume runs/quickstart-20260101-120000\n\n"
+    "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500"
+)
+def resume(run: RunDirectory, overrides: Overrides = None) -> None:
+    """Go on with RUN from its newest complete checkpoint, in the same directory."""
+    from megasync.async_trainer import AsyncTrainer
+
+    _run(AsyncTrainer.resume(run, overrides or ()))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync plan configs/qwen3_32b_math.yaml\n\n"
+    "megasync plan configs/qwen3_8b_math.yaml rollout.servers=2 --device-memory 141"
+)
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GB", min=1, help="Memory of one GPU; 80 GB when not given.")
+    ] = None,
+) -> None:
+    """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
+
+    The model need not be here: model.config may name a config.json that is read instead.
+    """
+    from megasync.config import check_config, load_config
+    from megasync.preflight.plan import resolve_plan
+    from megasync.preflight.render import print_plan
+
+    loaded = load_config(config, overrides or ())
+    check_config(loaded, planning=True)
+    print_plan(resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9)), _console())
+
+
+@app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")
+def export(
+    run: RunDirectory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet, or be empty.")],
+) -> None:
+    """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
+    from megasync.config import load_config
+    from megasync.errors import CheckpointError, ConfigError
+    from megasync.sync.shards import export_checkpoint
+    from megasync.trainer.checkpoint import latest
+
+    settings = run / "config.yaml"
+    if not settings.is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; name another folder")
+    checkpoint = latest(run)
+    if checkpoint is None:
+        raise CheckpointError(f"{run} has no complete checkpoint to export yet")
+    export_checkpoint(checkpoint, Path(load_config(settings).model.path), out)
+    _console().print(f"wrote {out} from {checkpoint}", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog="[bold]Example[/]\n\nmegasync doctor")
+def doctor() -> None:
+    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from megasync.preflight.doctor import FAILURE, OK, WARNING, examine
+
+    styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
+    table = Table.grid(padding=(0, 2))
+    findings = examine()
+    for finding in findings:
+        detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
+        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
+    _console().print(table)
+    if any(finding.status == FAILURE for finding in findings):
+        raise typer.Exit(UNHEALTHY)
+
+
+@app.command(epilog="[bold]Examples[/]\n\nmegasync fetch digits\n\nmegasync fetch smollm2 --out /data/models/smollm2")
+def fetch(
+    name: Annotated[str, typer.Argument(help="digits (tiny, random weights) or smollm2 (SmolLM2-135M-Instruct).")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; models/NAME when not given.")] = None,
+) -> None:
+    """Make a small model's folder: configuration, weights, tokenizer."""
+    from megasync.models import fetch as write_model
+
+    folder = write_model(name, out or Path("models") / name)
+    _console().print(f"{name} is in {folder}", highlight=False, soft_wrap=True)
+
+
+def _run(trainer: AsyncTrainer) -> None:
+    try:
+        result = trainer.train()
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    _show_result(result)
+
+
+def _show_result(result: RunResult) -> None:
+    """Where everything lies, and what the model answered before and after."""
+    from megasync.observe.curve import CURVE_FILE
+    from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
+    from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
+
+    console = _console()
+    pairs = before_and_after(read_answers(result.run_dir))
+    if pairs:
+        console.print(answers_table(pairs))
+    ended = f" ({result.stopped})" if result.stopped else ""
+    lines = [f"trained {result.step} steps, published version {result.version}{ended}"]
+    if result.scores:
+        (_, first), (_, last) = result.scores[0], result.scores[-1]
+        lines.append(f"held-out score {first:.3f} -> {last:.3f}")
+    shown = {
+        "learning curve": CURVE_FILE,
+        "metrics": METRICS_FILE,
+        "TensorBoard": TENSORBOARD_DIR,
+        "samples": SAMPLES_FILE,
+    }
+    paths = {name: result.run_dir / file for name, file in shown.items()}
+    lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
+    if result.export_dir is not None:
+        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
+    for text in lines:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def main() -> None:
+    """Entry point of the `megasync` program."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except MegasyncError as error:
+        if os.environ.get(DEBUG_VARIABLE) == "1":
+            raise
+        _complain(f"{type(error).__name__}: {error}")
+        sys.exit(REFUSED)
+
+
+def _complain(text: str) -> None:
+    typer.secho(text, err=True, fg=typer.colors.RED, bold=True)

@@ -1,0 +1,250 @@
+"""Examines this machine and environment before a run does: one line per check, and for each failure what to do.
+
+Every check is a function that returns findings and never raises; nothing is started, changed or downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from megasync.config.host import LOOPBACK
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+
+LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
+SETUP = "run `bash launch/setup.sh`"
+OLDEST_PYTHON = (3, 11)
+# What the quickstart takes: two servers of 1.6 GB, two trainer ranks, the controller and Ray.
+MEMORY_BYTES = 5 * 10**9
+DISK_BYTES = 2 * 10**9
+# Ray's object store, as `cluster.ray_cluster` asks for it.
+SHARED_MEMORY_BYTES = 512 * 2**20
+# Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
+PORTS = 16
+OPEN_FILES = 1024
+PLUGIN_GROUPS = ("sglang.srt.plugins", "verl.plugins")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`fix` says what to do; it is empty when all is well."""
+
+    subject: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of `CHECKS`."""
+    return [finding for check in CHECKS for finding in check()]
+
+
+def check_python() -> Iterator[Finding]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < OLDEST_PYTHON:
+        yield Finding("python", FAILURE, found, f"needs {'.'.join(map(str, OLDEST_PYTHON))} or newer; {SETUP}")
+    else:
+        yield Finding("python", OK, f"{found} at {sys.executable}")
+    if hasattr(os, "pidfd_open"):
+        yield Finding("system", OK, f"{os.uname().sysname} {os.uname().release}")
+    else:
+        yield Finding("system", FAILURE, os.uname().sysname, "megasync needs Linux 5.3 or newer (pidfd_open)")
+
+
+def check_versions(lock: Path = LOCK) -> Iterator[Finding]:
+    """Installed packages against the lock file where there is one, else against megasync's own requirements."""
+    from megasync.device import resolve_device
+
+    if resolve_device("auto").kind == "cpu" and lock.is_file():
+        yield from _against("packages (cpu.lock)", _read_lock(lock), SETUP)
+    else:
+        yield from _against(
+            "packages", _own_requirements(), "install megasync with its extras again: pip install 'megasync[gpu]'"
+        )
+
+
+def _read_lock(lock: Path) -> list[Requirement]:
+    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def _own_requirements() -> list[Requirement]:
+    """What megasync declares, the `gpu` extra included."""
+    found = [Requirement(text) for text in requires("megasync") or ()]
+    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": "gpu"})]
+
+
+def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Finding]:
+    wrong = []
+    for requirement in wanted:
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        # A build tag such as +cpu says how a version was built, not which one it is.
+        if not requirement.specifier.contains(found.split("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
+    if wrong:
+        yield Finding(subject, FAILURE, "; ".join(wrong), fix)
+    else:
+        yield Finding(subject, OK, f"all {len(wanted)} are there")
+
+
+def check_patches() -> Iterator[Finding]:
+    """Each upstream deviation against the versions that it was written for."""
+    import megasync_patches
+
+    for module in pkgutil.iter_modules(megasync_patches.__path__):
+        patch = getattr(import_module(f"megasync_patches.{module.name}"), "PATCH", None)
+        if patch is None:
+            continue
+        subject = f"patch {patch.name}"
+        try:
+            patch.check_version()
+        except megasync_patches.PatchError as error:
+            yield Finding(subject, FAILURE, str(error), f"{SETUP}, or install {patch.package} {patch.versions[-1]}")
+        else:
+            yield Finding(subject, OK, f"fits {patch.package} {version(patch.package)}")
+
+
+def check_devices() -> Iterator[Finding]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cpu", OK if cores > 1 else WARNING, f"{cores} core(s)", "" if cores > 1 else "a run wants 2 or more")
+    if not torch.cuda.is_available():
+        yield Finding("gpu", OK, "none; runs take cluster.device=cpu")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        busy = free < 0.9 * total
+        yield Finding(
+            f"gpu {index}",
+            WARNING if busy else OK,
+            f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free",
+            "another process uses it; end that one, or hide the device with CUDA_VISIBLE_DEVICES" if busy else "",
+        )
+
+
+def check_ports(host: str = LOOPBACK) -> Iterator[Finding]:
+    try:
+        with ExitStack() as held:
+            for _ in range(PORTS):
+                listener = held.enter_context(socket.socket())
+                listener.bind((host, 0))
+    except OSError as error:
+        yield Finding("ports", FAILURE, f"{host}: {error}", f"{PORTS} free ports are needed; check limits and firewall")
+    else:
+        yield Finding("ports", OK, f"{PORTS} free ports on {host}")
+
+
+def check_ray() -> Iterator[Finding]:
+    """Ray's token authentication: a token must be there, or makeable, and it must not be turned off."""
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    if mode == "disabled":
+        yield Finding(
+            "ray token",
+            WARNING,
+            "RAY_AUTH_MODE=disabled: anyone who reaches Ray may run code here",
+            "unset RAY_AUTH_MODE",
+        )
+        return
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        yield Finding("ray token", OK, "from RAY_AUTH_TOKEN")
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file():
+        yield Finding("ray token", OK, str(path))
+    elif _writable(path.parent):
+        yield Finding("ray token", OK, f"will be made at {path}")
+    else:
+        yield Finding(
+            "ray token", FAILURE, f"{path} cannot be made", "make its folder writable, or set RAY_AUTH_TOKEN yourself"
+        )
+
+
+def check_memory() -> Iterator[Finding]:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    enough = free >= MEMORY_BYTES
+    yield Finding(
+        "memory",
+        OK if enough else WARNING,
+        f"{free / 1e9:.1f} GB available",
+        "" if enough else f"the quickstart takes about {MEMORY_BYTES / 1e9:.0f} GB; end other programs",
+    )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield _space("shared memory", shared, SHARED_MEMORY_BYTES, "enlarge /dev/shm (in a container: --shm-size=1g)")
+
+
+def check_disk() -> Iterator[Finding]:
+    here = Path.cwd()
+    yield _space("disk", here, DISK_BYTES, "free some space: checkpoints and logs go under run_root")
+    if not _writable(here):
+        yield Finding("run folder", FAILURE, f"{here} is not writable", "run from another folder or set run_root")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < OPEN_FILES:
+        yield Finding("open files", FAILURE, f"limit {soft}", f"raise it: ulimit -n {min(hard, 65536)}")
+    else:
+        yield Finding("open files", OK, f"limit {soft}")
+
+
+def check_plugins() -> Iterator[Finding]:
+    """Entry points by which other programs would load code of megasync's, and whether each can be loaded."""
+    own = []
+    for group in PLUGIN_GROUPS:
+        for point in entry_points(group=group):
+            mine = point.dist is not None and point.dist.name == "megasync"
+            own += [point] if mine else []
+            try:
+                point.load()
+            except Exception as error:  # noqa: BLE001 - a plugin may raise anything at import, and its host would hide it
+                fix = SETUP if mine else f"repair or remove the package {point.dist.name if point.dist else '?'}"
+                yield Finding(f"plugin {group}:{point.name}", FAILURE, f"{type(error).__name__}: {error}", fix)
+            else:
+                yield Finding(f"plugin {group}:{point.name}", OK, point.value)
+    if not own:
+        yield Finding(
+            "plugins", OK, f"megasync registers none with {' or '.join(PLUGIN_GROUPS)}; both run as they come"
+        )
+
+
+def _space(subject: str, path: Path, wanted: int, fix: str) -> Finding:
+    free = shutil.disk_usage(path).free
+    enough = free >= wanted
+    return Finding(subject, OK if enough else FAILURE, f"{free / 1e9:.1f} GB free at {path}", "" if enough else fix)
+
+
+def _writable(path: Path) -> bool:
+    present = next(p for p in (path, *path.parents) if p.exists())
+    return present.is_dir() and os.access(present, os.W_OK)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_python,
+    check_versions,
+    check_patches,
+    check_devices,
+    check_ports,
+    check_ray,
+    check_memory,
+    check_disk,
+    check_plugins,
+)

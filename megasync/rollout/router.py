@@ -1,0 +1,106 @@
+"""The router in front of the SGLang servers: one address, requests spread by policy.
+
+It forwards generation only; control calls go straight to the servers. A request is sent once: the router's own retries
+would run a generation twice, so they are off and the client retries. Health probes stay rare and lenient, because a
+server that is paused for a weight sync must not be taken out of rotation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasync.errors import ServerError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.ports import free_port
+from megasync.rollout.service import Service
+
+POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
+# Requests with the same value of this header go to the same server under `consistent_hashing`.
+ROUTING_KEY_HEADER = "x-smg-routing-key"
+
+# `consistent_hashing` is not on the router's command line, only in its Python arguments.
+_LAUNCH = """
+import json, sys
+from sglang_router.launch_router import launch_router
+from sglang_router.router_args import RouterArgs
+launch_router(RouterArgs(**json.loads(sys.argv[1])))
+"""
+
+
+class Router(Service):
+    """Settings in the constructor, nothing opened before `start`."""
+
+    name = "router"
+
+    def __init__(
+        self,
+        worker_urls: Sequence[str],
+        policy: str,
+        host: str,
+        port: int,
+        log_path: str | Path,
+        request_timeout: float = 600.0,
+    ) -> None:
+        super().__init__(host, port, log_path)
+        if not worker_urls:
+            raise ServerError("a router needs at least one server to route to")
+        if policy not in POLICIES:
+            raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
+        self.worker_urls = [url.rstrip("/") for url in worker_urls]
+        self.policy = policy
+        self.request_timeout = request_timeout
+        self._prometheus_port = 0
+
+    def arguments(self) -> dict[str, object]:
+        """Fields of the router package's `RouterArgs`."""
+        return {
+            "worker_urls": self.worker_urls,
+            "policy": self.policy,
+            "host": self.host,
+            "port": self.port,
+            # The metrics endpoint listens on all interfaces and a fixed port unless told otherwise.
+            "prometheus_host": self.host,
+            "prometheus_port": self._prometheus_port,
+            "disable_retries": True,
+            # Failures reach the client, which retries and reports; a breaker would only hide the server they belong to.
+            "disable_circuit_breaker": True,
+            "health_check_interval_secs": 30,
+            "health_check_timeout_secs": 20,
+            "health_failure_threshold": 3,
+            "health_success_threshold": 1,
+            "worker_startup_check_interval": 1,
+            # The client's deadline comes first, so that it is the one that is reported.
+            "request_timeout_secs": int(self.request_timeout) + 60,
+            "shutdown_grace_period_secs": 1,
+            "history_backend": "none",
+            "log_level": "warn",
+        }
+
+    def command(self) -> list[str]:
+        self._prometheus_port = free_port(self.host)
+        return [sys.executable, "-c", _LAUNCH, json.dumps(self.arguments())]
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+
+    async def serving(self) -> bool:
+        """True once every server is registered and healthy."""
+        if not self.alive():
+            return False
+        workers = await self.workers()
+        ready = {worker["url"].rstrip("/") for worker in workers if worker.get("is_healthy")}
+        return ready.issuperset(self.worker_urls)
+
+    async def workers(self) -> list[dict]:
+        """What the router knows of its servers; empty while it does not answer."""
+        control = ServerControl(self.url)
+        try:
+            return (await control.get("/workers", timeout=5.0)).get("workers", [])
+        except ServerError:
+            return []
+        finally:
+            await control.close()

@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.buffer import Pacing, TrajectoryBuffer
+from megasync.config.schema import ScheduleConfig
+
+PACINGS = st.builds(
+    Pacing, st.integers(1, 64), st.integers(0, 8), st.integers(1, 8), st.none() | st.floats(0, 1, allow_nan=False)
+)
+
+
+@given(PACINGS)
+def test_capacity_counts_groups_of_the_versions_that_may_be_under_way(pacing):
+    assert pacing.capacity == (pacing.max_staleness + 1) * pacing.groups_per_step * pacing.weight_sync_steps
+    assert 1 <= pacing.window <= pacing.capacity
+
+
+@given(PACINGS)
+def test_the_bound_is_the_version_of_the_latest_step_that_can_train_a_group(pacing):
+    """The closed form against the step by step count: everybody who may go before a group does."""
+    before = pacing.capacity - 1 + pacing.window - 1
+    step = before // pacing.groups_per_step + 1
+    version = (step - 1) // pacing.weight_sync_steps
+    assert pacing.staleness_bound == version
+
+
+@given(PACINGS)
+def test_strict_fifo_and_synchronous_training_have_no_slack(pacing):
+    if pacing.window_fraction is None or pacing.max_staleness == 0:
+        assert pacing.window == 1 and pacing.staleness_bound == pacing.max_staleness
+
+
+def test_a_schedule_gives_its_pacing():
+    schedule = ScheduleConfig(groups_per_step=16, max_staleness=1, weight_sync_steps=2, window_fraction=0.3)
+    pacing = Pacing.of(schedule)
+    assert (pacing.capacity, pacing.window, pacing.window_slack, pacing.staleness_bound) == (64, 19, 1, 2)
+
+
+def test_the_bound_is_reached_so_it_could_not_be_tighter(group):
+    """One group a step, two slots, a window of two: the straggler `f` is passed once more than FIFO would allow."""
+    pacing = Pacing(groups_per_step=1, max_staleness=1, window_fraction=1.0)
+    buffer = TrajectoryBuffer(pacing)
+    for uid in ("a", "f"):
+        buffer.admit(uid)
+    buffer.commit(group("a", 0, 0))
+    for step, admitted in ((1, "b"), (2, "c")):
+        buffer.lease(step, step - 1)
+        buffer.ack(step)
+        buffer.publish(step)
+        buffer.admit(admitted)
+        buffer.commit(group(admitted, step, step))
+    assert buffer.lease(3, 2) is None  # c is the second to overtake f, outside of the window of two
+    buffer.commit(group("f", 0, 0))
+    (leased,) = buffer.lease(3, 2)
+    assert leased.uid == "f" and 2 - leased.oldest_version == pacing.staleness_bound == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"groups_per_step": 0}, {"max_staleness": -1}, {"weight_sync_steps": 0}, {"window_fraction": 1.5}]
+)
+def test_a_value_that_makes_no_sense_is_named(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name}="):
+        Pacing(**{"groups_per_step": 1, "max_staleness": 1} | wrong)

@@ -1,0 +1,239 @@
+"""Thousands of random runs: servers that finish in any order, stall, fail or lag; every law checked after every event.
+
+The run keeps its own books (who was admitted, who is on a server, who was trained) and never reads them off the buffer,
+so the two can disagree.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megasync.buffer import BufferClosed, BufferStateError, Group, Pacing, Trajectory, TrajectoryBuffer
+from megasync.buffer.state import OVER_AGE
+
+
+class Run:
+    """One random run. ``lag`` is the chance that a token is older than the version its group was started at."""
+
+    def __init__(self, seed, *, lag=0.0, failures=0.0, mischief=0.0):
+        self.random = random.Random(seed)
+        r = self.random
+        self.pacing = Pacing(
+            r.randint(1, 4), r.randint(0, 3), r.randint(1, 3), r.choice([None, 0.0, 0.3, r.random(), 1.0])
+        )
+        self.steps = r.randint(1, 6) * self.pacing.weight_sync_steps
+        self.total = self.steps * self.pacing.groups_per_step
+        self.buffer = TrajectoryBuffer(self.pacing, over_age=r.choice(OVER_AGE), total_groups=self.total)
+        self.lag, self.failures, self.mischief = lag, failures, mischief
+        self.version = self.step = 0
+        self.admitted = []
+        self.started = {}  # uid -> version at which its generation started, while on a server
+        self.stalled = set()  # uids that finish only when nothing else can happen
+        self.trained, self.dropped, self.batch = [], Counter(), None
+        self.staleness = [0]
+        self.overtakers = Counter()
+        self.events = Counter()
+
+    # What can happen
+
+    def admit(self):
+        uid = str(len(self.admitted))
+        if not self.buffer.admit(uid):
+            return False
+        self.admitted.append(uid)
+        self.start(uid)
+        return True
+
+    def reclaim(self):
+        uid = self.buffer.reclaim()
+        if uid is not None:
+            assert uid not in self.started and uid in self.admitted and uid not in self.trained
+            self.start(uid)
+        return uid is not None
+
+    def start(self, uid):
+        self.started[uid] = self.version
+        if self.random.random() < 0.15:
+            self.stalled.add(uid)
+
+    def finish(self, patient=True):
+        ready = [uid for uid in self.started if not (patient and uid in self.stalled)]
+        if not ready:
+            return False
+        uid = self.random.choice(ready)
+        self.stalled.discard(uid)
+        born = self.started.pop(uid)
+        if self.random.random() < self.failures:
+            reason = self.random.choice(["failed", "uniform"])
+            assert self.buffer.drop(uid, reason)
+            self.dropped[reason] += 1
+            return True
+        before = self.buffer.counts()["dropped"]
+        self.buffer.commit(Group(uid, [self.answer(born) for _ in range(self.random.randint(2, 3))]))
+        self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
+        return True
+
+    def answer(self, born):
+        """A trajectory begun at ``born`` and continued under each later version; some tokens are not the policy's."""
+        n = self.random.randint(1, 4)
+        versions = sorted(self.random.randint(born, self.version) for _ in range(n))
+        if self.random.random() < self.lag:
+            versions[0] = max(0, born - self.random.randint(1, 4))
+        mask = [int(self.random.random() > self.failures) for _ in range(n)]
+        reward = None if self.random.random() < self.failures / 2 else 1.0
+        return Trajectory([1], [0] * n, mask, [-1.0] * n, versions, reward=reward)
+
+    def lease(self):
+        if self.batch is not None or self.step == self.steps:
+            return False
+        blocker = self.buffer.lease_blocker()
+        self.batch = self.buffer.lease(self.step + 1, self.version)
+        assert (self.batch is None) == (blocker is not None)
+        if self.batch is not None:
+            self.check_batch()
+        return self.batch is not None
+
+    def train(self):
+        if self.batch is None:
+            return False
+        self.step += 1
+        self.buffer.ack(self.step)
+        self.trained += [group.uid for group in self.batch]
+        self.batch = None
+        if self.step % self.pacing.weight_sync_steps == 0:
+            self.version += 1
+            before = self.buffer.counts()["dropped"]
+            self.buffer.publish(self.version)
+            self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
+        return True
+
+    def misbehave(self):
+        """Calls that must be refused and change nothing."""
+        before = self.buffer.counts()
+        nobody = Group("nobody", [])
+        wrong = [
+            lambda: self.buffer.commit(nobody),
+            lambda: self.buffer.drop("nobody", "why"),
+            lambda: self.buffer.ack(self.step + 7),
+            lambda: self.buffer.publish(self.version),
+            lambda: self.buffer.lease(self.step + 1, self.version + 1),
+        ]
+        wrong += [lambda: self.buffer.admit(self.random.choice(self.admitted))] if self.admitted else []
+        wrong += [lambda: self.buffer.commit(Group(self.trained[-1], []))] if self.trained else []
+        wrong += [lambda: self.buffer.drop(self.batch[0].uid, "why")] if self.batch else []
+        with pytest.raises(BufferStateError):
+            self.random.choice(wrong)()
+        assert self.buffer.counts() == before
+
+    # What must hold
+
+    def check(self):
+        counts = self.buffer.counts()
+        dropped = sum(counts["dropped"].values())
+        assert counts["admitted"] == len(self.admitted) == counts["trained"] + dropped + counts["live"]
+        assert counts["trained"] == len(self.trained) == len(set(self.trained))
+        assert counts["dropped"] == dict(self.dropped)
+        assert counts["slots"]["generating"] == len(self.started)
+        assert counts["slots"]["leased"] == len(self.batch or [])
+        assert counts["slots"]["unpublished"] == self.step % self.pacing.weight_sync_steps * self.pacing.groups_per_step
+        assert sum(counts["slots"].values()) <= counts["capacity"] == self.pacing.capacity
+        assert counts["trained"] + counts["live"] <= self.total
+        live = self.buffer.live_uids()
+        assert live == sorted(live, key=int) and len(live) == counts["live"]
+        assert not set(live) & set(self.trained)
+
+    def check_batch(self):
+        uids = [int(group.uid) for group in self.batch]
+        assert uids == sorted(uids) and len(uids) == self.pacing.groups_per_step
+        assert not {str(uid) for uid in uids} & set(self.trained)
+        for group in self.batch:
+            assert len(group.trajectories) >= 2
+            assert all(t.reward is not None and any(t.loss_mask) for t in group.trajectories)
+            self.staleness += [self.version - t.oldest_version for t in group.trajectories]
+        assert max(self.staleness) <= self.pacing.staleness_bound
+        for uid in self.buffer.live_uids():
+            if self.buffer.counts()["live"] and uid not in {group.uid for group in self.batch}:
+                self.overtakers[uid] += sum(int(uid) < other for other in uids)
+                if uid in self.started:
+                    assert self.overtakers[uid] <= self.pacing.window - 1
+
+    # The schedule
+
+    def play(self):
+        """Random events until the run is over. Nothing possible before that is a deadlock."""
+        actions = [self.admit, self.reclaim, self.finish, self.lease, self.train]
+        weights = [self.random.choice([1, 1, 5]) for _ in actions]
+        for _ in range(100_000):
+            if self.step == self.steps:
+                assert self.buffer.counts()["trained"] == self.total and not self.buffer.admit("one more")
+                return self
+            if self.random.random() < self.mischief:
+                self.misbehave()
+            first = self.random.choices(actions, weights)[0]
+            order = [first, *(a for a in actions if a != first), lambda: self.finish(patient=False)]
+            happened = next((action for action in order if action()), None)
+            assert happened is not None, f"deadlock: {self.buffer.counts()}, {self.buffer.lease_blocker()}"
+            self.events[happened.__name__] += 1
+            self.check()
+        raise AssertionError(f"the run never ended: {self.buffer.counts()}")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_run_ends_whatever_the_servers_do(block):
+    seen = Counter()
+    for seed in range(block * 400, (block + 1) * 400):
+        run = Run(seed, lag=0.2, failures=0.2, mischief=0.1).play()
+        counts = run.buffer.counts()
+        seen += Counter(counts["dropped"]) + Counter(regenerated=counts["regenerated"], masked=counts["masked_tokens"])
+    assert all(seen[thing] for thing in ("over_age", "no_survivor", "lone_survivor", "failed", "regenerated", "masked"))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_pacing_alone_keeps_every_group_within_the_bound(block):
+    """Servers that serve what is published never produce an over-age group, so the check finds nothing to do."""
+    reached = Counter()
+    for seed in range(block * 400, (block + 1) * 400):
+        run = Run(seed, failures=0.1 * (seed % 2)).play()
+        counts = run.buffer.counts()
+        assert counts["regenerated"] == counts["masked_tokens"] == counts["dropped"].get("over_age", 0) == 0
+        if run.pacing.window == 1:
+            assert max(run.staleness) <= run.pacing.max_staleness
+        reached[max(run.staleness) > run.pacing.max_staleness] += 1
+    assert reached[True] and reached[False]
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_the_laws_hold_at_any_rate_of_failures(seed, lag, failures):
+    Run(seed, lag=lag, failures=failures).play()
+
+
+def test_synchronous_batches_are_the_same_in_every_schedule():
+    """Law 15: with max_staleness=0 the batches depend on the prompts and on who fails, not on any timing."""
+    for sync_steps in (1, 2):
+        batches = set()
+        for seed in range(100):
+            run = Run(seed)
+            run.pacing, run.steps, run.total = Pacing(3, 0, sync_steps, 0.5), 4, 12
+            run.buffer = TrajectoryBuffer(run.pacing, total_groups=12)
+            run.play()
+            batches.add(tuple(run.trained))
+        assert batches == {tuple(str(uid) for uid in range(12))}
+
+
+def test_closing_at_any_moment_leaves_the_books_balanced():
+    for seed in range(200):
+        run = Run(seed, lag=0.2, failures=0.2)
+        stop_after = run.random.randint(0, 40)
+        for _ in range(stop_after):
+            run.random.choice([run.admit, run.reclaim, run.finish, run.lease, run.train])()
+        run.buffer.close("over")
+        for uid in list(run.started):
+            assert not run.buffer.commit(Group(uid, [])) and not run.buffer.drop(uid, "late")
+        with pytest.raises(BufferClosed):
+            run.buffer.lease(run.step + 1, run.version)
+        run.train()
+        run.check()

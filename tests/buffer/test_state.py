@@ -1,0 +1,396 @@
+import doctest
+
+import pytest
+
+import megasync.buffer.state
+from megasync.buffer import BufferClosed, BufferStateError, Group, Pacing, TrajectoryBuffer
+
+
+def buffer_of(groups_per_step=2, max_staleness=1, window=None, **options):
+    pacing_options = {"weight_sync_steps": options.pop("weight_sync_steps", 1), "window_fraction": window}
+    return TrajectoryBuffer(Pacing(groups_per_step, max_staleness, **pacing_options), **options)
+
+
+def admit(buffer, *uids):
+    return [buffer.admit(uid) for uid in uids]
+
+
+def train(buffer, step, version):
+    uids = [g.uid for g in buffer.lease(step, version)]
+    buffer.ack(step)
+    return uids
+
+
+def balanced(buffer):
+    counts = buffer.counts()
+    return counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
+
+
+def test_the_example_in_the_docstring_is_true():
+    assert doctest.testmod(megasync.buffer.state, extraglobs=vars(megasync.buffer)).failed == 0
+
+
+# Slots
+
+
+def test_admission_stops_at_capacity_and_a_drop_makes_room(group):
+    buffer = buffer_of()
+    assert admit(buffer, *"abcde") == [True] * 4 + [False]
+    buffer.drop("b", "failed")
+    assert admit(buffer, "e", "f") == [True, False]
+    assert buffer.counts()["dropped"] == {"failed": 1} and balanced(buffer)
+
+
+def test_a_trained_groups_slot_is_held_until_its_weights_are_published(group):
+    buffer = buffer_of(max_staleness=0)
+    admit(buffer, *"ab")
+    for uid in "ab":
+        buffer.commit(group(uid))
+    train(buffer, 1, 0)
+    counts = buffer.counts()
+    assert counts["trained"] == 2 and counts["live"] == 0 and counts["slots"]["unpublished"] == 2 and balanced(buffer)
+    assert admit(buffer, "c") == [False]
+    buffer.publish(1)
+    assert admit(buffer, "c") == [True]
+
+
+def test_a_sync_every_few_steps_multiplies_the_slots(group):
+    buffer = buffer_of(max_staleness=0, weight_sync_steps=2)
+    admit(buffer, *"abcd")
+    for uid in "abcd":
+        buffer.commit(group(uid))
+    assert [train(buffer, 1, 0), train(buffer, 2, 0)] == [["a", "b"], ["c", "d"]]
+    assert "4 unpublished" in buffer.admission_blocker()
+
+
+def test_a_run_admits_no_more_groups_than_it_will_train(group):
+    buffer = buffer_of(total_groups=2)
+    assert admit(buffer, *"abc") == [True, True, False]
+    assert "all that the run needs" in buffer.admission_blocker()
+    buffer.drop("a", "uniform")
+    assert admit(buffer, "c", "d") == [True, False]
+
+
+def test_a_total_that_leaves_an_incomplete_last_batch_is_refused():
+    with pytest.raises(ValueError, match="total_groups=3.*groups_per_step=2"):
+        buffer_of(total_groups=3)
+
+
+# Batches
+
+
+def test_a_batch_is_the_oldest_finished_groups_in_admission_order(group):
+    buffer = buffer_of(groups_per_step=2, max_staleness=2, window=1.0)
+    admit(buffer, *"abcdef")
+    for uid in "fbead":
+        buffer.commit(group(uid))
+    assert train(buffer, 1, 0) == ["a", "b"]
+    assert train(buffer, 2, 0) == ["d", "e"]
+
+
+def test_synchronous_batches_do_not_depend_on_who_finished_first(group):
+    for order in ("abcd", "dcba", "bdac"):
+        buffer = buffer_of(max_staleness=0, weight_sync_steps=2, window=1.0)
+        admit(buffer, *"abcd")
+        steps = []
+        for uid in order:
+            buffer.commit(group(uid))
+            if buffer.lease_blocker() is None:
+                steps.append(train(buffer, len(steps) + 1, 0))
+        while buffer.lease_blocker() is None:
+            steps.append(train(buffer, len(steps) + 1, 0))
+        assert steps == [["a", "b"], ["c", "d"]]
+
+
+def test_strict_fifo_waits_for_the_straggler(group):
+    buffer = buffer_of(groups_per_step=1, max_staleness=3, window=None)
+    admit(buffer, *"abcd")
+    for uid in "bcd":
+        buffer.commit(group(uid))
+    assert buffer.lease(1, 0) is None
+    buffer.commit(group("a"))
+    assert train(buffer, 1, 0) == ["a"]
+
+
+def test_the_window_lets_a_few_pass_the_straggler_but_does_not_starve_it(group):
+    buffer = buffer_of(groups_per_step=1, max_staleness=3, window=0.75)
+    admit(buffer, *"abcd")
+    for uid in "bcd":
+        buffer.commit(group(uid))
+    assert [train(buffer, 1, 0), train(buffer, 2, 0)] == [["b"], ["c"]]
+    assert buffer.lease(3, 0) is None
+    buffer.publish(1)
+    assert buffer.lease(3, 1) is None  # published groups still count in the window
+    assert "1 more behind the window of 3" in buffer.lease_blocker()
+    buffer.commit(group("a"))
+    assert [train(buffer, 3, 1), train(buffer, 4, 1)] == [["a"], ["d"]]
+
+
+def test_a_window_smaller_than_a_batch_still_fills_one(group):
+    buffer = buffer_of(groups_per_step=4, max_staleness=1, window=0.01)
+    admit(buffer, *"abcdefgh")
+    for uid in "hgfedcba":
+        assert buffer.lease(1, 0) is None
+        buffer.commit(group(uid))
+    assert [train(buffer, 1, 0), train(buffer, 2, 0)] == [list("abcd"), list("efgh")]
+
+
+def test_asking_again_for_a_batch_that_got_lost_gives_the_same_one(group):
+    buffer = buffer_of()
+    admit(buffer, *"abcd")
+    for uid in "bcd":
+        buffer.commit(group(uid))
+    buffer.drop("a", "failed")
+    first = buffer.lease(1, 0)
+    admit(buffer, "e")
+    buffer.commit(group("e"))
+    assert buffer.lease(1, 0) == first
+    buffer.publish(1)
+    assert buffer.lease(1, 1) == first
+    assert buffer.counts()["slots"]["leased"] == 2
+
+
+def test_a_batch_asked_for_again_under_a_newer_version_is_checked_again(group):
+    buffer = buffer_of(groups_per_step=1, max_staleness=0)
+    admit(buffer, "a")
+    buffer.commit(group("a", 0, 0))
+    buffer.lease(1, 0)
+    buffer.publish(1)
+    assert buffer.lease(1, 1) is None and buffer.reclaimable() == ["a"]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_steps_go_forward(group, step):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    train(buffer, 1, 0)
+    with pytest.raises(BufferStateError, match="step 1 is trained already"):
+        buffer.lease(step, 0)
+
+
+def test_one_batch_is_out_at_a_time(group):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    buffer.lease(1, 0)
+    with pytest.raises(BufferStateError, match="step 2 asks for a batch while step 1 has one"):
+        buffer.lease(2, 0)
+
+
+def test_a_batch_is_leased_at_the_published_version_only(group):
+    with pytest.raises(BufferStateError, match="at version 1, but 0 is published"):
+        buffer_of().lease(1, 1)
+
+
+def test_acknowledging_a_step_without_a_batch_is_refused(group):
+    buffer = buffer_of(groups_per_step=1)
+    with pytest.raises(BufferStateError, match="step 1 cannot be acknowledged.*no step has one"):
+        buffer.ack(1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    buffer.lease(1, 0)
+    with pytest.raises(BufferStateError, match="step 2 cannot be acknowledged.*step 1 has one"):
+        buffer.ack(2)
+    buffer.ack(1)
+    with pytest.raises(BufferStateError, match="step 1"):
+        buffer.ack(1)
+
+
+def test_versions_go_forward():
+    buffer = buffer_of(version=3)
+    for version in (2, 3):
+        with pytest.raises(BufferStateError, match=f"version {version} cannot be published after version 3"):
+            buffer.publish(version)
+
+
+# Groups
+
+
+def test_a_group_without_survivors_is_dropped_and_gives_its_slot_back(trajectory):
+    buffer = buffer_of()
+    admit(buffer, *"abcd")
+    assert not buffer.commit(Group("a", []))
+    assert not buffer.commit(Group("b", [trajectory([0]), trajectory([0], reward=None)]))
+    assert not buffer.commit(Group("c", [trajectory([0, 0], mask=[0, 0]), trajectory([])]))
+    counts = buffer.counts()
+    assert counts["dropped"] == {"no_survivor": 2, "lone_survivor": 1}
+    assert counts["removed_trajectories"] == 3 and counts["slots"]["finished"] == 0 and balanced(buffer)
+    assert admit(buffer, *"efgh") == [True, True, True, False]
+
+
+def test_only_survivors_of_a_group_are_trained(trajectory):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    kept = [trajectory([0]), trajectory([0, 0])]
+    assert buffer.commit(Group("a", [kept[0], trajectory([0], reward=None), kept[1]]))
+    assert buffer.lease(1, 0) == [Group("a", kept)]
+
+
+@pytest.mark.parametrize("state", ["unknown", "finished", "leased", "trained", "published"])
+def test_committing_a_group_that_is_not_being_generated_is_an_error(group, state):
+    buffer = buffer_of(groups_per_step=1)
+    if state != "unknown":
+        admit(buffer, "a")
+        buffer.commit(group("a"))
+    if state in ("leased", "trained", "published"):
+        buffer.lease(1, 0)
+    if state in ("trained", "published"):
+        buffer.ack(1)
+    if state == "published":
+        buffer.publish(1)
+    before = buffer.counts()
+    with pytest.raises(
+        BufferStateError, match=f"group a cannot be committed: it is {state.replace('published', 'trained')}"
+    ):
+        buffer.commit(group("a"))
+    assert buffer.counts() == before
+
+
+def test_a_commit_after_a_drop_is_refused_without_harm(group):
+    buffer = buffer_of()
+    admit(buffer, "a")
+    assert buffer.drop("a", "cancelled")
+    before = buffer.counts()
+    assert not buffer.commit(group("a")) and not buffer.drop("a", "again")
+    assert buffer.counts() == before
+
+
+def test_dropping_what_is_leased_trained_or_unknown_is_an_error(group):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    buffer.lease(1, 0)
+    with pytest.raises(BufferStateError, match="group a cannot be dropped: it is leased"):
+        buffer.drop("a", "why")
+    buffer.ack(1)
+    with pytest.raises(BufferStateError, match="it is trained"):
+        buffer.drop("a", "why")
+    with pytest.raises(BufferStateError, match="it is unknown"):
+        buffer.drop("z", "why")
+
+
+@pytest.mark.parametrize("ending", ["live", "dropped", "trained"])
+def test_a_uid_is_admitted_once(group, ending):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    if ending == "dropped":
+        buffer.drop("a", "why")
+    if ending == "trained":
+        buffer.commit(group("a"))
+        train(buffer, 1, 0)
+        buffer.publish(1)
+    with pytest.raises(BufferStateError, match="group a was admitted before"):
+        buffer.admit("a")
+
+
+# Over-age
+
+
+def stale(over_age, *groups):
+    """A synchronous buffer at version 1 to which groups with tokens of version 0 are committed."""
+    buffer = buffer_of(groups_per_step=len(groups), max_staleness=0, over_age=over_age, version=1)
+    for g in groups:
+        buffer.admit(g.uid)
+    accepted = [buffer.commit(g) for g in groups]
+    return buffer, accepted
+
+
+def test_regenerate_sends_the_group_back_and_keeps_its_slot_and_place(group):
+    buffer, accepted = stale("regenerate", group("a", 0, 1), group("b", 1, 1))
+    assert accepted == [False, True] and buffer.reclaimable() == ["a"] == buffer.live_uids()[:1]
+    assert not buffer.admit("c") and buffer.lease(1, 1) is None
+    assert buffer.reclaim() == "a" and buffer.reclaim() is None
+    buffer.commit(group("a", 1, 1))
+    assert train(buffer, 1, 1) == ["a", "b"]
+    assert buffer.counts()["regenerated"] == 1 and balanced(buffer)
+
+
+def test_drop_counts_it_and_frees_the_slot(group):
+    buffer, accepted = stale("drop", group("a", 0, 1))
+    assert accepted == [False] and buffer.counts()["dropped"] == {"over_age": 1} and balanced(buffer)
+    assert buffer.admit("b")
+
+
+def test_mask_leaves_over_age_tokens_out_of_the_loss(trajectory):
+    old = Group("a", [trajectory([0, 1, 1]), trajectory([1, 1]), trajectory([0, 0])])
+    buffer, accepted = stale("mask", old)
+    (leased,) = buffer.lease(1, 1)
+    assert accepted == [True]
+    assert [t.loss_mask for t in leased.trajectories] == [[0, 1, 1], [1, 1]]
+    assert leased.trajectories[0].versions == [0, 1, 1] and old.trajectories[0].loss_mask == [1, 1, 1]
+    counts = buffer.counts()
+    assert counts["masked_tokens"] == 3 and counts["removed_trajectories"] == 1
+
+
+@pytest.mark.parametrize("versions, reason", [([[0], [0]], "no_survivor"), ([[0], [1]], "lone_survivor")])
+def test_a_group_that_masking_leaves_without_company_is_dropped(trajectory, versions, reason):
+    buffer, accepted = stale("mask", Group("a", [trajectory(v) for v in versions]))
+    assert accepted == [False] and buffer.counts()["dropped"] == {reason: 1} and balanced(buffer)
+
+
+def test_tokens_that_are_not_trained_have_no_age(trajectory):
+    two = [trajectory([0, 1], mask=[0, 1]) for _ in range(2)]
+    _, accepted = stale("drop", Group("a", two))
+    assert accepted == [True]
+
+
+@pytest.mark.parametrize("over_age", ["mask", "regenerate", "drop"])
+def test_a_group_that_grows_too_old_while_it_waits_is_found_at_publication(group, over_age):
+    buffer = buffer_of(groups_per_step=2, max_staleness=0, over_age=over_age)
+    admit(buffer, *"ab")
+    assert buffer.commit(group("a", 0, 0))
+    buffer.publish(1)
+    counts = buffer.counts()
+    assert counts["slots"]["finished"] == 0 and balanced(buffer)
+    assert counts["slots"]["returned"] == (over_age == "regenerate")
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="over_age='keep'"):
+        buffer_of(over_age="keep")
+
+
+# The end
+
+
+def test_a_closed_buffer_says_why_and_refuses_late_work(group):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, *"ab")
+    buffer.commit(group("a"))
+    buffer.lease(1, 0)
+    buffer.close("Ctrl-C")
+    buffer.close("something later")
+    for call in (lambda: buffer.admit("c"), lambda: buffer.lease(1, 0), buffer.reclaim):
+        with pytest.raises(BufferClosed, match="^Ctrl-C$"):
+            call()
+    assert not buffer.commit(group("b")) and not buffer.drop("b", "cancelled")
+    assert buffer.live_uids() == ["a", "b"]
+    buffer.ack(1)
+    buffer.publish(1)
+    assert buffer.live_uids() == ["b"] and balanced(buffer)
+
+
+def test_a_resumed_run_goes_on_counting_and_generates_what_was_live(group):
+    buffer = buffer_of(total_groups=8)
+    admit(buffer, *"abcd")
+    for uid in "bc":
+        buffer.commit(group(uid))
+    buffer.drop("a", "failed")
+    train(buffer, 1, 0)
+    admit(buffer, "e")
+    saved, pending = buffer.counters(), buffer.live_uids()
+    assert pending == ["d", "e"]
+
+    resumed = buffer_of(total_groups=8, version=1, counters=saved)
+    assert admit(resumed, *pending, *"fghi") == [True] * 4 + [False] * 2
+    counts = resumed.counts()
+    assert (counts["admitted"], counts["trained"], counts["dropped"]) == (7, 2, {"failed": 1}) and balanced(resumed)
+
+
+def test_the_clock_is_injected_and_names_the_straggler(group):
+    now = [10.0]
+    buffer = buffer_of(clock=lambda: now[0])
+    admit(buffer, *"ab")
+    now[0] = 12.5
+    assert "a is the oldest and generating for 2.5 s" in buffer.lease_blocker()

@@ -1,0 +1,188 @@
+"""A configuration that contradicts itself, its model or its machine is refused with both names and the fix."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megasync.config import check_config
+from megasync.config.check import RESERVED_SERVER_ARGS, buffer_capacity
+from megasync.config.model_files import FETCHABLE
+from megasync.config.schema import Config
+from megasync.errors import ConfigError
+
+# overrides -> what the message must name
+CONTRADICTIONS = [
+    (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 groups", "null"]),
+    (
+        ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "trainer.data_parallel=4"],
+        ["groups_per_step=1", "samples_per_group=2", "trainer.data_parallel=4"],
+    ),
+    (["trainer.minibatches=200"], ["trainer.minibatches=200", "128 responses"]),
+    (["schedule.weight_sync_steps=101"], ["weight_sync_steps=101", "total_steps=100"]),
+    (["schedule.samples_per_group=1"], ["samples_per_group=1", "algorithm.advantage=grpo"]),
+    (["algorithm.ratio=behaviour"], ["algorithm.ratio=behaviour", "algorithm.correction=token", "correction=none"]),
+    (["trainer.optimizer.betas=[0.9]"], ["betas=[0.9]", "two numbers"]),
+    (["trainer.optimizer.betas=[0.9,1.0]"], ["betas=[0.9, 1.0]", "below 1"]),
+    (["trainer.optimizer.warmup_steps=101"], ["warmup_steps=101", "total_steps=100"]),
+    (["trainer.optimizer.min_lr=1", "trainer.optimizer.decay=linear"], ["min_lr=1", "lr=1e-06"]),
+    (["trainer.optimizer.min_lr=1e-7"], ["min_lr=1e-07", "decay=constant"]),
+    (["sync.parity_every=0", "sync.parity_threshold=0.1"], ["parity_threshold=0.1", "parity_every=0"]),
+    (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
+    (["data.eval=null", "eval.every_steps=5"], ["eval.every_steps=5", "data.eval is null"]),
+    (["eval.temperatures=[]"], ["eval.temperatures=[]"]),
+    (["eval.temperatures=[-1]"], ["eval.temperatures=[-1.0]"]),
+    (["eval.temperatures=[1,1]"], ["twice"]),
+    (["eval.temperatures=[1,0]", "schedule.stop_at_score=0.5"], ["stop_at_score=0.5", "[1.0, 0.0]", "put 0 first"]),
+    (["data.eval.size=5"], ["eval.samples=128", "data.eval.size=5"]),
+    (["data.prompt.template=hello"], ["data.prompt.template='hello'", "{prompt}"]),
+    (["data.prompt.template='{prompt} {'"], ["data.prompt.template", "{{"]),
+    (["data.prompt.template='{prompt} {}'"], ["data.prompt.template", "{{"]),
+    (["data.prompt.format=chat", "data.prompt.examples=2"], ["examples=2", "format=chat", "format=raw"]),
+    (["rollout.sampling.top_k=0"], ["top_k=0", "-1"]),
+    (["rollout.sampling.stop=['']"], ["rollout.sampling.stop", "empty"]),
+    (["rollout.server_args={port: 1}"], ["'port'", "--chunked-prefill-size"]),
+    (["rollout.server_args={--tp-size: 2}"], ["--tp-size", "rollout.tensor_parallel"]),
+    (["rollout.server_args={--port: 2}"], ["--port"]),
+    (
+        ["rollout.context_length=1200"],
+        ["data.prompt.max_tokens=1024", "rollout.sampling.max_new_tokens=256", "rollout.context_length=1200"],
+    ),
+    (["rollout.max_total_tokens=1000"], ["rollout.max_total_tokens=1000", "max_new_tokens=256"]),
+    (["trainer.sequence_parallel=true"], ["sequence_parallel=true", "tensor_parallel=1"]),
+    (["trainer.first_stage_layers=2"], ["first_stage_layers=2", "pipeline_parallel=1"]),
+    (["trainer.last_stage_layers=2"], ["last_stage_layers=2", "pipeline_parallel=1"]),
+    (["rollout.tensor_parallel=16"], ["rollout.tensor_parallel=16", "cluster.devices_per_node=8"]),
+    (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
+    (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
+    (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
+    (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),
+    (["trainer.data_parallel=8", "cluster.address=auto"], ["cluster.host=127.0.0.1", "cluster.host=auto"]),
+    (
+        ["trainer.data_parallel=8", "cluster.address=auto", "cluster.host=10.0.0.3"],
+        ["cluster.host=10.0.0.3", "one node", "auto"],
+    ),
+    (["rollout.context_length=4096"], ["context_length=4096", "max_position_embeddings=2048"]),
+    (["rollout.sampling.max_new_tokens=2000"], ["max_new_tokens=2000", "max_position_embeddings=2048"]),
+    (["trainer.tensor_parallel=8", "rollout.servers=1"], ["trainer.tensor_parallel=8", "num_attention_heads=4"]),
+    (["rollout.tensor_parallel=3"], ["rollout.tensor_parallel=3", "num_attention_heads=4"]),
+    (["trainer.pipeline_parallel=4"], ["pipeline_parallel=4", "6 layers"]),
+    (["trainer.pipeline_parallel=2", "trainer.first_stage_layers=6"], ["trainer.pipeline_parallel=2"]),
+    (["trainer.pipeline_parallel=3", "trainer.first_stage_layers=3"], ["first_stage_layers=3"]),
+    (["data.train.kind=jsonl", "data.train.source=/nowhere.jsonl"], ["data.train.source='/nowhere.jsonl'"]),
+    (["data.train.kind=jsonl", "data.train.options={a: 1}"], ["data.train.options", "data.train.kind=jsonl"]),
+    (["data.train=null"], ["data.train", "train_dataset"]),
+]
+
+
+def refused(config: Config, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, **kwargs)
+    return str(caught.value)
+
+
+def test_a_sound_configuration_passes(make):
+    assert check_config(make()) is None
+
+
+@pytest.mark.parametrize(("overrides", "parts"), CONTRADICTIONS, ids=[" ".join(c[0]) for c in CONTRADICTIONS])
+def test_a_contradiction_names_all_sides(make, overrides, parts):
+    message = refused(make(*overrides))
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.eval=null"],
+        ["schedule.max_inflight_groups=32"],
+        ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"],
+        ["trainer.tensor_parallel=4"],  # twice the KV heads
+        ["trainer.pipeline_parallel=3", "trainer.first_stage_layers=1", "trainer.last_stage_layers=1"],
+        ["trainer.data_parallel=8", "cluster.address=auto", "cluster.host=auto"],
+        ["algorithm.ratio=behaviour", "algorithm.correction=none"],
+        ["schedule.stop_at_score=0.9"],
+        ["schedule.max_staleness=0"],
+    ],
+)
+def test_what_looks_odd_but_works_is_accepted(make, overrides):
+    check_config(make(*overrides))
+
+
+def test_rows_from_python_stand_in_for_datasets(make):
+    config = make("data.train=null", "data.eval=null", "schedule.stop_at_score=0.9")
+    check_config(config, own_rows=True, own_eval_rows=True)
+
+
+def test_capacity_is_the_pacing_of_the_design(make):
+    config = make("schedule.max_staleness=3", "schedule.groups_per_step=4", "schedule.weight_sync_steps=2")
+    assert buffer_capacity(config) == (3 + 1) * 4 * 2
+
+
+def test_reserved_server_arguments_point_to_keys_that_exist():
+    from megasync.config.load import schema_keys
+
+    keys = {key for key, _ in schema_keys()}
+    assert {own for own in RESERVED_SERVER_ARGS.values() if own} <= keys
+
+
+# The model
+
+
+def test_a_missing_folder_says_how_to_get_it(make):
+    assert "megasync fetch digits" in refused(make("model.path=models/digits"))
+    assert "model.path='/no/such'" in refused(make("model.path=/no/such"))
+
+
+def test_the_models_that_can_be_fetched_are_those_that_the_message_names():
+    from megasync.models import MODELS
+
+    assert set(FETCHABLE) == set(MODELS)
+
+
+def test_the_config_file_serves_the_plan_alone(make, model):
+    config = make("model.path=elsewhere", f"model.config={model / 'config.json'}")
+    check_config(config, planning=True)
+    assert "megasync plan" in refused(config)
+    assert "model.config" in refused(make("model.path=elsewhere", "model.config=gone.json"), planning=True)
+
+
+def test_parts_that_a_folder_lacks_are_named(make, model):
+    for name, part in (("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors"), ("config.json", "config.json")):
+        (model / name).unlink()
+        assert part in refused(make())
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"model_type": "gpt_neox"}, ["gpt_neox", "qwen3"]),
+        ({"quantization_config": {"bits": 4}}, ["quantised"]),
+        ({"max_position_embeddings": None}, ["max_position_embeddings"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused_with_its_file(make, model, change, parts):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    message = refused(make())
+    assert str(path) in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_config_that_is_no_json_is_refused_with_its_file(make, model):
+    (model / "config.json").write_text("{")
+    assert str(model / "config.json") in refused(make())
+
+
+def test_a_run_root_below_a_file_is_refused(make, tmp_path):
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in refused(make(f"run_root={tmp_path}/file/runs"))
+
+
+def test_checking_loads_neither_torch_nor_ray():
+    code = "import sys, megasync.config; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

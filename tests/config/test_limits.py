@@ -1,0 +1,87 @@
+"""Every key has its limits, and a value outside them is refused with the key, the value and what is allowed."""
+
+import math
+
+import pytest
+
+from megasync.config.limits import CHOICES, FREE, PATTERNS, RANGES, Range, check_limits, value_of
+from megasync.config.load import _section, schema_keys
+from megasync.errors import ConfigError
+
+LEAVES = {key for key, hint in schema_keys() if _section(hint) is None}
+
+
+def test_every_key_of_the_schema_stands_in_exactly_one_table():
+    tables = [set(RANGES), set(CHOICES), set(PATTERNS), FREE]
+    assert set().union(*tables) == LEAVES
+    assert sum(map(len, tables)) == len(LEAVES)
+
+
+def test_the_defaults_are_within_their_limits(make):
+    check_limits(make())
+
+
+def set_value(config, key, value):
+    *sections, name = key.split(".")
+    node = config
+    for section in sections:
+        node = getattr(node, section)
+    setattr(node, name, value)
+
+
+def refused(config):
+    with pytest.raises(ConfigError) as caught:
+        check_limits(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_a_number_below_or_above_its_range_is_refused(make, key):
+    allowed = RANGES[key]
+    outside = [allowed.low if allowed.open_low else allowed.low - 1, math.nan]
+    if allowed.high < math.inf:
+        outside.append(allowed.high if allowed.open_high else allowed.high + 1)
+    for value in outside:
+        config = make()
+        set_value(config, key, value)
+        message = refused(config)
+        assert message.startswith(f"{key}={value}") and str(allowed) in message
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES))
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(make, key):
+    config = make()
+    set_value(config, key, "nonsense")
+    message = refused(config)
+    assert f"{key}='nonsense'" in message and all(choice in message for choice in CHOICES[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("name", "a/b", "run-1.x"),
+        ("rollout.workflow", "package.module", "package.module:function"),
+        ("rollout.reward", "my reward:f", "m:f"),
+        ("cluster.address", "head", "10.0.0.1:6379"),
+        ("cluster.host", "a b", "fe80::1"),
+    ],
+)
+def test_a_text_of_the_wrong_form_is_refused_with_the_form(make, key, bad, good):
+    config = make()
+    set_value(config, key, bad)
+    message = refused(config)
+    assert f"{key}={bad!r}" in message and PATTERNS[key][1] in message
+    set_value(config, key, good)
+    check_limits(config)
+
+
+def test_an_absent_section_has_no_values(make):
+    config = make("data.eval=null")
+    assert value_of(config, "data.eval.size") is None
+    check_limits(config)
+
+
+def test_ranges_say_whether_their_ends_belong_to_them():
+    assert str(Range(0, 1, open_low=True)) == "above 0 and at most 1"
+    assert str(Range(1)) == "at least 1"
+    assert not Range(0, 1, open_high=True).holds(1)

@@ -1,0 +1,173 @@
+"""YAML, bases and overrides become one typed Config; whatever does not fit is named with its place."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from megasync.config import Config, load_config, save_config
+from megasync.config.load import schema_keys
+from megasync.config.schema import DatasetConfig
+from megasync.errors import ConfigError
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(source, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    return str(caught.value)
+
+
+MODEL = {"model": {"path": "m"}}
+
+
+def test_the_result_is_made_of_the_schemas_dataclasses():
+    config = load_config({**MODEL, "data": {"train": {"kind": "digits", "source": "copy"}}})
+    assert isinstance(config, Config)
+    assert isinstance(config.data.train, DatasetConfig)
+    assert config.data.eval is None
+
+
+def test_a_file_is_laid_over_its_base_and_overrides_over_both(tmp_path):
+    (tmp_path / "shared").mkdir()
+    write(tmp_path / "shared" / "base.yaml", "model: {path: m}\ntrainer: {tensor_parallel: 2, data_parallel: 2}\n")
+    top = write(tmp_path / "run.yaml", "base: shared/base.yaml\ntrainer: {data_parallel: 3}\nname: mine\n")
+    config = load_config(top, ["name=yours", "trainer.optimizer.lr=2e-5"])
+    assert (config.trainer.tensor_parallel, config.trainer.data_parallel) == (2, 3)
+    assert (config.name, config.trainer.optimizer.lr) == ("yours", 2e-5)
+
+
+def test_bases_chain_relative_to_the_file_that_names_them(tmp_path):
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "root.yaml", "model: {path: m}\nseed: 7\n")
+    write(tmp_path / "a" / "middle.yaml", "base: ../root.yaml\n")
+    assert load_config(write(tmp_path / "top.yaml", "base: a/middle.yaml\n")).seed == 7
+
+
+def test_a_cycle_of_bases_is_refused_with_its_files(tmp_path):
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    message = refused(write(tmp_path / "b.yaml", "base: a.yaml\n"))
+    assert "cycle" in message and "a.yaml" in message and "b.yaml" in message
+
+
+def test_a_missing_file_says_who_named_it(tmp_path):
+    assert "absent.yaml" in refused(tmp_path / "absent.yaml")
+    top = write(tmp_path / "top.yaml", "base: gone.yaml\n")
+    message = refused(top)
+    assert "gone.yaml" in message and "top.yaml" in message
+    assert "folder" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a: [1\n", "- just\n- a list\n", "a: 1\na: 2\n"])
+def test_a_file_that_is_no_mapping_is_named(tmp_path, text):
+    assert "bad.yaml" in refused(write(tmp_path / "bad.yaml", text))
+
+
+def test_an_unknown_key_comes_with_its_place_and_the_nearest_valid_key(tmp_path):
+    path = write(tmp_path / "run.yaml", "model: {path: m}\ntrainer: {tensor_paralel: 2}\n")
+    message = refused(path)
+    assert "run.yaml" in message
+    assert "'trainer.tensor_paralel'" in message and "'trainer.tensor_parallel'" in message
+
+
+def test_a_key_of_another_section_is_found_there():
+    message = refused(MODEL, "max_staleness=2")
+    assert "override 'max_staleness=2'" in message and "'schedule.max_staleness'" in message
+
+
+def test_a_key_like_no_other_gets_the_list_of_its_section():
+    assert "first_stage_layers" in refused(MODEL, "trainer.zzzz=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.tensor_parallel=two", ("trainer.tensor_parallel='two'", "whole number")),
+        ("trainer.tensor_parallel=2.5", ("2.5", "whole number")),
+        ("trainer.sequence_parallel=maybe", ("'maybe'", "true or false")),
+        ("trainer.optimizer.lr=fast", ("'fast'", "a number")),
+        ("trainer.optimizer.betas=0.9", ("0.9", "list")),
+        ("trainer.optimizer.betas=[a,b]", ("['a', 'b']", "a number")),
+        ("trainer.optimizer=3", ("trainer.optimizer=3", "section with lr")),
+        ("data.train=3", ("data.train=3", "section with kind")),
+        ("trainer.recompute.a=1", ("trainer.recompute", "text or null")),
+        ("rollout.server_args=[1]", ("rollout.server_args=[1]", "key: value")),
+        ("model.path=null", ("model.path", "text")),
+    ],
+)
+def test_a_wrong_type_names_key_value_and_expected_type(override, parts):
+    message = refused(MODEL, override)
+    assert repr(override) in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("override", ["trainer", "=3", " a=1", "--servers 2", ""])
+def test_an_override_that_is_no_pair_is_refused_with_an_example(override):
+    assert "key=value" in refused(MODEL, override)
+
+
+def test_required_keys_left_open_are_named():
+    assert "model.path" in refused({})
+    assert "data.eval.kind" in refused(MODEL, "data.eval.size=4")
+
+
+def test_values_with_commas_braces_and_equals_signs_survive():
+    config = load_config(
+        MODEL, ['rollout.sampling.stop=["\\n","a=b"]', "rollout.server_args={--chunked-prefill-size: 4096}"]
+    )
+    assert config.rollout.sampling.stop == ["\n", "a=b"]
+    assert config.rollout.server_args == {"--chunked-prefill-size": 4096}
+
+
+def test_null_turns_an_optional_section_off():
+    values = {**MODEL, "data": {"eval": {"kind": "digits", "source": "copy"}}}
+    assert load_config(values, ["data.eval=null"]).data.eval is None
+
+
+def test_a_saved_configuration_is_read_back_unchanged(tmp_path):
+    config = load_config(
+        {**MODEL, "data": {"train": {"kind": "digits", "source": "copy", "options": {"length": 3}}}},
+        ["schedule.window_fraction=null", "eval.temperatures=[0,1]", "rollout.server_args={--foo: bar}"],
+    )
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+LEAVES = [key for key, hint in schema_keys() if hint is int]
+
+
+@given(key=st.sampled_from(LEAVES), value=st.integers(-(10**9), 10**9))
+def test_every_whole_number_of_the_schema_can_be_overridden(key, value):
+    values = {**MODEL, "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "k", "source": "s"}}}
+    node = load_config(values, [f"{key}={value}"])
+    for part in key.split("."):
+        node = getattr(node, part)
+    assert node == value
+
+
+@given(st.text(min_size=1).filter(lambda t: "=" not in t))
+def test_no_text_without_an_equals_sign_is_an_override(text):
+    assert "key=value" in refused(MODEL, text)
+
+
+@given(key=st.text("abcdefghij._", min_size=1, max_size=12), value=st.text(max_size=12))
+def test_an_override_of_any_form_is_taken_or_refused_as_configuration(key, value):
+    try:
+        load_config(MODEL, [f"{key}={value}"])
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_schema_keys_are_all_leaves_and_sections():
+    keys = [key for key, _ in schema_keys()]
+    assert "trainer.optimizer.lr" in keys and "data.eval.kind" in keys
+    assert len(keys) == len(set(keys))
+    assert set(f.name for f in fields(Config)) <= set(keys)
+    assert is_dataclass(Config) and OmegaConf.structured(Config) is not None

@@ -1,0 +1,116 @@
+"""File datasets: rows in order, and errors that name the file and the line."""
+
+import json
+import sys
+
+import pytest
+
+from megasync.config.schema import DatasetConfig
+from megasync.data import load_dataset
+from megasync.data.matching import final_answer, match_answer
+from megasync.errors import DataError
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def load(source, kind="jsonl", **more):
+    return load_dataset(DatasetConfig(kind, str(source), **more))
+
+
+def test_jsonl_rows_come_in_order_and_size_keeps_the_first(tmp_path):
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"q{n}", "answer": n} for n in range(5)), "")
+    assert [r["prompt"] for r in load(path)[0]] == ["q0", "q1", "q2", "q3", "q4"]
+    assert [r["answer"] for r in load(path, size=2)[0]] == [0, 1]
+    assert len(load(path, size=99)[0]) == 5
+
+
+def test_a_folder_gives_the_files_of_its_split(tmp_path):
+    write(tmp_path / "train-1.jsonl", {"prompt": "b"})
+    write(tmp_path / "train-0.jsonl", {"prompt": "a"})
+    write(tmp_path / "test.jsonl", {"prompt": "c"})
+    assert [r["prompt"] for r in load(tmp_path)[0]] == ["a", "b"]
+    assert [r["prompt"] for r in load(tmp_path, split="test")[0]] == ["c"]
+    with pytest.raises(DataError, match=r"no dev\*\.jsonl file.*test\.jsonl, train-0\.jsonl, train-1\.jsonl"):
+        load(tmp_path, split="dev")
+
+
+def test_an_answer_column_brings_a_reward_and_its_absence_none(tmp_path):
+    assert load(write(tmp_path / "a.jsonl", {"prompt": "q", "answer": "1"}))[1] is match_answer
+    assert load(write(tmp_path / "b.jsonl", {"prompt": "q"}))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', '{"prompt": '], r"d\.jsonl:2: not valid JSON"),
+        (['{"prompt": "a"}', "", "[1]"], r"d\.jsonl:3: each line must be a JSON object, this one is a list"),
+        (['{"question": "a"}'], r'd\.jsonl:1: no "prompt" column; the columns are \[.question.\]'),
+        ([], r"d\.jsonl is empty"),
+        (["", ""], r"d\.jsonl is empty"),
+    ],
+)
+def test_bad_files_are_refused_with_file_and_line(tmp_path, lines, message):
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path / "d.jsonl", *lines))
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(DataError, match="nowhere.jsonl does not exist"):
+        load(tmp_path / "nowhere.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}')
+    with pytest.raises(DataError, match=r"binary\.jsonl is not UTF-8"):
+        load(tmp_path / "binary.jsonl")
+    with pytest.raises(DataError, match="size must be at least 1, got 0"):
+        load(tmp_path, size=0)
+    with pytest.raises(DataError, match="unknown dataset kind 'csv'; kinds: digits, reasoning_gym, jsonl"):
+        load(tmp_path, kind="csv")
+
+
+@pytest.mark.parametrize(("kind", "package"), [("parquet", "pyarrow"), ("hf", "datasets")])
+def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, kind, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"{kind} needs the package '{package}': pip install 'megasync\[datasets\]'"):
+        load(tmp_path, kind=kind)
+
+
+def test_parquet_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    assert load(tmp_path, kind="parquet")[0] == rows
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(DataError, match=r"bad\.parquet cannot be read as parquet"):
+        load(tmp_path / "bad.parquet", kind="parquet")
+
+
+def test_hf_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "set")
+    assert load(tmp_path / "set", kind="hf")[0] == rows
+    with pytest.raises(DataError, match="split dev"):
+        load(tmp_path / "set", kind="hf", split="dev")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("thus\n42", "42", 1.0),
+        ("so \\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}", 1.0),
+        ("\\boxed{1}, no, \\boxed{1,000.0}", 1000, 1.0),
+        ("42 or so", "42", 0.0),
+        ("\\boxed{4", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_answers_are_compared_as_numbers_or_text(completion, answer, reward):
+    assert match_answer([completion], answer=[answer], prompt=["q"]) == [reward]
+
+
+def test_nested_braces_belong_to_the_box():
+    assert final_answer("\\boxed{a{b{c}}d} {x}") == "a{b{c}}d"

@@ -1,0 +1,73 @@
+"""Rendering: what the model reads, and which prompts are refused before the run."""
+
+import pytest
+
+from megasync.config.schema import PromptConfig
+from megasync.data import Renderer, split_examples
+from megasync.errors import DataError
+from megasync.models.digits import digits_tokenizer
+
+ROWS = [{"prompt": f"+{n}=", "answer": str(n + 1)} for n in range(3)]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}bot>{% endif %}"
+
+
+def renderer(solved=(), vocab_size=16, chat_template=None, **config):
+    tokenizer = digits_tokenizer()
+    tokenizer.chat_template = chat_template
+    return Renderer(tokenizer, PromptConfig(**config), vocab_size, solved)
+
+
+def test_raw_is_the_prompt_column_by_default():
+    assert renderer().text(ROWS[1]) == "+1="
+    assert renderer().prompt_ids(ROWS[1]) == [12, 1, 10]
+
+
+def test_solved_examples_come_from_the_first_rows_which_are_then_not_trained_on():
+    config = PromptConfig(examples=2, system="=", example_template="{prompt}{answer}<", template="{prompt}?")
+    examples, rest = split_examples(ROWS, config)
+    assert (examples, rest) == (ROWS[:2], ROWS[2:])
+    assert Renderer(digits_tokenizer(), config, 16, examples).text(rest[0]) == "=+0=1<+1=2<+2=?"
+
+
+def test_chat_uses_the_tokenizers_template_and_the_system_message():
+    chat = renderer(chat_template=TEMPLATE, format="chat", system="be brief")
+    assert chat.text(ROWS[0]) == "system>be brief;user>+0=;bot>"
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    assert chat.text({"prompt": messages}) == "system>be brief;user>1;assistant>2;bot>"
+    assert chat.messages(ROWS[0])[-1] == {"role": "user", "content": "+0="}
+
+
+def test_rendering_leaves_the_row_alone():
+    row = {"prompt": [{"role": "user", "content": "1"}]}
+    renderer(chat_template=TEMPLATE, format="chat").messages(row)[0]["content"] = "changed"
+    assert row["prompt"][0]["content"] == "1"
+
+
+def test_long_prompts_are_refused_with_their_count_and_the_first():
+    rows = [{"prompt": "1"}, {"prompt": "12345"}, {"prompt": "123456"}]
+    with pytest.raises(
+        DataError, match=r"2 of 3 prompts are longer than data.prompt.max_tokens=4; the first is row 1 with 5"
+    ):
+        renderer(max_tokens=4).prompts(rows)
+    assert renderer(max_tokens=6).prompts(rows)[1] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: renderer(format="chat"), "no chat template; use data.prompt.format=raw"),
+        (lambda: renderer(ROWS[:1], chat_template=TEMPLATE, format="chat", examples=1), "format=raw"),
+        (lambda: renderer(ROWS[:1]), "examples=0, but 1 solved rows"),
+        (lambda: renderer(template="{question}").text(ROWS[0]), "names the column 'question'"),
+        (lambda: renderer(template="{prompt").text(ROWS[0]), "not a valid format string"),
+        (lambda: renderer(template="{prompt} {}").text(ROWS[0]), "not a valid format string"),
+        (lambda: renderer().prompt_ids({"prompt": ""}), "has no tokens"),
+        (lambda: renderer(vocab_size=10).prompt_ids(ROWS[0]), "token id 12, outside the model's vocabulary of 10"),
+        (lambda: renderer().text({"prompt": [{"role": "user", "content": "1"}]}), "set data.prompt.format=chat"),
+        (lambda: split_examples(ROWS, PromptConfig(examples=3)), "leaves nothing of 3 training rows"),
+        (lambda: renderer([{"prompt": "1"}], examples=1), "row 0 has no answer"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(make, message):
+    with pytest.raises(DataError, match=message):
+        make()
