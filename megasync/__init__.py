@@ -1,0 +1,31 @@
+"""megasync: fully asynchronous reinforcement learning for large language models.
+
+    import megasync
+
+    megasync.AsyncTrainer("configs/quickstart.yaml", reward=my_reward).train()
+
+Nothing heavy is imported until a name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "AsyncTrainer": "megasync.async_trainer",
+    "Config": "megasync.config",
+    "MegasyncError": "megasync.errors",
+    "RunResult": "megasync.run",
+    "Trajectory": "megasync.buffer.trajectory",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'megasync' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

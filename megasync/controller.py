@@ -182,24 +182,41 @@ class Controller:
     async def _training_loop(self) -> None:
         schedule, progress = self.config.schedule, self.progress
         while progress.step < schedule.total_steps and not self._stop.is_set():
+            start = self._clock()
             groups = await self._next_batch()
             if groups is None:
                 break
+            leased = self._clock()
             self._observer.activity("trainer", "training")
             step = progress.step + 1
             metrics = await self._trainer.step(groups, step, progress.version)
             progress.step, progress.unpublished = step, progress.unpublished + 1
-            self._last_progress = self._clock()
+            self._last_progress = trained = self._clock()
             await self._buffer.ack(step)
             last = step == schedule.total_steps or self._stop.is_set()
             if progress.unpublished >= schedule.weight_sync_steps or last:
                 metrics |= await self._publish()
-            metrics |= self._rollouter.metrics()
-            self._observer.step(step, progress.version, metrics)
+            end = self._clock()
+            metrics |= {
+                "time/wait_for_groups": leased - start,
+                "time/train": trained - leased,
+                "time/sync": end - trained,
+                "time/step": end - start,
+            }
+            self._observer.step(
+                step, progress.version, metrics | self._rollouter.metrics() | await self._buffer_metrics()
+            )
             if self._due(self.config.eval.every_steps):
                 self._evaluation_due.set()
             if self._due(self.config.checkpoint.every_steps):
                 await self._save()
+
+    async def _buffer_metrics(self) -> dict[str, float]:
+        counts = await self._buffer.counts()
+        totals = {key: counts[key] for key in ("admitted", "trained", "live", "regenerated", "masked_tokens")}
+        totals["dropped"] = sum(counts["dropped"].values())
+        slots = {f"buffer/{state}": float(number) for state, number in counts["slots"].items()}
+        return slots | {f"groups/{key}": float(number) for key, number in totals.items()}
 
     async def _next_batch(self) -> list | None:
         """The next step's groups, or None when a stop was asked for while waiting."""

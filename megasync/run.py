@@ -109,7 +109,7 @@ class Run:
         progress, counters = self._restore(workload)
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)
         fleet = Fleet(config, self.run_dir, device, pools, key)
         stack.push_async_callback(fleet.stop)
         ranks = TrainerGroup(config, self.run_dir, pools)
@@ -185,9 +185,7 @@ class Run:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
         plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        sync = WeightSync(
-            controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device
-        )
+        sync = WeightSync(controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device)
         stack.push_async_callback(sync.close)
         return Publisher(
             sync,

@@ -23,7 +23,7 @@ from megasync_patches import Patch
 
 
 def apply() -> None:
-    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import (
         DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         add_deterministic_attention_backend_choices,

@@ -57,7 +57,15 @@ class Fleet:
         log.info("servers: %s", self.urls)
         self._router = Actors.create(
             "router",
-            [(self.urls, self._config.rollout.router_policy, self._config.cluster.host, 0, str(self._logs / "router.log"))],
+            [
+                (
+                    self.urls,
+                    self._config.rollout.router_policy,
+                    self._config.cluster.host,
+                    0,
+                    str(self._logs / "router.log"),
+                )
+            ],
             pools=self._pools,
             guest=True,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -42,7 +43,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     else:
         layers = _file_layers(Path(source).expanduser(), ())
     layers = layers + [_override_layer(text) for text in overrides]
-    merged = OmegaConf.structured(Config)
+    merged = _schema()
     for layer in layers:
         merged = _merge(merged, layer)
     return _to_object(merged)
@@ -119,6 +120,12 @@ def _override_layer(text: str) -> Layer:
 # Merging
 
 
+@cache
+def _schema() -> DictConfig:
+    """The defaults; merging copies them."""
+    return OmegaConf.structured(Config)
+
+
 def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
     _refuse_unknown_keys(OmegaConf.to_container(layer.values, resolve=False), Config, "", layer.place)
     try:
@@ -140,25 +147,31 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in hints:
-            raise ConfigError(f"{place}: unknown key {key!r}{_nearest(key, str(name), section, prefix)}")
-        below = _section(hints[name])
-        if below is None or value is None:
+            raise ConfigError(f"{place}: unknown key {key!r}{_nearest(str(name), section, prefix)}")
+        if value is None or (isinstance(value, str) and value.startswith("${")):
             continue
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(below)}")
-        _refuse_unknown_keys(value, below, f"{key}.", place)
+        hint = hints[name]
+        below = _section(hint)
+        keyed = below is not None or get_origin(hint) is dict
+        if keyed != isinstance(value, Mapping) or isinstance(value, list) != (get_origin(hint) is list):
+            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+        if below is not None:
+            _refuse_unknown_keys(value, below, f"{key}.", place)
 
 
-def _nearest(key: str, name: str, section: type, prefix: str) -> str:
-    """A suggestion: the same name in another section, else the most similar key of this section or of all."""
+def _nearest(name: str, section: type, prefix: str) -> str:
+    """A suggestion: the same name in another section, else the most similar name here, else anywhere."""
     every = [k for k, _ in schema_keys()]
-    elsewhere = [k for k in every if k.rpartition(".")[2] == name]
-    siblings = [f"{prefix}{f.name}" for f in fields(section)]
-    close = elsewhere or difflib.get_close_matches(key, siblings, 1, 0.6) or difflib.get_close_matches(key, every, 1)
+    siblings = [f.name for f in fields(section)]
+    near = difflib.get_close_matches(name, siblings, 1)
+    close = [k for k in every if k.rpartition(".")[2] == name] or [f"{prefix}{n}" for n in near]
+    if not close:
+        names = {k.rpartition(".")[2]: k for k in every}
+        close = [names[n] for n in difflib.get_close_matches(name, names, 1, 0.75)]
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     where = prefix.rstrip(".") or "the top level"
-    return f"; {where} knows {', '.join(f.name for f in fields(section))}"
+    return f"; {where} knows {', '.join(siblings)}"
 
 
 def _to_object(merged: DictConfig) -> Config:

@@ -6,7 +6,6 @@ loop of the first call and is closed by `close` on that loop.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
@@ -59,7 +58,7 @@ class ServerControl:
             ) as response:
                 raw = await response.read()
                 status = response.status
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ServerError(f"{method} {self.url}{path}: no answer within {timeout:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error

@@ -73,7 +73,7 @@ def main(owner: int, command: list[str]) -> int:
         child = subprocess.Popen(
             command,
             start_new_session=True,
-            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread
         )
     except OSError as error:
         print(f"cannot run {command[0]!r}: {error}", file=sys.stderr)

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from megasync.errors import SyncError
 
+# How SGLang begins its answer when a bucket did not arrive; the model was not touched then.
+NOT_RECEIVED = "Failed to receive weights"
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -105,7 +108,7 @@ class Attempt:
 
     def error(self, failure: Exception, quarantined: Mapping[str, str]) -> PublishError:
         """The error for the caller: who, in which phase, why, and what the servers do now."""
-        causes = failure.causes if isinstance(failure, PhaseFailed) else {"trainer": failure}
+        causes = self._causes(failure)
         if quarantined:
             after = "left paused, not to serve a mixture of versions: " + "; ".join(
                 f"{url} ({reason})" for url, reason in quarantined.items()
@@ -116,3 +119,14 @@ class Attempt:
             f"version {self.version} was not published: phase {self.phase!r} failed: {PhaseFailed(causes)}; {after}"
         )
         return PublishError(message, self.version, self.phase, list(causes), quarantined)
+
+    def _causes(self, failure: Exception) -> dict[str, BaseException]:
+        """What failed first, and what the trainer said later; without servers that only noticed that it was gone."""
+        if not isinstance(failure, PhaseFailed):
+            return {"trainer": failure}
+        causes = dict(failure.causes)
+        trainer = self.tasks.get("trainer")
+        if trainer is not None and trainer.done() and not trainer.cancelled() and trainer.exception():
+            causes = {"trainer": trainer.exception(), **causes}
+        first_hand = {who: cause for who, cause in causes.items() if NOT_RECEIVED not in str(cause)}
+        return first_hand or causes

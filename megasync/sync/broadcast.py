@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# A rank that only noticed a broken connection waits so long before it says so: the rank that broke it speaks first.
+ECHO_SECONDS = 0.5
+
+
+class LostContact(SyncError):
+    """An exchange with another process that did not finish."""
+
 
 class BroadcastSender:
     """One trainer rank's part in a weight broadcast.
@@ -146,6 +153,8 @@ class BroadcastSender:
                 self._contribute(deadline, seconds)
         except Exception as error:
             self.leave()
+            if isinstance(error, LostContact):
+                time.sleep(ECHO_SECONDS)
             raise SyncError(f"trainer rank {self._rank} failed to send version {version}: {error}") from error
         return {**seconds, "total": time.monotonic() - start}
 
@@ -250,12 +259,12 @@ def _clock(seconds: dict[str, float], activity: str) -> Iterator[None]:
 
 @contextmanager
 def _named(what: str, bucket: Bucket) -> Iterator[None]:
-    """Says what failed, and in which bucket."""
+    """Raises LostContact, which says what failed and in which bucket, for a failed exchange."""
     try:
         yield
     except (RuntimeError, SyncError) as error:
         names = f"{bucket.tensors[0].name} .. {bucket.tensors[-1].name}"
-        raise SyncError(f"{what} ({names}, {bucket.nbytes} bytes): {error}") from error
+        raise LostContact(f"{what} ({names}, {bucket.nbytes} bytes): {error}") from error
 
 
 def _check_params(layout: Layout, expected: Mapping[str, tuple[int, ...]], params: Mapping[str, torch.Tensor]) -> None:

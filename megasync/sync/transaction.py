@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport
+from megasync.sync.attempt import NOT_RECEIVED, Attempt, PhaseFailed, Standing, SyncReport
 from megasync.sync.plan import BroadcastPlan, Bucket, group_name
 
 if TYPE_CHECKING:
@@ -34,10 +35,9 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 # For each step of the clean-up after a failure. A server that does not answer by then is stuck in a collective.
 RECOVERY_SECONDS = 10.0
-# How long a server may take to drop what was running when it was paused, before its cache is flushed.
-FLUSH_WAIT_SECONDS = 10
-# How SGLang begins its answer when a bucket did not arrive; the model was not touched then.
-NOT_RECEIVED = "Failed to receive weights"
+# A batch that was running when the server was paused may still be ending; a flush is refused until then.
+FLUSH_SECONDS = 5.0
+FLUSH_POLL_SECONDS = 0.02
 
 
 class TrainerRanks(Protocol):
@@ -173,8 +173,20 @@ class WeightSync:
 
     async def _flush(self, attempt: Attempt) -> None:
         """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
-        if self._pause_mode != "in_place":
-            await self._each(lambda server: self._post(server, f"/flush_cache?timeout={FLUSH_WAIT_SECONDS}"))
+        if self._pause_mode == "in_place":
+            return
+        deadline = time.monotonic() + FLUSH_SECONDS
+
+        async def flush(server: ServerControl) -> None:
+            while True:
+                try:
+                    return await self._post(server, "/flush_cache")
+                except ServerError:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(FLUSH_POLL_SECONDS)
+
+        await self._each(flush)
 
     async def _begin(self, attempt: Attempt) -> None:
         for standing in attempt.standing.values():

@@ -44,15 +44,17 @@ class TrainerRank:
         import torch
 
         from megasync.device import resolve_device
-        from megasync.sync.broadcast import BroadcastSender
-        from megasync.sync.plan import plan_broadcast
-        from megasync.trainer.engine import MegatronEngine
-        from megasync.trainer.policy import PolicyTrainer
 
         config = self._config
         self._device = resolve_device(config.cluster.device)
         # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
         self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
+        # Only now: these modules take names from Megatron, which the line above may have bent.
+        from megasync.sync.broadcast import BroadcastSender
+        from megasync.sync.plan import plan_broadcast
+        from megasync.trainer.engine import MegatronEngine
+        from megasync.trainer.policy import PolicyTrainer
+
         torch.manual_seed(config.seed)
         torch.distributed.init_process_group(
             self._device.backend,

@@ -9,6 +9,8 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
+_installed = set()
+
 
 class AbsentModule(types.ModuleType):
     def __init__(self, name):
@@ -22,14 +24,16 @@ class AbsentModule(types.ModuleType):
         if name[0].isupper():
             value = type(name, (), {"__module__": self.__name__, "__init__": _accept_anything})
         else:
-            value = sys.modules.get(path) or AbsentModule(path)
+            value = sys.modules.setdefault(path, AbsentModule(path))
         setattr(self, name, value)
         return value
 
     def __call__(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and callable(args[0]):
             return args[0]
-        raise RuntimeError(f"{self.__name__} was called, but on this machine it is a stand-in that can only be imported")
+        raise RuntimeError(
+            f"{self.__name__} was called, but on this machine it is a stand-in that can only be imported"
+        )
 
     # Annotations such as `tl.dtype | None`.
     def __or__(self, other):
@@ -48,12 +52,10 @@ def _accept_anything(self, *args, **kwargs):
 class _SubmoduleFinder:
     """Answers `import package.anything` for the packages that were installed."""
 
-    packages = set()
-
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         package, _, rest = name.partition(".")
-        return ModuleSpec(name, cls, is_package=True) if rest and package in cls.packages else None
+        return ModuleSpec(name, cls, is_package=True) if rest and package in _installed else None
 
     @staticmethod
     def create_module(spec):
@@ -66,7 +68,7 @@ class _SubmoduleFinder:
 
 def install(package):
     """Makes every submodule of `package` importable; returns the `__getattr__` for the package itself."""
-    _SubmoduleFinder.packages.add(package)
+    _installed.add(package)
     if _SubmoduleFinder not in sys.meta_path:
         sys.meta_path.append(_SubmoduleFinder)
     root = AbsentModule(package)

@@ -1,7 +1,7 @@
 """Thousands of random runs: servers that finish in any order, stall, fail or lag; every law checked after every event.
 
-The run keeps its own books (who was admitted, who is on a server, who was trained) and never reads them off the buffer,
-so the two can disagree.
+The run keeps its own books (who was admitted, who is on a server, who was trained, who failed), so that they and the
+buffer's can disagree; it asks the buffer only for the groups that the buffer itself dropped.
 """
 
 import random
@@ -154,11 +154,9 @@ class Run:
             assert all(t.reward is not None and any(t.loss_mask) for t in group.trajectories)
             self.staleness += [self.version - t.oldest_version for t in group.trajectories]
         assert max(self.staleness) <= self.pacing.staleness_bound
-        for uid in self.buffer.live_uids():
-            if self.buffer.counts()["live"] and uid not in {group.uid for group in self.batch}:
-                self.overtakers[uid] += sum(int(uid) < other for other in uids)
-                if uid in self.started:
-                    assert self.overtakers[uid] <= self.pacing.window - 1
+        for uid in self.started:
+            self.overtakers[uid] += sum(int(uid) < other for other in uids)
+            assert self.overtakers[uid] <= self.pacing.window - 1
 
     # The schedule
 

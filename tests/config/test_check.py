@@ -65,7 +65,10 @@ CONTRADICTIONS = [
     ),
     (["rollout.context_length=4096"], ["context_length=4096", "max_position_embeddings=2048"]),
     (["rollout.sampling.max_new_tokens=2000"], ["max_new_tokens=2000", "max_position_embeddings=2048"]),
-    (["trainer.tensor_parallel=8", "rollout.servers=1"], ["trainer.tensor_parallel=8", "num_attention_heads=4"]),
+    (
+        ["trainer.tensor_parallel=8", "cluster.devices_per_node=16"],
+        ["trainer.tensor_parallel=8", "num_attention_heads=4"],
+    ),
     (["rollout.tensor_parallel=3"], ["rollout.tensor_parallel=3", "num_attention_heads=4"]),
     (["trainer.pipeline_parallel=4"], ["pipeline_parallel=4", "6 layers"]),
     (["trainer.pipeline_parallel=2", "trainer.first_stage_layers=6"], ["trainer.pipeline_parallel=2"]),
@@ -131,8 +134,8 @@ def test_reserved_server_arguments_point_to_keys_that_exist():
 # The model
 
 
-def test_a_missing_folder_says_how_to_get_it(make):
-    assert "megasync fetch digits" in refused(make("model.path=models/digits"))
+def test_a_missing_folder_says_how_to_get_it(make, tmp_path):
+    assert "megasync fetch digits" in refused(make(f"model.path={tmp_path}/digits"))
     assert "model.path='/no/such'" in refused(make("model.path=/no/such"))
 
 
@@ -150,7 +153,11 @@ def test_the_config_file_serves_the_plan_alone(make, model):
 
 
 def test_parts_that_a_folder_lacks_are_named(make, model):
-    for name, part in (("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors"), ("config.json", "config.json")):
+    for name, part in (
+        ("tokenizer.json", "tokenizer"),
+        ("model.safetensors", "safetensors"),
+        ("config.json", "config.json"),
+    ):
         (model / name).unlink()
         assert part in refused(make())
 

@@ -1,14 +1,25 @@
 """Every key has its limits, and a value outside them is refused with the key, the value and what is allowed."""
 
 import math
+from copy import deepcopy
 
 import pytest
 
+from megasync.config import load_config
 from megasync.config.limits import CHOICES, FREE, PATTERNS, RANGES, Range, check_limits, value_of
 from megasync.config.load import _section, schema_keys
 from megasync.errors import ConfigError
 
 LEAVES = {key for key, hint in schema_keys() if _section(hint) is None}
+
+
+@pytest.fixture(scope="module")
+def sound():
+    values = {
+        "model": {"path": "m"},
+        "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "digits", "source": "copy"}},
+    }
+    return load_config(values)
 
 
 def test_every_key_of_the_schema_stands_in_exactly_one_table():
@@ -17,8 +28,8 @@ def test_every_key_of_the_schema_stands_in_exactly_one_table():
     assert sum(map(len, tables)) == len(LEAVES)
 
 
-def test_the_defaults_are_within_their_limits(make):
-    check_limits(make())
+def test_the_defaults_are_within_their_limits(sound):
+    check_limits(sound)
 
 
 def set_value(config, key, value):
@@ -36,21 +47,21 @@ def refused(config):
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))
-def test_a_number_below_or_above_its_range_is_refused(make, key):
+def test_a_number_below_or_above_its_range_is_refused(sound, key):
     allowed = RANGES[key]
     outside = [allowed.low if allowed.open_low else allowed.low - 1, math.nan]
     if allowed.high < math.inf:
         outside.append(allowed.high if allowed.open_high else allowed.high + 1)
     for value in outside:
-        config = make()
+        config = deepcopy(sound)
         set_value(config, key, value)
         message = refused(config)
         assert message.startswith(f"{key}={value}") and str(allowed) in message
 
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
-def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(make, key):
-    config = make()
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(sound, key):
+    config = deepcopy(sound)
     set_value(config, key, "nonsense")
     message = refused(config)
     assert f"{key}='nonsense'" in message and all(choice in message for choice in CHOICES[key])
@@ -66,8 +77,8 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(make, key):
         ("cluster.host", "a b", "fe80::1"),
     ],
 )
-def test_a_text_of_the_wrong_form_is_refused_with_the_form(make, key, bad, good):
-    config = make()
+def test_a_text_of_the_wrong_form_is_refused_with_the_form(sound, key, bad, good):
+    config = deepcopy(sound)
     set_value(config, key, bad)
     message = refused(config)
     assert f"{key}={bad!r}" in message and PATTERNS[key][1] in message
@@ -75,8 +86,9 @@ def test_a_text_of_the_wrong_form_is_refused_with_the_form(make, key, bad, good)
     check_limits(config)
 
 
-def test_an_absent_section_has_no_values(make):
-    config = make("data.eval=null")
+def test_an_absent_section_has_no_values(sound):
+    config = deepcopy(sound)
+    config.data.eval = None
     assert value_of(config, "data.eval.size") is None
     check_limits(config)
 

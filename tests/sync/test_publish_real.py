@@ -3,13 +3,12 @@
 import asyncio
 import time
 
-import aiohttp
 import pytest
 import torch
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
-from megasync.errors import ServerError, SyncError
+from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.server import SGLangServer
 from megasync.sync.layout import Layout
@@ -23,7 +22,14 @@ pytestmark = pytest.mark.real
 TOPOLOGY = Topology(tensor=2)
 BUCKET_BYTES = 16_384
 PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
-SIZES = {"model_type": "qwen3", "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True}
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +48,8 @@ def models(make_model, save_model, tmp_path_factory):
 def urls(models, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     rollout = RolloutConfig(
-        context_length=256,
-        max_total_tokens=4096,
+        context_length=1024,
+        max_total_tokens=8192,
         max_running_requests=32,
         mem_fraction=0.2,
         server_args={"--skip-tokenizer-init": True},
@@ -121,24 +127,22 @@ async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_ho
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
-        traffic = [asyncio.create_task(generate(server, 200)) for server in servers for _ in range(4)]
+        traffic = [asyncio.create_task(generate(server, 600)) for server in servers for _ in range(4)]
         await asyncio.sleep(0.3)
         report = await sync.publish(version)
         assert report.bytes == sum(p.numel() for p in model.parameters()) * 4
         answers = await asyncio.gather(*traffic)
         await check_serves(servers, model, version)
         kinds = {answer["finish_reason"]["type"] for answer in answers}
-        assert kinds <= ({"abort", "length"} if mode == "abort" else {"length"})
+        assert kinds == {"abort" if mode == "abort" else "length"}
         if mode != "abort":
             spans = [[span["version"] for span in answer["weight_versions"]] for answer in answers]
-            assert all(span[-1] == str(version) for span in spans)
-            assert any(len(span) == 2 for span in spans), "no request lived through the sync"
+            assert all(len(span) == 2 and span[-1] == str(version) for span in spans)
 
 
 async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(world, models):
     sync, ranks, servers = await world()
-    folder, model = models[0][1]
-    await ranks.call("load", str(folder), timeout=20)
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=5)
     publish = asyncio.create_task(sync.publish(21))
     await asyncio.sleep(1.0)
@@ -178,16 +182,13 @@ async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(world, 
     await check_serves(servers, models[0][2][1], 42)
 
 
-async def test_zz_a_sender_that_is_killed_ends_in_time_and_the_error_names_servers_that_hang(world):
-    sync, ranks, servers = await world(seconds=3.0)
-    await sync.connect()
+async def test_a_sender_that_is_killed_ends_the_publish_in_time(world, models):
+    sync, ranks, servers = await world(seconds=5.0)
+    await sync.publish(50)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=5)
-    start = time.monotonic()
-    with pytest.raises(SyncError) as caught:
-        await sync.publish(51)
-    print(time.monotonic() - start, caught.value)
-    for server in servers:
-        try:
-            print(await asyncio.wait_for(generate(server, 4), 5))
-        except (TimeoutError, ServerError, aiohttp.ClientError) as error:
-            print(repr(error))
+    async with asyncio.timeout(30):
+        with pytest.raises(SyncError, match=r"version 51 .*'transfer' failed: trainer: .*rank 0 (died|is dead)"):
+            await sync.publish(51)
+    # No bucket was on the wire, so the servers notice that the sender is gone, and go on.
+    assert sync.quarantined == {}
+    await check_serves(servers, models[0][0][1], 50)

@@ -1,6 +1,7 @@
 """Stand-in for torchvision: a server of text models calls none of it."""
 
 import enum
+import importlib
 
 import _absent
 
@@ -20,9 +21,5 @@ class InterpolationMode(enum.Enum):
     LANCZOS = "lanczos"
 
 
-import torchvision.transforms as transforms  # noqa: E402 - needs __getattr__ above
-import torchvision.transforms.functional  # noqa: E402
-import torchvision.transforms.v2.functional  # noqa: E402
-
-for _module in (transforms, transforms.functional, transforms.v2.functional):
-    _module.InterpolationMode = InterpolationMode
+for _name in ("transforms", "transforms.functional", "transforms.v2.functional"):
+    importlib.import_module(f"torchvision.{_name}").InterpolationMode = InterpolationMode

@@ -1,5 +1,7 @@
 """Stand-in for triton: kernels can be defined and decorated, not launched."""
 
+import importlib
+
 import _absent
 
 __version__ = "3.6.0"
@@ -42,12 +44,9 @@ class Config:
         self.kwargs = dict(kwargs or {})
 
 
-import triton.language as language  # noqa: E402 - needs __getattr__ above
-
-
-class constexpr:  # noqa: N801 - triton's own name
+class constexpr:
     def __init__(self, value=None):
         self.value = value
 
 
-language.constexpr = constexpr
+importlib.import_module("triton.language").constexpr = constexpr

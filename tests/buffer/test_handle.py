@@ -1,0 +1,293 @@
+import asyncio
+import inspect
+import pickle
+import random
+
+import pytest
+
+from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
+from megasync.config.schema import ScheduleConfig
+
+
+def schedule(groups_per_step=2, max_staleness=1, **options):
+    return ScheduleConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, **options)
+
+
+async def settle():
+    """Lets every task that can run do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def fill(buffer, *uids):
+    for uid in uids:
+        await buffer.admit(uid)
+
+
+def test_making_one_needs_no_event_loop_and_every_public_method_is_async():
+    buffer = AsyncBuffer(schedule())
+    public = [name for name in dir(buffer) if not name.startswith("_")]
+    assert all(inspect.iscoroutinefunction(getattr(buffer, name)) for name in public)
+    for _ in range(2):  # a second loop finds nothing left over from the first
+        assert asyncio.run(buffer.counts())["admitted"] == 0
+
+
+# Waits and who ends them
+
+
+async def test_admit_waits_for_a_slot_until_a_publication_frees_one(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    waiting = asyncio.create_task(buffer.admit("b"))
+    await buffer.commit(group("a"))
+    await buffer.lease(1, 0)
+    await buffer.ack(1)
+    await settle()
+    assert not waiting.done()
+    await buffer.publish(1)
+    await asyncio.wait_for(waiting, 1)
+    assert await buffer.live_uids() == ["b"]
+
+
+async def test_admit_waits_until_a_drop_frees_a_slot():
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    waiting = asyncio.create_task(buffer.admit("b"))
+    await settle()
+    assert await buffer.drop("a", "failed")
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_commit_that_is_refused_frees_its_slot_for_a_waiting_prompt(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    waiting = asyncio.create_task(buffer.admit("b"))
+    await settle()
+    assert not await buffer.commit(group("a", 0))
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_lease_waits_for_the_last_group_of_its_batch(group):
+    buffer = AsyncBuffer(schedule())
+    await fill(buffer, "a", "b")
+    waiting = asyncio.create_task(buffer.lease(1, 0))
+    await buffer.commit(group("b"))
+    await settle()
+    assert not waiting.done()
+    await buffer.commit(group("a"))
+    assert [g.uid for g in await asyncio.wait_for(waiting, 1)] == ["a", "b"]
+
+
+async def test_lease_waits_until_a_drop_moves_the_window(group):
+    buffer = AsyncBuffer(schedule(window_fraction=None))
+    await fill(buffer, "a", "b", "c")
+    waiting = asyncio.create_task(buffer.lease(1, 0))
+    await buffer.commit(group("b"))
+    await buffer.commit(group("c"))
+    await settle()
+    assert not waiting.done()
+    await buffer.drop("a", "failed")
+    assert [g.uid for g in await asyncio.wait_for(waiting, 1)] == ["b", "c"]
+
+
+async def test_reclaim_waits_for_a_group_that_grew_too_old(group):
+    buffer = AsyncBuffer(schedule(max_staleness=0, over_age="regenerate"))
+    waiting = asyncio.create_task(buffer.reclaim())
+    await fill(buffer, "a", "b")
+    await buffer.commit(group("a"))
+    await settle()
+    assert not waiting.done()
+    await buffer.publish(1)
+    assert await asyncio.wait_for(waiting, 1) == "a"
+
+
+async def test_closing_ends_every_wait_with_the_reason():
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    calls = (buffer.admit("b"), buffer.admit("c"), buffer.lease(1, 0), buffer.reclaim())
+    waits = [asyncio.create_task(call) for call in calls]
+    await settle()
+    await buffer.close("a server died")
+    for result in await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 1):
+        assert isinstance(result, BufferClosed) and result.reason == "a server died"
+    assert await buffer.waiting() == {}
+    for late in (buffer.admit("d"), buffer.lease(1, 0), buffer.reclaim()):
+        with pytest.raises(BufferClosed, match="a server died"):
+            await late
+
+
+async def test_a_call_that_must_not_be_made_raises_at_once_instead_of_waiting():
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    with pytest.raises(BufferStateError):
+        await asyncio.wait_for(buffer.admit("a"), 1)
+    with pytest.raises(BufferStateError):
+        await asyncio.wait_for(buffer.lease(1, 5), 1)
+
+
+async def test_an_error_that_comes_up_during_a_wait_ends_it(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=1))
+    waiting = asyncio.create_task(buffer.lease(1, 0))
+    await settle()
+    await buffer.publish(1)
+    with pytest.raises(BufferStateError, match="at version 0, but 1 is published"):
+        await asyncio.wait_for(waiting, 1)
+
+
+def test_errors_survive_the_way_between_processes():
+    error = pickle.loads(pickle.dumps(BufferClosed("done")))
+    assert error.reason == "done" and str(error) == "done"
+
+
+# Cancelling
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cancelled_admit_takes_no_slot():
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    waiting = asyncio.create_task(buffer.admit("b"))
+    await settle()
+    await buffer.drop("a", "failed")  # b is woken, and cancelled before it runs
+    await cancelled(waiting)
+    assert await buffer.live_uids() == [] and await buffer.waiting() == {}
+    await asyncio.wait_for(buffer.admit("b"), 1)
+
+
+async def test_a_cancelled_lease_leaves_the_batch_for_the_next_one(group):
+    buffer = AsyncBuffer(schedule())
+    await fill(buffer, "a", "b")
+    waiting = asyncio.create_task(buffer.lease(1, 0))
+    await settle()
+    await buffer.commit(group("a"))
+    await buffer.commit(group("b"))  # the batch is there, and its only customer cancelled before it runs
+    await cancelled(waiting)
+    assert [g.uid for g in await asyncio.wait_for(buffer.lease(1, 0), 1)] == ["a", "b"]
+
+
+async def test_a_batch_whose_answer_got_lost_is_given_again(group):
+    buffer = AsyncBuffer(schedule())
+    await fill(buffer, "a", "b")
+    for uid in "ab":
+        await buffer.commit(group(uid))
+    lost = await buffer.lease(1, 0)
+    assert await asyncio.wait_for(buffer.lease(1, 0), 1) == lost
+
+
+async def test_a_cancelled_reclaim_leaves_the_group_to_the_next_one(group):
+    buffer = AsyncBuffer(schedule(max_staleness=0))
+    first = asyncio.create_task(buffer.reclaim())
+    await fill(buffer, "a")
+    await buffer.commit(group("a"))
+    await settle()
+    await buffer.publish(1)
+    await cancelled(first)
+    assert await asyncio.wait_for(buffer.reclaim(), 1) == "a"
+
+
+# What the display shows
+
+
+async def test_waiting_names_the_call_what_it_waits_for_and_for_how_long():
+    now = [100.0]
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0), clock=lambda: now[0])
+    await fill(buffer, "a")
+    waits = [asyncio.create_task(call) for call in (buffer.admit("b"), buffer.lease(1, 0), buffer.reclaim())]
+    await settle()
+    now[0] = 103.5
+    waiting = await buffer.waiting()
+    assert waiting["admit b"] == "a free slot: all 1 are taken (1 generating) (for 3.5 s)"
+    assert waiting["lease 1"].startswith("1 finished groups: 0 ready, a is the oldest and generating for 3.5 s")
+    assert waiting["reclaim"] == "a group that is over-age (for 3.5 s)"
+    for wait in waits:
+        await cancelled(wait)
+    assert await buffer.waiting() == {}
+
+
+async def test_a_resumed_buffer_goes_on_counting():
+    buffer = AsyncBuffer(schedule(), 4, 3, {"trained": 2, "dropped": {"failed": 1}})
+    assert (await buffer.counts())["admitted"] == 3
+    assert await buffer.counters() == {
+        "trained": 2,
+        "dropped": {"failed": 1},
+        "regenerated": 0,
+        "masked_tokens": 0,
+        "removed_trajectories": 0,
+    }
+
+
+# Whole runs
+
+
+async def _redo(buffer, work):
+    while True:
+        work(await buffer.reclaim())
+
+
+async def _draw(buffer, work):
+    uid = 0
+    while True:
+        await buffer.admit(str(uid))
+        work(str(uid))
+        uid += 1
+
+
+async def _generate(buffer, group, rng, uid, version):
+    for _ in range(rng.choice([0, 1, 3, 20])):
+        await asyncio.sleep(0)
+    if rng.random() < 0.2:
+        await buffer.drop(uid, "failed")
+    else:
+        lag = rng.random() < 0.2
+        await buffer.commit(group(uid, *[max(0, version - 4 * lag)] * 2))
+
+
+async def _train(buffer, rng, steps, sync_steps, versions):
+    for step in range(1, steps + 1):
+        lease = asyncio.create_task(buffer.lease(step, versions[-1]))
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+            lease.cancel()
+            await asyncio.gather(lease, return_exceptions=True)
+            lease = asyncio.create_task(buffer.lease(step, versions[-1]))
+        await lease
+        await asyncio.sleep(0)
+        await buffer.ack(step)
+        if step % sync_steps == 0:
+            versions.append(versions[-1] + 1)
+            await buffer.publish(versions[-1])
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_loops_that_only_meet_in_the_buffer_finish_the_run(group, seed):
+    rng = random.Random(seed)
+    sync_steps = rng.randint(1, 2)
+    config = schedule(
+        rng.randint(1, 3),
+        rng.randint(0, 2),
+        weight_sync_steps=sync_steps,
+        window_fraction=rng.choice([None, 0.3, 1.0]),
+        over_age=rng.choice(["mask", "regenerate", "drop"]),
+    )
+    steps = 4 * sync_steps
+    total = steps * config.groups_per_step
+    buffer, versions, tasks = AsyncBuffer(config, total), [0], set()
+
+    def work(uid):
+        task = asyncio.create_task(_generate(buffer, group, rng, uid, versions[-1]))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loops = [asyncio.create_task(_draw(buffer, work)), asyncio.create_task(_redo(buffer, work))]
+    await asyncio.wait_for(_train(buffer, rng, steps, sync_steps, versions), 10)
+    await buffer.close("done")
+    ended = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 1)
+    assert all(isinstance(error, BufferClosed) for error in ended)
+    counts = await buffer.counts()
+    assert counts["trained"] == total and counts["live"] == 0
+    assert counts["admitted"] == total + sum(counts["dropped"].values())

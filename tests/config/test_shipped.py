@@ -1,0 +1,67 @@
+"""The configurations that come with the project are sound, and name only things that exist."""
+
+from pathlib import Path
+
+import pytest
+
+from megasync.config import check_config, load_config
+from megasync.config.schema import Config
+from megasync.data import load_dataset
+from megasync.models import MODELS
+from megasync.rollout.workflow import load_function
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUNNABLE = ("quickstart", "smollm2_reasoning", "smollm2_chain_sum", "qwen3_8b_math", "qwen3_32b_math")
+SHARED = ("base", "smollm2")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+
+
+def load(name: str, tmp_path: Path) -> Config:
+    """The configuration; a model that has to be fetched first is taken for being there."""
+    config = load_config(CONFIGS / f"{name}.yaml")
+    if config.model.config is None:
+        assert config.model.path.removeprefix("models/") in MODELS
+        config.model.config = str(CONFIGS / "models" / "qwen3_8b.json")
+        config.model.path = str(tmp_path / "absent")
+    return config
+
+
+def test_no_configuration_is_forgotten_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RUNNABLE, *SHARED}
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_shipped_configuration_can_be_planned(name, tmp_path):
+    check_config(load(name, tmp_path), planning=True)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_functions_that_a_configuration_names_exist(name, tmp_path):
+    rollout = load(name, tmp_path).rollout
+    for function in (rollout.reward, rollout.workflow):
+        if function is not None:
+            assert callable(load_function(function))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum"])
+def test_generated_datasets_come_with_a_verifier_and_enough_held_out_rows(name, tmp_path):
+    config = load(name, tmp_path)
+    rows, verifier = load_dataset(config.data.train)
+    held_out, _ = load_dataset(config.data.eval)
+    assert callable(verifier)
+    assert len(held_out) >= config.eval.samples
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum"])
+def test_what_runs_on_a_cpu_is_honest_about_its_topology(name, tmp_path):
+    """Two trainer ranks and two servers: less would not be the distributed system that it claims to show."""
+    config = load(name, tmp_path)
+    trainer = config.trainer
+    assert trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel >= 2
+    assert config.rollout.servers >= 2
+    assert config.cluster.device == "cpu"

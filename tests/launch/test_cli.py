@@ -1,0 +1,170 @@
+"""The program: help at once, one clear line for an error, results that say where things lie."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megasync import cli
+from megasync.errors import TrainingError
+from megasync.observe.samples import append_answers
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("train", "plan", "resume", "export", "doctor", "fetch")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def run(*arguments, **environment):
+    command = [sys.executable, "-c", "from megasync.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_help_lists_every_command():
+    text = CliRunner().invoke(cli.app, ["--help"]).output
+    assert all(command in text for command in COMMANDS)
+    assert len(cli.app.registered_commands) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_an_example(command):
+    result = CliRunner().invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"megasync {command}" in result.output
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom megasync import cli\n"
+        "CliRunner().invoke(cli.app, ['train', '--help'])\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers', 'omegaconf', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_error_is_one_message_on_stderr_and_status_2():
+    result = run("plan", "configs/qwen3_8b_math.yaml", "trainer.tensor_paralel=2")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "trainer.tensor_parallel" in result.stderr and "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_traceback_is_there_for_those_who_ask():
+    result = run("plan", "nowhere.yaml", MEGASYNC_DEBUG="1")
+    assert "Traceback" in result.stderr and "nowhere.yaml" in result.stderr and result.returncode != 0
+
+
+def test_a_missing_argument_is_explained():
+    result = run("train")
+    assert result.returncode == 2 and "CONFIG" in result.stderr
+
+
+def test_training_refuses_before_anything_starts(tmp_path):
+    begin = time.monotonic()
+    result = run("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits", f"run_root={tmp_path}/runs")
+    assert result.returncode == 2 and "megasync fetch digits" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert time.monotonic() - begin < 60
+
+
+def test_plan_prints_the_plan_with_overrides_applied():
+    result = run("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
+    assert result.returncode == 0
+    assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "warning" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["resume", "export"])
+def test_a_folder_that_is_no_run_is_named(command, tmp_path):
+    result = run(command, tmp_path / "absent", *(["out"] if command == "export" else []))
+    assert result.returncode == 2 and "absent" in result.stderr
+
+
+def test_export_leaves_a_full_folder_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    result = run("export", tmp_path / "run", tmp_path / "out")
+    assert result.returncode == 2 and "not empty" in result.stderr
+    assert (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_fetch_makes_a_model_and_refuses_unknown_names(tmp_path):
+    result = run("fetch", "digits", "--out", tmp_path / "digits")
+    assert result.returncode == 0 and str(tmp_path / "digits") in result.stdout
+    assert (tmp_path / "digits" / "config.json").is_file()
+    result = run("fetch", "gpt-9", "--out", tmp_path / "x")
+    assert result.returncode == 2 and "digits" in result.stderr
+
+
+def test_doctor_ends_with_status_1_on_a_failure(monkeypatch):
+    from megasync.preflight import doctor
+
+    findings = [doctor.Finding("disk", doctor.FAILURE, "full", "free some space")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1 and "free some space" in result.output
+    findings[:] = [doctor.Finding("disk", doctor.WARNING, "nearly full", "watch it")]
+    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 0
+
+
+class FakeTrainer:
+    """Stands for a run that ends as `outcome` says."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def train(self):
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def test_the_result_shows_answers_score_and_every_place(tmp_path, capsys):
+    from megasync.run import RunResult
+
+    append_answers(tmp_path, 0, 0, [("+12=", "99", 0.0)])
+    append_answers(tmp_path, 30, 30, [("+12=", "23", 1.0)])
+    (tmp_path / "curve.png").touch()
+    result = RunResult(
+        run_dir=tmp_path,
+        step=30,
+        version=30,
+        scores=[(0, 0.0), (30, 0.95)],
+        export_dir=tmp_path / "export",
+        stopped="held-out score 0.950 is above 0.9",
+    )
+    cli._run(FakeTrainer(result))
+    text = capsys.readouterr().out
+    for part in ("+12=", "99", "23", "30 steps", "0.000 -> 0.950", "curve.png", "samples.jsonl", "export", "above 0.9"):
+        assert part in text
+    assert "tensorboard" not in text  # there is none in this run
+
+
+def test_an_interrupted_run_ends_with_status_130(capsys):
+    import typer
+
+    with pytest.raises(typer.Exit) as caught:
+        cli._run(FakeTrainer(KeyboardInterrupt("stopped by SIGINT before the run could finish cleanly")))
+    assert caught.value.exit_code == 130
+    assert "SIGINT" in capsys.readouterr().err
+
+
+def test_an_error_during_training_is_not_swallowed(monkeypatch, capsys):
+    import megasync.async_trainer
+
+    monkeypatch.setattr(megasync.async_trainer, "AsyncTrainer", lambda *_: FakeTrainer(TrainingError("server 1 died")))
+    monkeypatch.setattr(sys, "argv", ["megasync", "train", "configs/quickstart.yaml"])
+    monkeypatch.delenv("MEGASYNC_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "TrainingError: server 1 died" in capsys.readouterr().err

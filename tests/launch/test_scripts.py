@@ -1,0 +1,137 @@
+"""The launch scripts: clear refusals, nothing done twice, nothing killed by name. Nothing is installed here."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+LOCK = [
+    Requirement(line)
+    for line in (ROOT / "launch" / "cpu.lock").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A fresh copy of what the scripts need."""
+    for name in ("launch", ".ci"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def bash(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    path = {"PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        ["bash", script, *arguments], capture_output=True, text=True, env=path | environment, check=False
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_stop_at_the_first_error_and_kill_nothing_by_name(script):
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+    assert not re.search(r"\b(pkill|killall)\b", text)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+
+def test_an_old_python_is_refused_with_the_way_out(checkout):
+    old = program(checkout / "old-python", "exit 1")
+    result = bash(checkout / "launch" / "setup.sh", PYTHON=str(old))
+    assert result.returncode == 1
+    assert "3.11" in result.stderr and "PYTHON=" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_without_pip_is_refused_with_the_way_out(checkout):
+    bare = program(checkout / "bare-python", 'case "$2" in *ensurepip*) exit 1;; esac')
+    result = bash(checkout / "launch" / "setup.sh", PYTHON=str(bare))
+    assert result.returncode == 1 and "python3-venv" in result.stderr
+
+
+def fake_python(checkout: Path, pip: str) -> Path:
+    """An interpreter that makes a .venv holding itself, and answers pip as told."""
+    return program(
+        checkout / "python",
+        f"""case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; printf '' > "$3/bin/megasync"; chmod +x "$3/bin/megasync";;
+  *"pip install"*) echo "$@" >> {checkout}/pip.txt; {pip};;
+  --version) echo Python 3.11.0;;
+esac""",
+    )
+
+
+def test_set_up_installs_torch_first_then_the_lock_without_dependencies_then_the_project(checkout):
+    python = fake_python(checkout, "true")
+    result = bash(checkout / "launch" / "setup.sh", PYTHON=str(python))
+    assert result.returncode == 0, result.stderr
+    torch, lock, project = (checkout / "pip.txt").read_text().splitlines()
+    assert torch.endswith("torch==2.13.0")
+    assert "--no-deps" in lock and lock.endswith("launch/cpu.lock")
+    assert "--no-build-isolation" in project and project.endswith(f"--editable {checkout}")
+    assert "[4/4]" in result.stdout
+
+
+def test_a_second_set_up_does_nothing_until_the_lock_changes(checkout):
+    python = fake_python(checkout, "true")
+    setup = checkout / "launch" / "setup.sh"
+    bash(setup, PYTHON=str(python))
+    again = bash(setup, PYTHON=str(python))
+    assert (again.returncode, again.stdout) == (0, "")
+    with (checkout / "launch" / "cpu.lock").open("a") as lock:
+        lock.write("another==1\n")
+    assert "[4/4]" in bash(setup, PYTHON=str(python)).stdout
+
+
+def test_a_failed_set_up_shows_the_logs_end_and_is_tried_again(checkout):
+    python = fake_python(checkout, "echo no such package; exit 1")
+    result = bash(checkout / "launch" / "setup.sh", PYTHON=str(python))
+    assert result.returncode == 1
+    assert "no such package" in result.stderr and ".venv/install.log" in result.stderr
+    fake_python(checkout, "true")
+    assert bash(checkout / "launch" / "setup.sh", PYTHON=str(checkout / "python")).returncode == 0
+
+
+def test_quickstart_and_tests_pass_their_arguments_on(checkout):
+    program(checkout / "launch" / "setup.sh", "exit 0")
+    program(checkout / ".venv" / "bin" / "megasync", 'echo "megasync $*"')
+    program(checkout / ".venv" / "bin" / "python", 'echo "python $*"')
+    result = bash(checkout / "launch" / "quickstart.sh", "schedule.total_steps=3")
+    assert result.stdout.splitlines() == [
+        "megasync fetch digits",
+        "megasync train configs/quickstart.yaml schedule.total_steps=3",
+    ]
+    assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == "python -m pytest -k x\n"
+    assert bash(checkout / ".ci" / "run").stdout == "python -m pytest\n"
+
+
+def test_the_lock_pins_exactly_and_fits_the_projects_requirements():
+    pins = {requirement.name.lower().replace("_", "-"): requirement for requirement in LOCK}
+    assert len(pins) == len(LOCK)
+    for requirement in LOCK:
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==" and requirement.url is None and "+" not in specifier.version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["tasks"], *extras["test"], *project_build()]
+    for requirement in map(Requirement, wanted):
+        pin = pins[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(next(iter(pin.specifier)).version), requirement
+
+
+def project_build() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]

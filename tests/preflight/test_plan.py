@@ -1,0 +1,164 @@
+"""The plan is the arithmetic of the configuration, whole and readable."""
+
+from io import StringIO
+from math import prod
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megasync.config import check_config, load_config
+from megasync.preflight.memory import server_memory, stage_memory
+from megasync.preflight.plan import resolve_plan
+from megasync.preflight.render import print_plan
+from megasync.sync.layout import Layout
+from megasync.sync.plan import plan_broadcast
+from megasync.sync.topology import Topology
+
+ROOT = Path(__file__).parents[2]
+PLANS = Path(__file__).parent / "plans"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def load(name, *overrides):
+    config = load_config(f"configs/{name}.yaml", overrides)
+    check_config(config, planning=True)
+    return config
+
+
+def rendered(config) -> str:
+    text = StringIO()
+    print_plan(resolve_plan(config), Console(file=text, width=110, color_system=None, legacy_windows=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_math", "qwen3_32b_math"])
+def test_the_plan_of_a_cluster_configuration_is_as_written_down(name):
+    """A change of these plans must be meant: compare, and write the new text to tests/preflight/plans/."""
+    assert rendered(load(name)) == (PLANS / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_four_nodes_are_two_for_training_and_two_for_servers():
+    plan = resolve_plan(load("qwen3_32b_math"))
+    assert plan.nodes == 4
+    assert (plan.trainer.nodes, plan.rollout.nodes) == ((0, 1), (2, 3))
+    assert [plan.rollout.node_of(server) for server in range(8)] == [2, 2, 2, 2, 3, 3, 3, 3]
+    assert {rank.node for rank in plan.ranks if rank.coords.pp == 0} == {0}
+    assert [layer for rank in plan.ranks if rank.coords.tp == 0 for layer in rank.layers] == list(range(64))
+
+
+def test_one_node_is_shared_by_both_pools():
+    plan = resolve_plan(load("qwen3_8b_math"))
+    assert (plan.nodes, plan.trainer.nodes, plan.rollout.nodes) == (1, (0,), (0,))
+
+
+def test_buffer_and_staleness_follow_the_schedule():
+    plan = resolve_plan(load("qwen3_8b_math", "schedule.max_staleness=3", "schedule.weight_sync_steps=2"))
+    assert plan.capacity == (3 + 1) * 64 * 2 == plan.inflight
+    assert (plan.max_staleness, plan.sync.every_steps) == (3, 2)
+    assert resolve_plan(load("qwen3_8b_math", "schedule.max_inflight_groups=50")).inflight == 50
+
+
+def test_parameters_are_those_of_the_public_models():
+    """8.19 and 32.76 billion, as the models' own descriptions say."""
+    assert round(resolve_plan(load("qwen3_8b_math")).parameters / 1e9, 2) == 8.19
+    assert round(resolve_plan(load("qwen3_32b_math")).parameters / 1e9, 2) == 32.76
+
+
+def test_the_sync_moves_every_weight_once():
+    plan = resolve_plan(load("qwen3_8b_math"))
+    assert plan.sync.nbytes == plan.parameters * 2
+    assert resolve_plan(load("qwen3_32b_math")).sync.senders == (0, 8)
+
+
+def parts(config):
+    from megasync.config.check import model_layout
+
+    layout, _ = model_layout(config, planning=True)
+    return layout, plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+
+
+def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
+    config = load("qwen3_8b_math", "trainer.tensor_parallel=2", "trainer.data_parallel=2")
+    layout, buckets = parts(config)
+    elements = sum(prod(shape) for shape in layout.params(0, 0).values())
+    memory = stage_memory(config, layout, buckets, 0)
+    assert memory.weights == 2 * elements
+    assert memory.gradients == 4 * elements
+    assert memory.optimizer == 12 * elements // 2  # float32 weights and two moments, over two data-parallel ranks
+    assert memory.sync_buckets == 2 * max(bucket.nbytes for bucket in buckets.buckets)
+    config.trainer.distributed_optimizer = False
+    assert stage_memory(config, layout, buckets, 0).optimizer == 12 * elements
+
+
+def test_float32_weights_need_no_second_copy_in_the_optimizer():
+    config = load("qwen3_8b_math", "model.dtype=float32")
+    layout, buckets = parts(config)
+    elements = sum(prod(shape) for shape in layout.params(0, 0).values())
+    assert stage_memory(config, layout, buckets, 0).optimizer == 8 * elements
+
+
+def test_recomputation_sequence_parallelism_and_small_batches_save_activations():
+    def activations(*overrides):
+        config = load("qwen3_8b_math", *overrides)
+        return stage_memory(config, *parts(config), 0).activations
+
+    assert activations() < activations("trainer.recompute=null") / 5
+    assert activations() < activations("trainer.sequence_parallel=false")
+    assert activations("trainer.tokens_per_microbatch=32768") == 2 * activations()
+
+
+def test_only_the_last_stage_holds_logits():
+    plan = resolve_plan(load("qwen3_32b_math"))
+    first, last = plan.stages
+    assert first.logits == 0 < last.logits
+
+
+def test_the_kv_cache_gets_what_the_weights_leave():
+    config = load("qwen3_8b_math")
+    layout, _ = parts(config)
+    memory = server_memory(config, layout, 100 * 10**9)
+    assert memory.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2
+    assert memory.kv_tokens == (85 * 10**9 - memory.weights) // memory.kv_bytes_per_token
+    config.rollout.max_total_tokens = 5000
+    assert server_memory(config, layout, None).kv_tokens == 5000
+
+
+def test_what_does_not_fit_is_warned_about():
+    def warnings(*overrides, **kwargs):
+        return " ".join(resolve_plan(load("qwen3_8b_math", *overrides), **kwargs).warnings)
+
+    assert warnings() == ""
+    assert "trainer.tensor_parallel" in warnings(device_bytes=24 * 10**9)
+    assert "KV cache" in warnings(device_bytes=20 * 10**9)
+    assert "tokens_per_microbatch=1024" in warnings("trainer.tokens_per_microbatch=1024")
+
+
+def test_a_cpu_has_no_device_memory_to_compare_with():
+    config = load("qwen3_8b_math", "cluster.device=cpu")
+    assert resolve_plan(config).device_bytes is None
+    assert "decided by SGLang" in rendered(config)
+
+
+def test_tied_embeddings_over_two_stages_are_counted_twice_in_memory_and_once_in_the_model():
+    values = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 128,
+        "tie_word_embeddings": True,
+    }
+    config = load("qwen3_8b_math", "trainer.tensor_parallel=1")
+    layout = Layout(values, Topology(pipeline=2))
+    buckets = plan_broadcast(layout, 2**20, "bfloat16")
+    config.trainer.pipeline_parallel = 2
+    held = sum(stage_memory(config, layout, buckets, stage).weights for stage in range(2))
+    assert held - sum(prod(s) for s in layout.hf_tensors.values()) * 2 == 128 * 64 * 2

@@ -1,0 +1,79 @@
+"""The gate, and what every request of a sample carries."""
+
+import asyncio
+
+import pytest
+
+from megasync.errors import ServerError
+from megasync.rollout.requests import RequestGate, SampleClient, request_seed
+
+
+async def test_a_closed_gate_lets_running_requests_finish_and_starts_none():
+    gate, release, log = RequestGate(), asyncio.Event(), []
+
+    async def request(name):
+        async with gate.request():
+            log.append(f"{name} started")
+            await release.wait()
+            log.append(f"{name} done")
+
+    first = asyncio.create_task(request("first"))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(gate.close(5))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(request("second"))
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    release.set()
+    await closing
+    assert log == ["first started", "first done"]
+    assert gate.inflight == 0
+    gate.open()
+    await asyncio.gather(first, second)
+    assert log[2:] == ["second started", "second done"]
+
+
+async def test_the_gate_gives_up_after_its_deadline_and_says_how_many_still_run():
+    gate = RequestGate()
+    async with gate.request(), gate.request():
+        with pytest.raises(ServerError, match="2 requests still ran"):
+            await gate.close(0.01)
+
+
+async def test_a_failed_request_leaves_the_gate():
+    gate = RequestGate()
+    with pytest.raises(RuntimeError):
+        async with gate.request():
+            raise RuntimeError
+    await gate.close(1)
+
+
+async def test_requests_carry_the_samples_defaults_and_the_workflow_wins(fake_client):
+    client = fake_client()
+    sample = SampleClient(client, RequestGate(), routing_key="0:1", temperature=0.0)
+    options = {"temperature": 0.7}
+    await sample.generate([1])
+    await sample.chat([{"role": "user", "content": "x"}], **options)
+    assert [o for _, o in client.calls] == [
+        {"routing_key": "0:1", "temperature": 0.0},
+        {"routing_key": "0:1", "temperature": 0.7},
+    ]
+    assert options == {"temperature": 0.7}
+
+
+async def test_seeds_differ_by_turn_and_repeat_with_the_sample(fake_client):
+    async def seeds(seed):
+        client = fake_client()
+        sample = SampleClient(client, RequestGate(), routing_key="0:1", seed=seed)
+        for _ in range(3):
+            await sample.generate([1])
+        return [options["seed"] for _, options in client.calls]
+
+    assert len(set(await seeds(1))) == 3
+    assert await seeds(1) == await seeds(1) != await seeds(2)
+
+
+def test_a_seed_depends_on_every_part_and_fits_31_bits():
+    seeds = {request_seed(*parts) for parts in [(0, "0:1", 0), (1, "0:1", 0), (0, "0:2", 0), (0, "0:1", 1)]}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**31 for seed in seeds)

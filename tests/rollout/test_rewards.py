@@ -1,0 +1,151 @@
+"""Rewards: the signature people know, and a DataError for everything that is not a score."""
+
+import asyncio
+import copy
+import os
+import time
+
+import pytest
+
+from megasync.errors import ConfigError, DataError
+from megasync.rollout.rewards import RewardRunner
+
+COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
+
+
+def seen(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def rewards(trajectories):
+    return [t.reward for t in trajectories]
+
+
+async def test_the_function_is_called_once_per_group_with_repeated_columns(make_trajectory):
+    calls = []
+
+    def reward(completions, *, prompt, answer, completion_ids, finish_reasons):
+        calls.append((completions, prompt, answer, completion_ids, finish_reasons))
+        return [1, 0.5]
+
+    group = [make_trajectory("a"), make_trajectory("bc", tokens=3, finish_reason="length")]
+    assert rewards(await RewardRunner(reward).score(group, COLUMNS)) == [1.0, 0.5]
+    answers = [COLUMNS["answer"]] * 2
+    assert calls == [(["a", "bc"], ["p", "p"], answers, [[5, 5], [5, 5, 5]], ["stop", "length"])]
+
+
+async def test_async_functions_are_awaited(make_trajectory):
+    async def reward(completions, **columns):
+        await asyncio.sleep(0)
+        return [2.0]
+
+    class Judge:
+        async def __call__(self, completions, **columns):
+            return [3.0]
+
+    assert rewards(await RewardRunner(reward).score([make_trajectory()], {})) == [2.0]
+    assert rewards(await RewardRunner(Judge(), processes=2).score([make_trajectory()], {})) == [3.0]
+
+
+async def test_none_leaves_a_response_unscored_and_own_rewards_are_kept(make_trajectory):
+    group = [make_trajectory("a"), make_trajectory("b", reward=7.0), make_trajectory("ccc")]
+    scored = await RewardRunner(lambda completions, **c: [None, 3.0][: len(completions)]).score(group, {})
+    assert rewards(scored) == [None, 7.0, 3.0]
+    assert rewards(await RewardRunner(None).score(group, {})) == [None, 7.0, None]
+
+
+async def test_the_callers_columns_and_trajectories_are_not_changed(make_trajectory):
+    def greedy(completions, *, answer, completion_ids, **columns):
+        answer[0]["value"].append(2)
+        completion_ids[0].clear()
+        completions.clear()
+        return [1.0]
+
+    columns, group = copy.deepcopy(COLUMNS), [make_trajectory()]
+    await RewardRunner(greedy).score(group, columns)
+    assert columns == COLUMNS
+    assert group == [make_trajectory()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([float("nan")], "gave nan as a reward of prompt 0:7; use None"),
+        ([float("inf")], "gave inf"),
+        ([1.0, 2.0], r"must return 1 scores, one per completion, not \[1.0, 2.0\] \(prompt 0:7\)"),
+        ([], "must return 1 scores"),
+        (1.0, "must return one score per completion, not 1.0"),
+        (None, "must return one score per completion, not None"),
+        ({"score": 1}, "must return 1 scores"),
+        ("1", "must return 1 scores"),
+        (["good"], "gave 'good' as a reward"),
+    ],
+)
+async def test_what_is_no_score_is_a_data_error_naming_function_and_prompt(make_trajectory, answer, message):
+    def my_reward(completions, **columns):
+        return answer
+
+    with pytest.raises(DataError, match=message) as error:
+        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+    assert "my_reward" in str(error.value)
+
+
+async def test_an_exception_is_a_data_error_with_its_cause(make_trajectory):
+    def my_reward(completions, **columns):
+        raise KeyError("gold")
+
+    with pytest.raises(DataError, match=r"my_reward raised KeyError: 'gold' \(prompt 0:7\)") as error:
+        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+async def test_a_nan_that_the_workflow_set_is_refused_too(make_trajectory):
+    with pytest.raises(DataError, match="the workflow gave nan as a reward of prompt 0:7"):
+        await RewardRunner(seen).score([make_trajectory(reward=float("nan"))], {}, "0:7")
+
+
+async def test_an_async_function_has_a_deadline(make_trajectory):
+    async def slow(completions, **columns):
+        await asyncio.sleep(60)
+
+    with pytest.raises(DataError, match=r"slow did not answer within 0.05 s"):
+        await RewardRunner(slow, timeout=0.05).score([make_trajectory()], {})
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_at_start():
+    with pytest.raises(ConfigError, match=r"reward_processes.*lambda.*top level of a module"):
+        RewardRunner(lambda completions, **columns: [1.0], processes=1)
+
+
+async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_call(
+    make_trajectory, tmp_path, monkeypatch
+):
+    # Functions of a test file cannot be imported by another process, so these live in a module of their own.
+    (tmp_path / "pool_rewards.py").write_text(
+        "import os, time\n"
+        "def reward(completions, *, how, **columns):\n"
+        "    if how[0] == 'sleep': time.sleep(600)\n"
+        "    if how[0] == 'exit': os._exit(3)\n"
+        "    if how[0] == 'raise': raise ValueError('odd')\n"
+        "    return [float(os.getpid())] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from pool_rewards import reward
+
+    runner = RewardRunner(reward, processes=1, timeout=20)
+    group = [make_trajectory(), make_trajectory()]
+    try:
+        first = rewards(await runner.score(group, {"how": "go"}))
+        assert first[0] != float(os.getpid())
+        with pytest.raises(DataError, match="raised ValueError: odd"):
+            await runner.score(group, {"how": "raise"})
+        with pytest.raises(DataError, match="ended its worker process"):
+            await runner.score(group, {"how": "exit"})
+        assert rewards(await runner.score(group, {"how": "go"})) != first
+        runner._timeout = 1.0
+        started = time.monotonic()
+        with pytest.raises(DataError, match="did not answer within 1 s"):
+            await runner.score(group, {"how": "sleep"})
+        assert time.monotonic() - started < 10
+    finally:
+        await runner.close()

@@ -1,0 +1,331 @@
+"""The rollout loops: every admitted prompt is accounted for, everything is bounded, and stop works anywhere."""
+
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.errors import DataError, ServerError
+
+PATIENCE = 20  # seconds; a hang is a failure, not a long test
+
+
+async def finish(bench):
+    await asyncio.wait_for(bench.rollouter.run(), PATIENCE)
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 7),
+    total=st.integers(1, 25),
+    samples=st.integers(2, 4),
+    capacity=st.integers(1, 9),
+    inflight=st.none() | st.integers(1, 5),
+)
+async def test_dispatched_equals_total_for_every_dataset_size_and_total(
+    make_bench, size, total, samples, capacity, inflight
+):
+    bench = make_bench(size=size, total=total, samples=samples, capacity=capacity, inflight=inflight)
+    await finish(bench)
+    assert bench.buffer.admitted == len(bench.buffer.committed) == total
+    assert len(bench.client.calls) == total * samples
+    assert sorted(bench.buffer.committed) == sorted(f"{n // size}:{n % size}" for n in range(total))
+    assert bench.client.most_running <= min(capacity, inflight or capacity, total) * samples
+    assert bench.rollouter.finished_groups == total
+
+
+async def test_groups_hold_all_scored_samples(make_bench):
+    bench = make_bench(total=3, samples=4)
+    await finish(bench)
+    assert all(
+        [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0] for group in bench.buffer.committed.values()
+    )
+
+
+async def test_nothing_is_started_before_the_buffer_admits_it(make_bench):
+    bench = make_bench(capacity=3, samples=2, behave=lambda ids, options: asyncio.sleep(600))
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: len(bench.client.calls) == 6)
+    await asyncio.sleep(0.02)
+    assert len(bench.client.calls) == 6
+    assert len(bench.buffer.live) == 3
+    assert bench.source.unconfirmed == ["0:3"]  # drawn, not admitted: still the source's
+    assert bench.rollouter.metrics()["rollout/inflight_requests"] == 6.0
+    bench.rollouter.stop()
+    await run
+
+
+async def test_over_age_groups_are_generated_again_under_their_own_uid(make_bench):
+    bench = make_bench(capacity=2, behave=lambda ids, options: "x")
+    bench.buffer.live.append("7:1")  # admitted by an earlier life of the buffer
+    bench.buffer.again.put_nowait("7:1")
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: "7:1" in bench.buffer.committed)
+    bench.rollouter.stop()
+    await run
+    assert bench.rollouter.metrics()["rollout/groups_regenerated"] == 1.0
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("moment", ["before", "stuck requests", "full buffer", "stuck reward", "no place"])
+async def test_stop_ends_the_run_at_every_wait(make_bench, moment):
+    async def stuck_reward(completions, **columns):
+        await asyncio.sleep(600)
+
+    options = {
+        "before": {},
+        "stuck requests": {"behave": lambda ids, o: asyncio.sleep(600), "capacity": 2},
+        "full buffer": {"capacity": 0},
+        "stuck reward": {"reward": stuck_reward, "capacity": 2},
+        "no place": {"behave": lambda ids, o: asyncio.sleep(600), "inflight": 1},
+    }[moment]
+    bench = make_bench(**options)
+    if moment == "before":
+        bench.rollouter.stop()
+    run = asyncio.create_task(bench.rollouter.run())
+    await asyncio.sleep(0.02)
+    bench.rollouter.stop()
+    await asyncio.wait_for(run, 2)
+    assert bench.client.running == 0
+    assert len(bench.buffer.live) == bench.buffer.admitted - len(bench.buffer.committed)
+    assert not bench.buffer.dropped
+    assert [t for t in asyncio.all_tasks() if t.get_name().startswith(("group", "rollout"))] == []
+
+
+async def test_closing_the_buffer_ends_the_run_and_leaves_prompts_live(make_bench):
+    bench = make_bench(capacity=2, behave=lambda ids, options: asyncio.sleep(600))
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: len(bench.buffer.live) == 2)
+    await bench.buffer.close("the run has ended")
+    await asyncio.wait_for(run, 2)
+    assert (len(bench.buffer.live), bench.client.running) == (2, 0)
+
+
+async def test_cancelling_the_run_from_outside_cleans_up_too(make_bench):
+    bench = make_bench(capacity=2, behave=lambda ids, options: asyncio.sleep(600))
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert bench.client.running == 0
+
+
+# Failures
+
+
+async def test_one_bad_row_is_dropped_with_its_reason_and_the_run_goes_on(make_bench, caplog):
+    def reward(completions, *, answer, **columns):
+        if answer[0]["value"] == 2:
+            raise ValueError("odd row")
+        return [0.0, 1.0]
+
+    bench = make_bench(total=9, size=4, reward=reward)
+    with caplog.at_level(logging.WARNING):
+        await finish(bench)
+    assert set(bench.buffer.dropped.items()) == {("0:2", "reward_error"), ("1:2", "reward_error")}
+    assert len(bench.buffer.committed) == 9
+    assert "group 0:2 was dropped (reward_error)" in caplog.text
+    assert "raised ValueError: odd row" in caplog.text
+
+
+async def test_a_prompt_too_long_for_the_server_is_dropped(make_bench):
+    def behave(ids, options):
+        if ids[0] == 1:
+            raise DataError("the prompt has 900 tokens, no room in 512")
+        return "x"
+
+    bench = make_bench(total=6, size=4, behave=behave)
+    await finish(bench)
+    assert set(bench.buffer.dropped.values()) == {"no_response"}
+    assert bench.rollouter.metrics()["rollout/samples_failed"] == 2.0 * len(bench.buffer.dropped)
+
+
+async def test_a_reward_that_always_fails_ends_the_run_with_the_cause(make_bench):
+    def broken(completions, **columns):
+        raise KeyError("gold")
+
+    bench = make_bench(reward=broken, capacity=2)
+    with pytest.raises(
+        DataError, match=r"all of the first 8 groups were dropped.*reward_error.*raised KeyError: 'gold'"
+    ):
+        await finish(bench)
+    assert bench.client.running == 0
+
+
+async def test_a_workflow_that_returns_nonsense_ends_the_run_with_the_cause(make_bench):
+    async def nonsense(client, sample):
+        return "an answer"
+
+    with pytest.raises(DataError, match="must return a Trajectory or a list of them, not 'an answer'"):
+        await finish(make_bench(workflow=nonsense))
+
+
+async def test_a_failed_sample_leaves_the_rest_of_its_group(make_bench):
+    calls = []
+
+    def behave(ids, options):
+        calls.append(ids)
+        if len(calls) == 2:
+            raise RuntimeError("tool broke")
+        return "x"
+
+    bench = make_bench(total=2, samples=3, behave=behave)
+    await finish(bench)
+    assert sorted(len(group.trajectories) for group in bench.buffer.committed.values()) == [2, 3]
+
+
+async def test_servers_that_fail_for_a_moment_cost_nothing(make_bench):
+    failures = iter([ServerError("connection refused")] * 2)
+
+    def behave(ids, options):
+        if error := next(failures, None):
+            raise error
+        return "x"
+
+    bench = make_bench(total=4, inflight=1, behave=behave)
+    await finish(bench)
+    assert len(bench.buffer.committed) == 4
+    assert not bench.buffer.dropped
+
+
+async def test_servers_that_are_gone_end_the_run_after_bounded_retries(make_bench):
+    def behave(ids, options):
+        raise ServerError("no server answers")
+
+    bench = make_bench(behave=behave, inflight=1, samples=2)
+    with pytest.raises(ServerError, match="no server answers"):
+        await finish(bench)
+    assert len(bench.client.calls) <= 3 * 2
+    assert bench.buffer.live == ["0:0"]
+
+
+# Groups that teach nothing
+
+
+@pytest.mark.parametrize(
+    ("rewards", "relative", "drop_uniform", "kept", "reason"),
+    [
+        ([1.0, None, None], True, False, None, "lone_survivor"),
+        ([1.0, None, None], False, False, 1, None),
+        ([None, None, None], False, False, None, "unscored"),
+        ([1.0, None, 0.0], True, True, 2, None),
+        ([1.0, 1.0, 1.0], True, True, None, "uniform"),
+        ([1.0, 1.0, 1.0], True, False, 3, None),
+        ([1.0, 1.0, None], True, True, None, "uniform"),
+    ],
+)
+async def test_which_groups_are_committed(make_bench, rewards, relative, drop_uniform, kept, reason):
+    first = []
+
+    def reward(completions, *, prompt, **columns):
+        if not first:
+            first.append(prompt[0])
+        return rewards if prompt[0] == first[0] else [0.0, 0.5, 1.0]
+
+    bench = make_bench(
+        total=3, size=100, samples=3, reward=reward, relative_advantage=relative, drop_uniform_groups=drop_uniform
+    )
+    await finish(bench)
+    assert bench.buffer.dropped == ({f"0:{first[0]}": reason} if reason else {})
+    if kept:
+        assert len(bench.buffer.committed[f"0:{first[0]}"].trajectories) == kept
+
+
+async def test_uniform_groups_are_no_failure_however_many(make_bench):
+    def reward(completions, *, prompt, **columns):
+        return [0.0, 1.0] if int(prompt[0]) >= 150 else [0.0, 0.0]
+
+    bench = make_bench(total=2, size=200, reward=reward, drop_uniform_groups=True, capacity=4)
+    await finish(bench)
+    assert len(bench.buffer.dropped) >= 146
+    assert bench.rollouter.metrics()["rollout/dropped_uniform"] == len(bench.buffer.dropped)
+    assert bench.rollouter.finished_groups == 2
+
+
+async def test_a_response_without_a_trained_token_does_not_count_as_a_survivor(make_bench, make_trajectory):
+    async def workflow(client, sample):
+        await asyncio.sleep(0)
+        return [make_trajectory(reward=1.0, trained=0), make_trajectory(reward=0.0)]
+
+    bench = make_bench(total=2, samples=2, workflow=workflow)
+    await finish(bench)
+    assert all(len(group.trajectories) == 2 for group in bench.buffer.committed.values())
+
+
+# What workflows and servers see
+
+
+async def test_a_workflow_gets_a_copy_of_its_own(make_bench):
+    seen = []
+
+    async def careless(client, sample):
+        seen.append((sample["prompt_ids"][:], dict(sample["answer"])))
+        sample["answer"]["value"] = "spoilt"
+        sample["prompt_ids"].append(99)
+        return (await client.generate([1])).trajectory()
+
+    bench = make_bench(total=2, size=1, samples=2, workflow=careless)
+    await finish(bench)
+    assert seen == [([0], {"value": 0})] * 4
+
+
+async def test_seeds_are_the_same_in_every_run_and_differ_by_sample(make_bench):
+    async def seeds(seed):
+        bench = make_bench(total=3, samples=2, seed=seed)
+        await finish(bench)
+        return sorted((o["routing_key"], o["seed"]) for _, o in bench.client.calls)
+
+    first = await seeds(1)
+    assert len({seed for _, seed in first}) == 6
+    assert first == await seeds(1) != await seeds(2)
+
+
+async def test_without_a_seed_requests_carry_none(make_bench):
+    bench = make_bench(total=1)
+    await finish(bench)
+    assert all("seed" not in options for _, options in bench.client.calls)
+
+
+async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_opens(make_bench):
+    release = asyncio.Event()
+
+    async def behave(ids, options):
+        await release.wait()
+        return "x"
+
+    bench = make_bench(total=6, capacity=2, behave=behave)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    gate = asyncio.create_task(bench.rollouter.gate(PATIENCE))
+    await asyncio.sleep(0.01)
+    assert not gate.done()
+    release.set()
+    await gate
+    asked = len(bench.client.calls)
+    await asyncio.sleep(0.02)
+    assert (bench.client.running, len(bench.client.calls)) == (0, asked)
+    bench.rollouter.open()
+    await asyncio.wait_for(run, PATIENCE)
+    assert len(bench.buffer.committed) == 6
+
+
+async def test_metrics_of_a_run(make_bench):
+    bench = make_bench(total=5, samples=2)
+    await finish(bench)
+    metrics = bench.rollouter.metrics()
+    assert metrics["rollout/groups"] == 5.0
+    assert metrics["rollout/tokens"] == 5 * 2 * 2
+    assert metrics["rollout/reward_mean"] == 0.5
+    assert metrics["rollout/inflight_groups"] == metrics["rollout/inflight_requests"] == 0.0
+    assert all(isinstance(value, float) for value in metrics.values())

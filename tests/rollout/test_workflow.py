@@ -1,0 +1,52 @@
+"""Finding functions by name, and what a workflow may return."""
+
+import pytest
+
+from megasync.errors import ConfigError, DataError
+from megasync.rollout.workflow import as_trajectories, load_function, single_turn
+
+
+def test_a_function_is_found_by_module_and_name():
+    assert load_function("megasync.rollout.workflow:single_turn") is single_turn
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("json.dumps", "write it as package.module:function"),
+        ("json:", "write it as package.module:function"),
+        ("no_such_module_at_all:f", "there is no module 'no_such_module_at_all'"),
+        ("json.nothing:f", "there is no module 'json.nothing'"),
+        ("json:no_such", "the module json has no 'no_such'"),
+        ("json:__name__", "is a str, not a function"),
+    ],
+)
+def test_each_wrong_part_has_its_own_message(reference, message):
+    with pytest.raises(ConfigError, match=message):
+        load_function(reference)
+
+
+def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_reward.py").write_text("raise RuntimeError('no licence')")
+    (tmp_path / "needy_reward.py").write_text("import no_such_dependency")
+    with pytest.raises(ConfigError, match="importing broken_reward failed: RuntimeError: no licence"):
+        load_function("broken_reward:f")
+    with pytest.raises(ConfigError, match="needy_reward needs the module 'no_such_dependency'"):
+        load_function("needy_reward:f")
+
+
+async def test_the_default_workflow_answers_the_prompt_and_leaves_the_reward_open(fake_client):
+    client = fake_client()
+    answer = await single_turn(client, {"prompt_ids": [4, 5]})
+    assert client.calls == [([4, 5], {})]
+    assert answer.reward is None
+
+
+def test_a_workflow_returns_one_trajectory_or_a_list(make_trajectory):
+    one = make_trajectory()
+    assert as_trajectories(one, single_turn) == [one]
+    assert as_trajectories([one, one], single_turn) == [one, one]
+    for wrong in (None, "text", [one, "text"], (one,)):
+        with pytest.raises(DataError, match="workflow:single_turn|workflow.single_turn"):
+            as_trajectories(wrong, single_turn)

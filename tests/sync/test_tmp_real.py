@@ -1,0 +1,195 @@
+"""Two trainer ranks publish into two stock SGLang servers on a CPU: what is served afterwards, and what a failure does."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
+from megasync.device import Device
+from megasync.errors import SyncError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.server import SGLangServer
+from megasync.sync.layout import Layout
+from megasync.sync.parity import compare
+from megasync.sync.plan import plan_broadcast
+from megasync.sync.topology import Topology
+from megasync.sync.transaction import WeightSync
+
+pytestmark = pytest.mark.real
+
+TOPOLOGY = Topology(tensor=2)
+BUCKET_BYTES = 16_384
+PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture(scope="module")
+def models(make_model, save_model, tmp_path_factory):
+    """Three models of one shape: (folder, model) by seed; the servers start with the first."""
+    found = []
+    for seed in range(3):
+        model = make_model(seed, **SIZES)
+        folder = tmp_path_factory.mktemp(f"model{seed}")
+        config = save_model(model, folder)
+        found.append((folder, model))
+    return found, config
+
+
+@pytest.fixture(scope="module")
+def urls(models, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    rollout = RolloutConfig(
+        context_length=1024,
+        max_total_tokens=8192,
+        max_running_requests=32,
+        mem_fraction=0.2,
+        server_args={"--skip-tokenizer-init": True},
+    )
+    servers = [
+        SGLangServer(models[0][0][0], rollout, "float32", "cpu", "127.0.0.1", 0, logs / f"{i}.log") for i in range(2)
+    ]
+
+    async def start():
+        return await asyncio.gather(*(server.start(120) for server in servers))
+
+    async def stop():
+        await asyncio.gather(*(server.stop(5) for server in servers))
+
+    try:
+        yield asyncio.run(start())
+    finally:
+        asyncio.run(stop())
+
+
+@pytest.fixture
+async def world(models, urls, local_ranks):
+    """(sync, ranks, servers); `mode` is a pause mode, `seconds` the deadline of a phase."""
+    servers = [ServerControl(url) for url in urls]
+    syncs = []
+
+    async def make(mode="retract", seconds=20.0):
+        ranks = await local_ranks(models[0][0][0], TOPOLOGY, BUCKET_BYTES)
+        plan = plan_broadcast(Layout(models[1], TOPOLOGY), BUCKET_BYTES, "float32")
+        assert len(plan.buckets) > 3
+        timeouts = TimeoutConfig(weight_sync=seconds)
+        sync = WeightSync(servers, ranks, plan, 1, SyncConfig(pause_mode=mode), timeouts, Device("cpu"))
+        # Group names count from one in each WeightSync; servers outlive the one of a test.
+        sync._connections = int(time.monotonic() * 1000)
+        syncs.append(sync)
+        return sync, ranks, servers
+
+    yield make
+    for sync in syncs:
+        await sync.close()
+    for server in servers:
+        await server.close()
+
+
+async def generate(server, tokens, prompt=(3, 4, 5)):
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return (await server.post("/generate", body, timeout=60))["meta_info"]
+
+
+async def score(server, prompt):
+    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
+
+
+def reference(model, prompt):
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+
+
+async def check_serves(servers, model, version):
+    ours = [reference(model, prompt) for prompt in PROMPTS]
+    for server in servers:
+        assert await server.weight_version() == version
+        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
+    sync, ranks, servers = await world(mode)
+    for version, seed in ((11, 1), (12, 2)):
+        folder, model = models[0][seed]
+        await ranks.call("load", str(folder), timeout=20)
+        traffic = [asyncio.create_task(generate(server, 600)) for server in servers for _ in range(4)]
+        await asyncio.sleep(0.3)
+        report = await sync.publish(version)
+        assert report.bytes == sum(p.numel() for p in model.parameters()) * 4
+        answers = await asyncio.gather(*traffic)
+        await check_serves(servers, model, version)
+        kinds = {answer["finish_reason"]["type"] for answer in answers}
+        assert kinds == {"abort" if mode == "abort" else "length"}
+        if mode != "abort":
+            spans = [[span["version"] for span in answer["weight_versions"]] for answer in answers]
+            assert all(len(span) == 2 and span[-1] == str(version) for span in spans)
+
+
+async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(world, models):
+    sync, ranks, servers = await world()
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=5)
+    publish = asyncio.create_task(sync.publish(21))
+    await asyncio.sleep(1.0)
+    late = asyncio.create_task(generate(servers[0], 4))
+    await asyncio.sleep(0.5)
+    assert not late.done()
+    await publish
+    assert [span["version"] for span in (await late)["weight_versions"]] == ["21"]
+
+
+async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world, models):
+    sync, ranks, servers = await world()
+    await sync.publish(30)
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=5)
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=r"version 31 .*'transfer'.*rank 0 failed to send.*the version before"):
+        await sync.publish(31)
+    assert time.monotonic() - start < 15
+    await check_serves(servers, models[0][0][1], 30)
+    await sync.publish(31)
+    await check_serves(servers, models[0][1][1], 31)
+
+
+@pytest.mark.parametrize("i", range(6))
+async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(world, models, i):
+    sync, ranks, servers = await world()
+    await ranks.call("load", str(models[0][2][0]), timeout=20)
+    await ranks.call_one(1, "set_trap", "decoder.layers.1.mlp.linear_fc2.weight", "raise", timeout=5)
+    with pytest.raises(SyncError, match=r"left paused.*loaded \d of \d+ buckets of version 41"):
+        await sync.publish(41)
+    waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
+    await asyncio.sleep(0.5)
+    assert not any(request.done() for request in waiting)
+    await sync.publish(42)
+    assert sync.quarantined == {}
+    assert {span["version"] for meta in await asyncio.gather(*waiting) for span in meta["weight_versions"]} == {"42"}
+    await check_serves(servers, models[0][2][1], 42)
+
+
+async def test_a_sender_that_is_killed_ends_the_publish_in_time(world, models):
+    sync, ranks, servers = await world(seconds=5.0)
+    await sync.publish(50)
+    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=5)
+    async with asyncio.timeout(30):
+        with pytest.raises(SyncError, match=r"version 51 .*'transfer' failed: trainer: .*rank 0 (died|is dead)"):
+            await sync.publish(51)
+    # No bucket was on the wire, so the servers notice that the sender is gone, and go on.
+    assert sync.quarantined == {}
+    await check_serves(servers, models[0][0][1], 50)
