@@ -53,9 +53,14 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
     at once.
     """
+    from megasync.config import check_config, load_config
+
+    loaded = load_config(config, overrides or ())
+    check_config(loaded)  # before the import below, which takes seconds
+
     from megasync.async_trainer import AsyncTrainer
 
-    _run(AsyncTrainer(config, overrides or ()))
+    _run(AsyncTrainer(loaded))
 
 
 @app.command(
@@ -101,14 +106,16 @@ def export(
     """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
     from megasync.config import load_config
     from megasync.errors import CheckpointError, ConfigError
-    from megasync.sync.shards import export_checkpoint
-    from megasync.trainer.checkpoint import latest
 
     settings = run / "config.yaml"
     if not settings.is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name another folder")
+
+    from megasync.sync.shards import export_checkpoint
+    from megasync.trainer.checkpoint import latest
+
     checkpoint = latest(run)
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")

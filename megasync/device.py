@@ -6,6 +6,7 @@ Importing this module imports neither torch nor Megatron, so the driver may ask 
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -55,6 +56,8 @@ class Device:
             torch.cuda.set_device(local_rank)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            # Megatron announces on import, in several places, that it does without CUDA packages.
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
         from megasync_patches import apply_all
 

@@ -16,4 +16,6 @@ def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:
     logger = logging.getLogger("megasync")
     logger.addHandler(handler)
     logger.setLevel(level)
+    # Warnings reach the screen through the display; a root handler would print everything a second time.
+    logger.propagate = False
     return handler

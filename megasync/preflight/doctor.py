@@ -65,12 +65,16 @@ def check_python() -> Iterator[Finding]:
         yield Finding("system", FAILURE, os.uname().sysname, "megasync needs Linux 5.3 or newer (pidfd_open)")
 
 
-def check_versions(lock: Path = LOCK) -> Iterator[Finding]:
-    """Installed packages against the lock file where there is one, else against megasync's own requirements."""
+def check_versions(lock: Path | None = None) -> Iterator[Finding]:
+    """Installed packages against the lock file, by default that of CPU runs on a CPU machine; where there is none,
+    against megasync's own requirements.
+    """
     from megasync.device import resolve_device
 
-    if resolve_device("auto").kind == "cpu" and lock.is_file():
-        yield from _against("packages (cpu.lock)", _read_lock(lock), SETUP)
+    if lock is None and resolve_device("auto").kind == "cpu":
+        lock = LOCK
+    if lock is not None and lock.is_file():
+        yield from _against(f"packages ({lock.name})", _read_lock(lock), SETUP)
     else:
         yield from _against(
             "packages", _own_requirements(), "install megasync with its extras again: pip install 'megasync[gpu]'"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,21 @@ def at_the_root(monkeypatch):
 def run(*arguments, **environment):
     command = [sys.executable, "-c", "from megasync.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The program inside this process, where torch is imported once: (status, stdout, stderr)."""
+    monkeypatch.delenv("MEGASYNC_DEBUG", raising=False)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["megasync", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
 
 
 def test_help_lists_every_command():
@@ -68,11 +82,9 @@ def test_a_missing_argument_is_explained():
 
 
 def test_training_refuses_before_anything_starts(tmp_path):
-    begin = time.monotonic()
     result = run("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits", f"run_root={tmp_path}/runs")
     assert result.returncode == 2 and "megasync fetch digits" in result.stderr
     assert not (tmp_path / "runs").exists()
-    assert time.monotonic() - begin < 60
 
 
 def test_plan_prints_the_plan_with_overrides_applied():
@@ -82,27 +94,27 @@ def test_plan_prints_the_plan_with_overrides_applied():
 
 
 @pytest.mark.parametrize("command", ["resume", "export"])
-def test_a_folder_that_is_no_run_is_named(command, tmp_path):
-    result = run(command, tmp_path / "absent", *(["out"] if command == "export" else []))
-    assert result.returncode == 2 and "absent" in result.stderr
+def test_a_folder_that_is_no_run_is_named(here, command, tmp_path):
+    status, _, err = here(command, tmp_path / "absent", *(["out"] if command == "export" else []))
+    assert status == 2 and "absent" in err
 
 
-def test_export_leaves_a_full_folder_alone(tmp_path):
+def test_export_leaves_a_full_folder_alone(here, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").touch()
-    result = run("export", tmp_path / "run", tmp_path / "out")
-    assert result.returncode == 2 and "not empty" in result.stderr
+    status, _, err = here("export", tmp_path / "run", tmp_path / "out")
+    assert status == 2 and "not empty" in err
     assert (tmp_path / "out" / "mine.txt").exists()
 
 
-def test_fetch_makes_a_model_and_refuses_unknown_names(tmp_path):
-    result = run("fetch", "digits", "--out", tmp_path / "digits")
-    assert result.returncode == 0 and str(tmp_path / "digits") in result.stdout
+def test_fetch_makes_a_model_and_refuses_unknown_names(here, tmp_path):
+    status, out, _ = here("fetch", "digits", "--out", tmp_path / "digits")
+    assert status == 0 and str(tmp_path / "digits") in out
     assert (tmp_path / "digits" / "config.json").is_file()
-    result = run("fetch", "gpt-9", "--out", tmp_path / "x")
-    assert result.returncode == 2 and "digits" in result.stderr
+    status, _, err = here("fetch", "gpt-9", "--out", tmp_path / "x")
+    assert status == 2 and "digits" in err
 
 
 def test_doctor_ends_with_status_1_on_a_failure(monkeypatch):
@@ -158,13 +170,10 @@ def test_an_interrupted_run_ends_with_status_130(capsys):
     assert "SIGINT" in capsys.readouterr().err
 
 
-def test_an_error_during_training_is_not_swallowed(monkeypatch, capsys):
-    import megasync.async_trainer
+def test_an_error_during_training_is_not_swallowed(here, monkeypatch, tmp_path):
+    from megasync import async_trainer, models
 
-    monkeypatch.setattr(megasync.async_trainer, "AsyncTrainer", lambda *_: FakeTrainer(TrainingError("server 1 died")))
-    monkeypatch.setattr(sys, "argv", ["megasync", "train", "configs/quickstart.yaml"])
-    monkeypatch.delenv("MEGASYNC_DEBUG", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert "TrainingError: server 1 died" in capsys.readouterr().err
+    models.fetch("digits", tmp_path / "digits")
+    monkeypatch.setattr(async_trainer, "AsyncTrainer", lambda _: FakeTrainer(TrainingError("server 1 died")))
+    status, _, err = here("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits")
+    assert status == 2 and "TrainingError: server 1 died" in err

@@ -167,13 +167,14 @@ async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world
     await check_serves(servers, models[0][1][1], 31)
 
 
-@pytest.mark.parametrize("i", range(6))
+@pytest.mark.parametrize('i',range(6))
 async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(world, models, i):
     sync, ranks, servers = await world()
     await ranks.call("load", str(models[0][2][0]), timeout=20)
     await ranks.call_one(1, "set_trap", "decoder.layers.1.mlp.linear_fc2.weight", "raise", timeout=5)
     with pytest.raises(SyncError, match=r"left paused.*loaded \d of \d+ buckets of version 41"):
-        await sync.publish(41)
+        import time,sys; print('DBG', f'{time.time():.2f}','publish',file=sys.stderr); await sync.publish(41)
+    print('DBG', f'{time.time():.2f}','raised',file=sys.stderr)
     waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
     await asyncio.sleep(0.5)
     assert not any(request.done() for request in waiting)

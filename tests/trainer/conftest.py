@@ -108,7 +108,7 @@ def run_ranks(tmp_path_factory):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-W", "ignore", str(WORKER), case]
+        command = [sys.executable, str(WORKER), case]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         logs = [open(folder / f"log-{rank}.txt", "w+") for rank in range(world)]  # noqa: SIM115
         ranks = [

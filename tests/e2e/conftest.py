@@ -1,0 +1,137 @@
+"""The whole stack in miniature: two Megatron ranks, two SGLang servers, the router, Ray, and a model of 132k weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megasync.models import fetch
+
+# Seconds for anything that starts or ends the whole stack on a busy machine of two cores.
+PATIENCE = 240.0
+
+
+@pytest.fixture(scope="session")
+def digits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetch("digits", tmp_path_factory.mktemp("models") / "digits")
+
+
+@pytest.fixture
+def miniature(digits_model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the configuration of a small run; keyword arguments are laid over its sections."""
+
+    def write(**sections: dict) -> Path:
+        values: dict = {
+            "name": "mini",
+            "run_root": str(tmp_path / "runs"),
+            "model": {"path": str(digits_model), "dtype": "float32"},
+            "data": {
+                "train": {"kind": "digits", "source": "copy", "size": 256, "options": {"length": 3}},
+                "eval": {"kind": "digits", "source": "copy", "size": 16, "seed": 1, "options": {"length": 3}},
+                "prompt": {"max_tokens": 16},
+            },
+            "schedule": {"total_steps": 4, "groups_per_step": 4, "samples_per_group": 4},
+            "rollout": {
+                "servers": 2,
+                "sampling": {"max_new_tokens": 6},
+                "context_length": 64,
+                "max_total_tokens": 4096,
+                "max_running_requests": 32,
+                "mem_fraction": 0.3,
+            },
+            "trainer": {"tensor_parallel": 2, "optimizer": {"lr": 1.0e-3}},
+            "sync": {"bucket_mb": 1},
+            "eval": {"every_steps": 2, "samples": 16},
+            "cluster": {"device": "cpu"},
+            "observe": {"live": False},
+        }
+        for name, section in sections.items():
+            values[name] = values.get(name, {}) | section
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+class Launched:
+    """`megasync train` (or resume) as a person starts it: a process of its own."""
+
+    def __init__(self, arguments: list[str], output: Path) -> None:
+        self._output = output
+        with output.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megasync.cli", *arguments], stdout=out, stderr=subprocess.STDOUT
+            )
+        self._family: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """Every process seen below this one so far, by repeated looks."""
+        try:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self._family.setdefault(child.pid, child)
+        except psutil.NoSuchProcess:
+            pass
+        return list(self._family.values())
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.output:
+            self.family()
+            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"never said {text!r}:\n{self.output}"
+            time.sleep(0.1)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.family()
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def survivors(self) -> list[str]:
+        """Processes of the run that are still there after a moment of grace."""
+        _, alive = psutil.wait_procs(self.family(), timeout=20)
+        return [" ".join(p.cmdline()) for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def kill_everything(self) -> None:
+        for process in [*self.family(), psutil.Process(self.process.pid) if self.process.poll() is None else None]:
+            if process is not None and process.is_running():
+                process.kill()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(*arguments: str | os.PathLike) -> Launched:
+        started.append(Launched([str(a) for a in arguments], tmp_path / f"output-{len(started)}.txt"))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill_everything()
+
+
+@pytest.fixture
+def the_run_dir(tmp_path: Path) -> Callable[[], Path]:
+    """The only run directory below this test's run root."""
+
+    def find() -> Path:
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        return run_dir
+
+    return find

@@ -1,0 +1,49 @@
+"""A run from start to end on the real stack, and its way on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import megasync
+
+pytestmark = pytest.mark.real
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_asynchronously_and_a_resumed_one_goes_on(miniature) -> None:
+    config = miniature(checkpoint={"every_steps": 2, "keep": 2})
+    result = megasync.AsyncTrainer(config).train()
+
+    assert (result.step, result.version, result.stopped) == (4, 4, "")
+    assert [step for step, _ in result.scores] == [0, 2, 4]
+    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    for row in steps:
+        assert row["train/staleness_max"] <= 2, "max_staleness 1 plus a window slack of 1"
+        assert row["groups/admitted"] == row["groups/trained"] + row["groups/dropped"] + row["groups/live"]
+        assert row["sync/parity"] < 1e-4
+    assert steps[-1]["groups/trained"] == 16
+    assert (result.run_dir / "curve.png").stat().st_size > 10_000
+    assert list((result.run_dir / "tensorboard").iterdir())
+    assert {json.loads(line)["step"] for line in (result.run_dir / "samples.jsonl").read_text().splitlines()} >= {0, 4}
+
+    # The export is a Hugging Face model like any other, and not the one that the run began with.
+    tokenizer = AutoTokenizer.from_pretrained(result.export_dir)
+    model = AutoModelForCausalLM.from_pretrained(result.export_dir)
+    before = AutoModelForCausalLM.from_pretrained(megasync.AsyncTrainer(config).config.model.path)
+    ids = torch.tensor([tokenizer("=123=")["input_ids"]])
+    assert not torch.equal(model(ids).logits, before(ids).logits)
+
+    more = megasync.AsyncTrainer.resume(result.run_dir, ["schedule.total_steps=6"]).train()
+    assert (more.step, more.version) == (6, 6)
+    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["groups/trained"] == 24

@@ -1,0 +1,119 @@
+"""An HTTP server in the test's own event loop that answers as SGLang does, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+Behaviour = Callable[["FakeSGLang", dict], Awaitable[web.Response]]
+
+
+async def DROP(fake: FakeSGLang, body: dict) -> web.Response:
+    """Marks a request whose connection is closed without an answer."""
+    raise AssertionError("handled before it is called")
+
+
+
+class FakeSGLang:
+    """The next token is always the last one plus one (mod `vocab`), its log-prob is -id/100.
+
+    `script` holds what happens to the next `/generate` requests, in order; after that they are answered in full.
+    """
+
+    def __init__(self, vocab: int = 100) -> None:
+        self.vocab = vocab
+        self.version = 0
+        self.script: deque[Behaviour] = deque()
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.aborted: list[str] = []
+        self.aborted_all = 0
+
+    async def __aenter__(self) -> FakeSGLang:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            app.router.add_get(path, self._info)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._runner.cleanup()
+
+    def continuation(self, body: dict, count: int) -> list[int]:
+        last = body["input_ids"][-1]
+        return [(last + 1 + i) % self.vocab for i in range(count)]
+
+    def answer(self, body: dict, count: int, finish: str, versions: list[tuple[int, int]] | None = None) -> web.Response:
+        """`versions` is (version, tokens) pairs; by default all tokens have the present version."""
+        ids = self.continuation(body, count)
+        spans, at = [], 0
+        for version, tokens in versions if versions is not None else [(self.version, count)]:
+            spans.append({"version": str(version), "start": at, "end": at + tokens})
+            at += tokens
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": finish},
+            "weight_version": str(self.version),
+            "output_token_logprobs": [[-i / 100, i, None] for i in ids],
+            "weight_versions": spans,
+        }
+        return web.json_response({"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        behave = self.script.popleft() if self.script else complete
+        if behave is DROP:
+            request.transport.close()
+            return web.Response()
+        return await behave(self, body)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "fake", "is_generation": True, "weight_version": str(self.version)})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body.get("abort_all"):
+            self.aborted_all += 1
+        else:
+            self.aborted.append(body["rid"])
+        return web.Response()
+
+
+async def complete(fake: FakeSGLang, body: dict) -> web.Response:
+    return fake.answer(body, body["sampling_params"]["max_new_tokens"], "length")
+
+
+def finish(count: int, reason: str, versions: list[tuple[int, int]] | None = None) -> Behaviour:
+    async def behave(fake: FakeSGLang, body: dict) -> web.Response:
+        return fake.answer(body, count, reason, versions)
+
+    return behave
+
+
+def refuse(status: int, text: str = "no") -> Behaviour:
+    async def behave(fake: FakeSGLang, body: dict) -> web.Response:
+        return web.Response(status=status, text=text)
+
+    return behave
+
+
+def hang(started: asyncio.Event | None = None) -> Behaviour:
+    async def behave(fake: FakeSGLang, body: dict) -> web.Response:
+        if started is not None:
+            started.set()
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    return behave

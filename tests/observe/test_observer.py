@@ -1,0 +1,173 @@
+"""The observer turns reports into files and a snapshot, and never ends a run by itself."""
+
+import logging
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megasync.config import load_config
+from megasync.observe import names
+from megasync.observe.curve import CURVE_FILE, plot_curve, points
+from megasync.observe.metrics import MetricsLog, read_metrics
+from megasync.observe.observer import SPEED_STEPS, RunObserver
+from megasync.observe.samples import answers_table, append_answers, before_and_after, read_answers
+
+METRICS = {
+    names.REWARD: 0.5,
+    names.TRAINED_TOKENS: 100.0,
+    names.SAMPLED_RATE: 70.0,
+    names.STALENESS_MEAN: 0.25,
+    names.STALENESS_MAX: 1.0,
+}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def observer(tmp_path, clock):
+    config = load_config(
+        {"model": {"path": "m"}, "data": {"train": {"kind": "digits", "source": "copy"}}},
+        ["observe.tensorboard=false", "observe.samples=2", "name=test", "schedule.groups_per_step=4"],
+    )
+    return RunObserver(config, tmp_path, console=Console(file=StringIO()), clock=clock)
+
+
+def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
+    with observer:
+        clock.now += 5
+        observer.step(1, 1, {**METRICS, "buffer/generating": 3.0, "buffer/finished": 2.0})
+    snap = observer.snapshot()
+    assert (snap.step, snap.version, snap.seconds, snap.step_seconds) == (1, 1, 5.0, 5.0)
+    assert snap.rewards == (0.5,) and snap.trained_rate == 20.0 and snap.sampled_rate == 70.0
+    assert (snap.staleness_mean, snap.staleness_max, snap.staleness_limit) == (0.25, 1.0, 1)
+    assert snap.buffer == {"generating": 3, "finished": 2} and snap.capacity == 8
+    assert snap.eta_seconds == 99 * 5.0
+    columns = read_metrics(tmp_path)
+    assert columns[names.TRAINED_RATE] == [20.0] and columns["version"] == [1]
+
+
+def test_nothing_is_known_before_the_first_step(observer):
+    snap = observer.snapshot()
+    assert (snap.step_seconds, snap.eta_seconds, snap.trained_rate, snap.sampled_rate) == (None,) * 4
+    assert snap.rewards == () and snap.scores == ()
+
+
+def test_speed_follows_the_latest_steps(observer, clock):
+    for step in range(1, 2 * SPEED_STEPS):
+        clock.now += 10 if step < SPEED_STEPS else 1
+        observer.step(step, step, METRICS)
+    assert observer.snapshot().step_seconds == 1.0
+    assert observer.snapshot().trained_rate == 100.0
+
+
+def test_an_activity_lasts_until_the_next_one(observer, clock):
+    observer.activity("trainer", "training")
+    clock.now += 3
+    observer.activity("trainer", "training")
+    observer.activity("servers", "paused")
+    clock.now += 1
+    found = {activity.part: (activity.doing, activity.seconds) for activity in observer.snapshot().activities}
+    assert found == {"trainer": ("training", 4.0), "servers": ("paused", 1.0)}
+
+
+def test_an_evaluation_may_be_of_an_earlier_step(observer, tmp_path):
+    observer.step(5, 5, METRICS)
+    observer.evaluation(4, 4, {names.SCORE: 0.75, f"{names.HELD_OUT_PREFIX}0": 0.75})
+    snap = observer.snapshot()
+    assert snap.step == 5 and snap.scores == ((4, 0.75),)
+    assert any("0.750" in message for message in snap.messages)
+    assert read_metrics(tmp_path)[names.SCORE] == [None, 0.75]
+
+
+def test_only_the_latest_messages_are_kept(observer):
+    for number in range(9):
+        observer.message(f"message {number}")
+    assert observer.snapshot().messages[-1] == "message 8" and len(observer.snapshot().messages) < 9
+
+
+def test_the_curve_is_drawn_when_the_run_ends(observer, tmp_path):
+    with observer:
+        observer.step(1, 1, METRICS)
+    assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, monkeypatch, caplog):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(MetricsLog, "log", full)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 4):
+            observer.step(step, step, METRICS)
+    assert caplog.text.count("could not write metrics: OSError: no space left on device") == 1
+    assert observer.snapshot().step == 3
+
+
+def test_an_error_of_the_run_passes_through(observer, tmp_path):
+    with pytest.raises(RuntimeError, match="server"), observer:
+        observer.step(1, 1, METRICS)
+        raise RuntimeError("a server died")
+    assert (tmp_path / CURVE_FILE).exists()
+
+
+# Curve
+
+
+def test_a_curve_without_measurements_is_no_file(tmp_path):
+    assert plot_curve(tmp_path, "empty") is None and not list(tmp_path.iterdir())
+
+
+def test_a_curve_is_drawn_from_whatever_was_measured(tmp_path):
+    metrics = MetricsLog(tmp_path, tensorboard=False)
+    metrics.log(1, {names.REWARD: float("nan")})
+    metrics.log(2, {"eval/score@0": 0.5, "eval/score@1": 0.25})
+    metrics.close()
+    assert plot_curve(tmp_path, "sparse") == tmp_path / CURVE_FILE
+
+
+def test_points_skip_gaps_and_are_in_order():
+    columns = {"step": [3, 1, 2], "x": [0.3, 0.1, None]}
+    assert points(columns, "step", "x") == [(1, 0.1), (3, 0.3)]
+    assert points(columns, "step", "absent") == []
+
+
+# Samples
+
+
+def test_the_configured_number_of_answers_is_kept(observer, tmp_path):
+    observer.answers(0, 0, [(f"p{n}", "t", 0.0) for n in range(5)])
+    assert [answer.prompt for answer in read_answers(tmp_path)] == ["p0", "p1"]
+
+
+def test_first_and_last_answers_to_a_prompt_are_paired(tmp_path):
+    append_answers(tmp_path, 0, 0, [("a", "early", 0.0), ("only once", "x", None)])
+    append_answers(tmp_path, 5, 5, [("a", "middle", 0.5)])
+    append_answers(tmp_path, 9, 9, [("a", "late", 1.0)])
+    ((before, after),) = before_and_after(read_answers(tmp_path))
+    assert (before.text, after.text, before.step, after.step) == ("early", "late", 0, 9)
+
+
+def test_the_table_shows_any_text_without_obeying_it(tmp_path):
+    append_answers(tmp_path, 0, 0, [("[bold]p", "\x1b[2Jcleared", 0.0), ("ünï", "x" * 1000, None)])
+    append_answers(tmp_path, 3, 3, [("[bold]p", "fine\nlines", 1.0), ("ünï", "y", 0.5)])
+    text = StringIO()
+    Console(file=text, width=100).print(answers_table(before_and_after(read_answers(tmp_path))))
+    shown = text.getvalue()
+    assert "[bold]p" in shown and "\x1b" not in shown and "ünï" in shown and "1.00" in shown
+    assert shown.count("x") < 1000
+
+
+def test_a_run_without_answers_has_nothing_to_show(tmp_path: Path):
+    assert before_and_after(read_answers(tmp_path)) == []

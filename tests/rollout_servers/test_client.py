@@ -1,0 +1,316 @@
+"""The rollout client against a server that can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import numpy as np
+import pytest
+from fake_sglang import DROP, FakeSGLang, finish, hang, refuse
+from tiny_models import byte_tokenizer
+
+from megasync.config.schema import SamplingConfig
+from megasync.errors import DataError, ServerError
+from megasync.rollout import client as client_module
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.router import ROUTING_KEY_HEADER
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(client_module, "_BACKOFF", 0.005)
+
+
+@pytest.fixture
+async def fake():
+    async with FakeSGLang() as server:
+        yield server
+
+
+def make_client(fake: FakeSGLang, **changes) -> RolloutClient:
+    arguments = {
+        "router_url": fake.url,
+        "servers": [ServerControl(fake.url)],
+        "vocab_size": fake.vocab,
+        "context_length": 64,
+        "sampling": SamplingConfig(max_new_tokens=8),
+        "request_timeout": 10.0,
+    }
+    return RolloutClient(**(arguments | changes))
+
+
+@pytest.fixture
+async def client(fake):
+    made = make_client(fake)
+    yield made
+    await made.close()
+    for server in made.servers:
+        await server.close()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_generation_carries_tokens_logprobs_and_versions(fake, client):
+    fake.version = 7
+    got = await client.generate([1, 2, 3])
+    assert got.prompt_ids == [1, 2, 3]
+    assert got.token_ids == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert got.logprobs == [-i / 100 for i in got.token_ids]
+    assert got.versions == [7] * 8
+    assert (got.finish_reason, got.parts) == ("length", 1)
+
+
+async def test_an_aborted_generation_continues_from_its_partial_tokens(fake, client):
+    fake.script += [finish(3, "abort"), finish(2, "abort")]
+    got = await client.generate([1])
+    assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [r["input_ids"] for r in fake.requests] == [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+    assert [r["sampling_params"]["max_new_tokens"] for r in fake.requests] == [8, 5, 3]
+    assert got.parts == 3
+    assert got.finish_reason == "length"
+
+
+async def test_parts_keep_the_versions_that_their_server_reported(fake, client):
+    # The second part straddles an update by itself; the client's own clock says nothing.
+    fake.script += [finish(3, "abort", [(4, 3)]), finish(5, "stop", [(4, 1), (6, 4)])]
+    fake.version = 9
+    got = await client.generate([1])
+    assert got.versions == [4, 4, 4, 4, 6, 6, 6, 6]
+
+
+async def test_an_abort_that_used_up_the_budget_ends_with_length_and_asks_for_nothing_more(fake, client):
+    fake.script += [finish(8, "abort")]
+    got = await client.generate([1])
+    assert (len(got.token_ids), got.finish_reason) == (8, "length")
+    assert len(fake.requests) == 1
+
+
+async def test_a_server_that_aborts_everything_is_not_asked_in_a_tight_loop(fake):
+    fake.script += [finish(0, "abort", [])] * 10_000
+    client = make_client(fake, request_timeout=0.5)
+    with pytest.raises(ServerError, match=r"timeouts.request"):
+        await client.generate([1])
+    assert len(fake.requests) < 12
+    await client.close()
+
+
+async def test_all_sampling_parameters_are_always_sent(fake, client):
+    await client.generate([1])
+    sent = fake.requests[0]["sampling_params"]
+    assert sent["temperature"] == 1.0
+    assert (sent["top_p"], sent["top_k"], sent["min_p"]) == (1.0, -1, 0.0)
+    assert (sent["repetition_penalty"], sent["frequency_penalty"], sent["presence_penalty"]) == (1.0, 0.0, 0.0)
+    assert (sent["stop"], sent["stop_token_ids"], sent["ignore_eos"]) == ([], [], False)
+    assert sent["skip_special_tokens"] is True
+    assert fake.requests[0]["return_logprob"] is True
+
+
+async def test_the_callers_arguments_are_never_changed(fake):
+    sampling = SamplingConfig(max_new_tokens=8, stop=["END"])
+    before = copy.deepcopy(sampling)
+    client = make_client(fake, sampling=sampling)
+    prompt, stop = [1, 2], ["x"]
+    fake.script += [finish(3, "abort")]
+    got = await client.generate(prompt, stop=stop, max_new_tokens=5)
+    got.token_ids.append(99)
+    assert (prompt, stop, sampling) == ([1, 2], ["x"], before)
+    await client.generate(prompt)
+    assert fake.requests[-1]["sampling_params"]["stop"] == ["END"]
+    assert fake.requests[-1]["sampling_params"]["max_new_tokens"] == 8
+    await client.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 10**9])
+async def test_an_id_outside_the_vocabulary_never_reaches_a_server(fake, client, bad):
+    with pytest.raises(DataError, match=rf"token id {bad} at position 1 .*\[0, 100\)"):
+        await client.generate([1, bad])
+    with pytest.raises(DataError, match="vocabulary"):
+        await client.score(client.servers[0], [1, bad])
+    assert not fake.requests
+
+
+@pytest.mark.parametrize("bad", [[], [1.0], ["1"], [None]])
+async def test_a_prompt_that_is_no_list_of_ids_is_refused(fake, client, bad):
+    with pytest.raises(DataError):
+        await client.generate(bad)
+    assert not fake.requests
+
+
+async def test_numpy_ids_are_sent_as_plain_integers(fake, client):
+    got = await client.generate(np.array([1, 2, 3]))
+    assert fake.requests[0]["input_ids"] == [1, 2, 3]
+    assert all(type(i) is int for i in got.prompt_ids)
+
+
+async def test_the_budget_is_cut_to_the_context(fake, client):
+    got = await client.generate([1] * 60)
+    assert fake.requests[0]["sampling_params"]["max_new_tokens"] == 4
+    assert (len(got.token_ids), got.finish_reason) == (4, "length")
+
+
+async def test_a_prompt_that_fills_the_context_is_refused(fake, client):
+    with pytest.raises(DataError, match="64 tokens leaves no room .* context of 64"):
+        await client.generate([1] * 64)
+    assert not fake.requests
+
+
+async def test_min_new_tokens_counts_over_all_parts(fake, client):
+    fake.script += [finish(3, "abort")]
+    await client.generate([1], min_new_tokens=5)
+    assert [r["sampling_params"]["min_new_tokens"] for r in fake.requests] == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperatur": 0.5}, "did you mean 'temperature'"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+async def test_sampling_parameters_are_checked(fake, client, change, message):
+    with pytest.raises(DataError, match=message):
+        await client.generate([1], **change)
+    assert not fake.requests
+
+
+@pytest.mark.parametrize("failure", [refuse(502), refuse(503), refuse(504), DROP])
+async def test_failures_that_pass_are_retried_with_a_new_request_id(fake, client, failure):
+    fake.script += [failure, failure]
+    got = await client.generate([1])
+    assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    ids = [r["rid"] for r in fake.requests]
+    assert len(set(ids)) == 3
+    # What may still run under the abandoned ids is ended.
+    await until(lambda: set(fake.aborted) == set(ids[:2]))
+
+
+async def test_a_retry_keeps_the_partial_tokens(fake, client):
+    fake.script += [finish(3, "abort", [(1, 3)]), refuse(503)]
+    got = await client.generate([1])
+    assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert got.versions == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+async def test_retries_end(fake, client):
+    fake.script += [refuse(503, "all workers are gone")] * 100
+    with pytest.raises(ServerError, match="failed 6 times in a row; .* 503: all workers are gone"):
+        await client.generate([1])
+    assert len(fake.requests) == 6
+
+
+async def test_no_listener_is_a_server_error(fake):
+    client = make_client(fake, router_url="http://127.0.0.1:9", servers=[])
+    with pytest.raises(ServerError, match="failed 6 times"):
+        await client.generate([1])
+    await client.close()
+
+
+async def test_a_refused_request_is_not_retried(fake, client):
+    fake.script += [refuse(400, "bad sampling_params")]
+    with pytest.raises(ServerError, match="bad sampling_params"):
+        await client.generate([1])
+    assert len(fake.requests) == 1
+
+
+async def test_a_cancelled_generation_is_ended_on_the_servers(fake, client):
+    started = asyncio.Event()
+    fake.script += [hang(started)]
+    task = asyncio.create_task(client.generate([1]))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: fake.aborted == [fake.requests[0]["rid"]])
+
+
+async def test_a_generation_that_takes_too_long_is_ended_on_the_servers(fake):
+    client = make_client(fake, request_timeout=0.1)
+    fake.script += [hang()]
+    with pytest.raises(ServerError, match=r"within 0.1 s \(timeouts.request\)"):
+        await client.generate([1])
+    await client.close()
+    assert fake.aborted == [fake.requests[0]["rid"]]
+
+
+async def test_no_request_id_is_the_beginning_of_another(fake, client):
+    await asyncio.gather(*(client.generate([1]) for _ in range(30)))
+    ids = [r["rid"] for r in fake.requests]
+    assert len(set(ids)) == 30
+    assert len({len(i) for i in ids}) == 1
+
+
+async def test_routing_key_and_seed_travel_with_every_part(fake, client):
+    fake.script += [finish(2, "abort")]
+    await client.generate([1], routing_key="group-5", seed=11)
+    assert [h[ROUTING_KEY_HEADER] for h in fake.headers] == ["group-5", "group-5"]
+    assert [r["sampling_params"]["sampling_seed"] for r in fake.requests] == [11, 11]
+
+
+async def test_requests_without_a_seed_get_different_ones(fake, client):
+    await asyncio.gather(*(client.generate([1]) for _ in range(20)))
+    assert len({r["sampling_params"]["sampling_seed"] for r in fake.requests}) == 20
+
+
+async def test_an_answer_whose_versions_do_not_cover_its_tokens_is_refused(fake, client):
+    fake.script += [finish(4, "stop", [(0, 3)])]
+    with pytest.raises(ServerError, match="do not cover 4 tokens"):
+        await client.generate([1])
+
+
+async def test_abort_all_reaches_every_server(fake):
+    async with FakeSGLang() as other:
+        client = make_client(fake, servers=[ServerControl(fake.url), ServerControl(other.url)])
+        await client.abort_all()
+        assert (fake.aborted_all, other.aborted_all) == (1, 1)
+        for server in client.servers:
+            await server.close()
+
+
+async def test_chat_renders_the_template_and_returns_the_turn(fake):
+    client = make_client(fake, tokenizer=byte_tokenizer(), vocab_size=300, context_length=200)
+    messages = [{"role": "user", "content": "hi"}]
+    reply = await client.chat(messages)
+    assert client.tokenizer.decode(fake.requests[0]["input_ids"]) == "user: hi\nassistant:"
+    assert messages == [{"role": "user", "content": "hi"}]
+    assert reply.messages[-1] == {"role": "assistant", "content": reply.text}
+    trajectory = reply.trajectory(reward=0.5)
+    assert trajectory.response_ids == reply.generation.token_ids
+    assert (trajectory.loss_mask, trajectory.reward) == ([1] * 8, 0.5)
+    await client.close()
+
+
+async def test_chat_without_template_or_tokenizer_says_so(fake, client):
+    with pytest.raises(DataError, match="needs a tokenizer"):
+        await client.chat([{"role": "user", "content": "hi"}])
+    without = make_client(fake, tokenizer=byte_tokenizer(chat_template=None))
+    with pytest.raises(DataError, match="no chat template"):
+        await without.chat([{"role": "user", "content": "hi"}])
+
+
+async def test_a_character_across_two_parts_is_decoded_whole(fake):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("é")
+    assert len(ids) == 2
+
+    def sampled(token, reason):
+        async def behave(server, body):
+            server.continuation = lambda body, count: [token]
+            return server.answer(body, 1, reason)
+
+        return behave
+
+    fake.script += [sampled(ids[0], "abort"), sampled(ids[1], "stop")]
+    client = make_client(fake, tokenizer=tokenizer, vocab_size=300)
+    got = await client.generate([1])
+    assert got.text == "é"
+    await client.close()

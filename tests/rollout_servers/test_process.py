@@ -1,0 +1,172 @@
+"""Managed processes end with their owner, whichever way it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasync.errors import ServerError
+from megasync.rollout.process import ManagedProcess
+
+# A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM.
+FAMILY = """
+import os, signal, subprocess, sys, time
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(sys.argv[1] + ".part", "w") as out:
+    out.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def family(tmp_path: Path, temper: str = "mild") -> ManagedProcess:
+    command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids"), temper]
+    return ManagedProcess(command, dict(os.environ), tmp_path / "log")
+
+
+def wait_for(condition, seconds: float = 10.0):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return result
+
+
+def pids_of(tmp_path: Path) -> list[int]:
+    wait_for((tmp_path / "pids").exists)
+    return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+
+
+@pytest.mark.parametrize("temper", ["mild", "stubborn"])
+async def test_stop_ends_the_whole_family(tmp_path, temper):
+    process = family(tmp_path, temper)
+    process.start()
+    pids = pids_of(tmp_path)
+    assert process.alive()
+    await process.stop(timeout=0.5)
+    assert not process.alive()
+    assert gone(pids)
+    await process.stop()
+
+
+async def test_a_child_does_not_outlive_a_command_that_ends_by_itself(tmp_path):
+    process = family(tmp_path)
+    process.start()
+    command, child = pids_of(tmp_path)
+    os.kill(command, signal.SIGKILL)
+    assert await process.wait(timeout=5) == 128 + signal.SIGKILL
+    assert gone([child])
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from megasync.rollout.process import ManagedProcess
+process = ManagedProcess([sys.executable, "-c", sys.argv[2], sys.argv[1], "mild"], dict(os.environ), sys.argv[1] + ".log")
+process.start()
+time.sleep(600)
+"""
+
+
+def test_a_killed_owner_takes_the_family_along(tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "pids"), FAMILY])
+    pids = pids_of(tmp_path)
+    owner.kill()
+    owner.wait()
+    wait_for(lambda: gone(pids))
+
+
+def test_a_killed_supervisor_takes_the_command_along(tmp_path):
+    process = family(tmp_path)
+    process.start()
+    command, child = pids_of(tmp_path)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for(lambda: gone([command]))
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_family_survives_the_thread_that_started_it(tmp_path):
+    process = family(tmp_path)
+    thread = threading.Thread(target=process.start)
+    thread.start()
+    thread.join()
+    pids = pids_of(tmp_path)
+    time.sleep(0.3)
+    assert process.alive()
+    assert not gone(pids)
+    process.kill()
+    wait_for(lambda: gone(pids))
+
+
+async def test_a_cancelled_stop_still_kills(tmp_path):
+    process = family(tmp_path, "stubborn")
+    process.start()
+    pids = pids_of(tmp_path)
+    stopping = asyncio.create_task(process.stop(timeout=60))
+    await asyncio.sleep(0.1)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await process.wait(timeout=5)
+    assert gone(pids)
+
+
+async def test_waiting_leaves_the_loop_free(tmp_path):
+    process = family(tmp_path)
+    process.start()
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    assert await process.wait(timeout=0.3) is None
+    ticking.cancel()
+    assert ticks > 5
+    await process.stop(1.0)
+
+
+async def test_the_tail_is_of_this_start_only(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("an earlier run\n")
+    process = ManagedProcess([sys.executable, "-c", "for i in range(50): print('line', i)"], dict(os.environ), log)
+    process.start()
+    assert await process.wait(10) == 0
+    assert process.tail(2) == "line 48\nline 49"
+    assert "earlier" not in process.tail(1000)
+    assert log.read_text().startswith("an earlier run\nline 0")
+
+
+async def test_a_command_that_does_not_exist_ends_with_its_name_in_the_log(tmp_path):
+    process = ManagedProcess(["/no/such/program"], dict(os.environ), tmp_path / "log")
+    process.start()
+    assert await process.wait(10) == 127
+    assert "/no/such/program" in process.tail()
+
+
+def test_a_log_that_cannot_be_written_is_a_server_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    process = ManagedProcess(["true"], dict(os.environ), tmp_path / "file" / "log")
+    with pytest.raises(ServerError, match="log"):
+        process.start()

@@ -1,0 +1,271 @@
+"""Two real SGLang servers on the CPU behind the real router, with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from tiny_models import make_tiny_model
+
+from megasync.config.schema import RolloutConfig, SamplingConfig
+from megasync.errors import ServerError
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.router import Router
+from megasync.rollout.server import SGLangServer
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+KEY = "admin-key-of-this-test"
+ROLLOUT = RolloutConfig(max_total_tokens=16384, max_running_requests=32, mem_fraction=0.3)
+VOCAB = 300
+
+
+@dataclass
+class Stack:
+    servers: list[SGLangServer]
+    controls: list[ServerControl]
+    router: Router
+    client: RolloutClient
+    models: list  # paths: what the servers started with, and other weights of the same shape
+
+
+def make_server(model_path, log_path, **changes) -> SGLangServer:
+    arguments = {"dtype": "float32", "device": "cpu", "host": "127.0.0.1", "port": 0, "api_key": KEY}
+    return SGLangServer(model_path, ROLLOUT, log_path=log_path, **(arguments | changes))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stack")
+    models = [make_tiny_model(folder / f"model-{seed}", "qwen3", seed=seed) for seed in (0, 1)]
+    servers = [make_server(models[0], folder / f"server-{i}.log", seed=i, deterministic=True) for i in range(2)]
+    router = None
+    try:
+        urls = await asyncio.gather(*(server.start(180) for server in servers))
+        router = Router(urls, "round_robin", "127.0.0.1", 0, folder / "router.log")
+        await router.start(60)
+        controls = [ServerControl(url, KEY) for url in urls]
+        client = RolloutClient(router.url, controls, VOCAB, 2048, SamplingConfig(max_new_tokens=16), 120.0)
+        yield Stack(servers, controls, router, client, models)
+        await client.close()
+        for control in controls:
+            await control.close()
+    finally:
+        await asyncio.gather(*(part.stop() for part in [*servers, router] if part is not None))
+
+
+def reference_logprobs(model_path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    """What Hugging Face's implementation says of each response token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def close_to(a: list[float], b: list[float], tolerance: float = 1e-4) -> bool:
+    return len(a) == len(b) and max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_tempered_distribution(stack, temperature):
+    got = await stack.client.generate([5, 6, 7, 8], temperature=temperature, ignore_eos=True)
+    assert len(got.token_ids) == 16
+    assert close_to(got.logprobs, reference_logprobs(stack.models[0], [5, 6, 7, 8], got.token_ids, temperature))
+
+
+async def test_score_is_the_logprob_of_each_given_token(stack):
+    ids = [9, 40, 3, 77, 250, 8, 12]
+    expected = reference_logprobs(stack.models[0], ids[:1], ids[1:])
+    for control in stack.controls:
+        assert close_to(await stack.client.score(control, ids), expected)
+
+
+async def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(stack):
+    tasks = [
+        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=400, ignore_eos=True, seed=i))
+        for i in range(10, 18)
+    ]
+    await asyncio.sleep(0.3)
+    await stack.client.abort_all()
+    results = await asyncio.gather(*tasks)
+    assert all(got.parts == 2 for got in results)
+    for got in results[:2]:
+        assert (len(got.token_ids), got.finish_reason) == (400, "length")
+        assert close_to(got.logprobs, reference_logprobs(stack.models[0], got.prompt_ids, got.token_ids))
+
+
+async def test_the_same_seed_gives_the_same_tokens_in_any_company(stack):
+    prompts = [[5 + i, 6, 7] for i in range(12)]
+    alone = [await stack.client.generate(p, seed=i, ignore_eos=True) for i, p in enumerate(prompts)]
+    together = await asyncio.gather(
+        *(stack.client.generate(p, seed=i, ignore_eos=True) for i, p in reversed(list(enumerate(prompts))))
+    )
+    assert [g.token_ids for g in alone] == [g.token_ids for g in reversed(together)]
+    other = await stack.client.generate(prompts[0], seed=99, ignore_eos=True)
+    unseeded = await asyncio.gather(*(stack.client.generate(prompts[0], ignore_eos=True) for _ in range(3)))
+    assert len({tuple(g.token_ids) for g in [alone[0], other, *unseeded]}) == 5
+
+
+async def test_a_cancelled_generation_does_not_run_on(stack):
+    tasks = [
+        asyncio.create_task(stack.client.generate([5, i], max_new_tokens=2000, ignore_eos=True)) for i in range(10)
+    ]
+    await asyncio.sleep(0.3)
+    # A flush is refused while requests run.
+    with pytest.raises(ServerError, match="400"):
+        await stack.controls[0].post("/flush_cache")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def idle() -> bool:
+        try:
+            await asyncio.gather(*(control.post("/flush_cache") for control in stack.controls))
+            return True
+        except ServerError:
+            return False
+
+    await until(idle, seconds=1.5)
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("retract", 1), ("in_place", 1), ("abort", 2)])
+async def test_versions_come_from_the_server_that_was_updated_mid_generation(stack, mode, parts):
+    old = await stack.controls[0].weight_version()
+    tasks = [
+        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=400, ignore_eos=True))
+        for i in range(10, 14)
+    ]
+    await asyncio.sleep(0.3)
+
+    async def everywhere(path: str, body: dict) -> None:
+        await asyncio.gather(*(control.post(path, body) for control in stack.controls))
+
+    # Back and forth between the two models, so that the other tests find the first again.
+    for version, model in ((old + 1, stack.models[1]), (old + 2, stack.models[0])):
+        await everywhere("/pause_generation", {"mode": mode})
+        update = {"model_path": str(model), "weight_version": str(version), "flush_cache": mode != "in_place"}
+        await everywhere("/update_weights_from_disk", update)
+        await everywhere("/continue_generation", {"torch_empty_cache": False})
+        if version == old + 1:
+            fresh = await stack.client.generate([5, 6, 7, 8], ignore_eos=True)
+            assert fresh.versions == [version] * 16
+            if mode != "in_place":
+                # In place, the prefix cache still has keys and values of the old weights.
+                assert close_to(fresh.logprobs, reference_logprobs(model, fresh.prompt_ids, fresh.token_ids))
+            results = await asyncio.gather(*tasks)
+    for got in results:
+        assert set(got.versions) == {old, old + 1}
+        assert got.versions == sorted(got.versions)
+        assert got.parts == parts
+    assert [await control.weight_version() for control in stack.controls] == [old + 2, old + 2]
+
+
+async def test_control_wants_the_key_and_generation_does_not(stack):
+    stranger = ServerControl(stack.servers[0].url)
+    try:
+        for path in ("/flush_cache", "/pause_generation", "/abort_request"):
+            with pytest.raises(ServerError, match="401"):
+                await stranger.post(path, {})
+        answer = await stranger.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
+        assert answer["meta_info"]["weight_version"] == str(await stranger.weight_version())
+    finally:
+        await stranger.close()
+
+
+async def test_nothing_listens_beyond_loopback(stack):
+    parts = [*stack.servers, stack.router]
+    tree = [p for part in parts for p in family(part)]
+    listening = [c.laddr.ip for p in tree for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3
+    assert set(listening) == {"127.0.0.1"}
+
+
+async def test_a_second_server_on_the_same_port_is_refused_at_once(stack, tmp_path):
+    second = make_server(stack.models[0], tmp_path / "log", port=stack.servers[0].port)
+    with pytest.raises(ServerError, match=rf"127.0.0.1:{second.port}: the port is in use"):
+        await second.start(60)
+    assert not second.alive()
+
+
+async def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
+    with pytest.raises(ServerError, match=r"no config\.json"):
+        await make_server(tmp_path, tmp_path / "log").start(60)
+
+
+async def test_a_server_that_dies_at_start_says_why(tmp_path):
+    path = make_tiny_model(tmp_path / "model", "qwen3")
+    (path / "model.safetensors").write_bytes(b"no weights here")
+    server = make_server(path, tmp_path / "log")
+    with pytest.raises(ServerError, match=r"ended with status \d+ while starting[\s\S]*[Ss]afetensor"):
+        await server.start(120)
+    assert not server.alive()
+
+
+async def test_stop_leaves_no_process_and_no_scratch(tmp_path):
+    server = make_server(make_tiny_model(tmp_path / "model", "qwen3"), tmp_path / "log")
+    starting = asyncio.create_task(server.start(120))
+    # In the middle of the start, with the scheduler and the detokenizer there.
+    await until(lambda: asyncio.sleep(0, len(family(server)) >= 4), seconds=60)
+    tree, scratch = family(server), server._scratch
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not os.path.exists(scratch)
+
+
+OWNER = """
+import asyncio, sys
+from megasync.config.schema import RolloutConfig
+from megasync.rollout.server import SGLangServer
+
+async def main():
+    rollout = RolloutConfig(max_total_tokens=4096, max_running_requests=8, mem_fraction=0.3)
+    server = SGLangServer(sys.argv[1], rollout, "float32", "cpu", "127.0.0.1", 0, sys.argv[2])
+    await server.start(180)
+    print(server._process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_owner_leaves_no_server(tmp_path):
+    model = make_tiny_model(tmp_path / "model", "qwen3")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(model), str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    )
+    pid = int(await asyncio.to_thread(owner.stdout.readline))
+    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    assert len(tree) >= 4
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 5
+    while [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, "a server outlived its owner"
+        await asyncio.sleep(0.05)
+
+
+def family(part) -> list[psutil.Process]:
+    if part._process is None or part._process.pid is None:
+        return []
+    root = psutil.Process(part._process.pid)
+    return [root, *root.children(recursive=True)]

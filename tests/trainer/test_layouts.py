@@ -1,0 +1,112 @@
+"""Every layout computes what one rank computes, and one rank computes what Hugging Face computes.
+
+Float32. Log-probs agree to 1e-5 between layouts (sums in another order) and to 1e-4 with Hugging Face; losses to 1e-5
+and gradient norms to 1e-4 of their size. Weights are compared after an Adam step of 1e-3: its first step is nearly the
+sign of the gradient, so that an element whose gradient is all rounding may differ by up to the step itself.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megasync.sync.shards import export_checkpoint
+
+LAYOUTS = {
+    1: {"one": {}, "small-microbatches": {"tokens_per_microbatch": 64}, "recompute": {"recompute": "full"}},
+    2: {
+        "tp2": {"tensor_parallel": 2},
+        "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+        "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1, "tokens_per_microbatch": 64},
+        "dp2": {"data_parallel": 2, "distributed_optimizer": True},
+        "dp2-replicated": {"data_parallel": 2, "distributed_optimizer": False, "tokens_per_microbatch": 64},
+    },
+    4: {
+        "tp4": {"tensor_parallel": 4},
+        "tp2-pp2-sp": {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 2,
+            "last_stage_layers": 1,
+            "sequence_parallel": True,
+            "tokens_per_microbatch": 64,
+        },
+        "tp2-dp2": {"tensor_parallel": 2, "data_parallel": 2, "tokens_per_microbatch": 64},
+    },
+}
+NAMES = [label for layouts in LAYOUTS.values() for label in layouts if label != "one"]
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def results(run_ranks, models, rows, tmp_path_factory):
+    """(family, layout) -> one result per rank, and where the checkpoints lie."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found = {}
+    for world, layouts in LAYOUTS.items():
+        ranks = run_ranks("layouts", world, models=models, rows=rows, layouts=layouts, folder=str(folder))
+        found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    return found, folder
+
+
+@pytest.fixture(scope="module")
+def one(results):
+    return {family: results[0][family, "one"][0] for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_equals_hugging_face(results, models, rows, family):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32, attn_implementation="eager")
+    expected = []
+    for row in rows:
+        ids = torch.tensor([row["prompt"] + row["response"]])
+        with torch.no_grad():
+            log_p = model(ids).logits[0].log_softmax(-1)
+        expected.append(log_p[len(row["prompt"]) - 1 : -1].gather(1, ids[0, len(row["prompt"]) :, None])[:, 0])
+    scores = results[0][family, "one"][0]["scores"]
+    torch.testing.assert_close(scores, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", NAMES)
+def test_scores_and_losses_are_those_of_one_rank(results, one, family, layout):
+    for rank in results[0][family, layout]:
+        torch.testing.assert_close(rank["scores"], one[family]["scores"], atol=1e-5, rtol=0)
+        assert rank["loss"] == pytest.approx(one[family]["loss"], abs=1e-5)
+        assert rank["tokens"] == one[family]["tokens"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", NAMES)
+def test_gradient_norms_are_those_of_one_rank(results, one, family, layout):
+    for rank in results[0][family, layout]:
+        assert rank["grad_norm"] == pytest.approx(one[family]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", NAMES)
+def test_weights_after_a_step_are_those_of_one_rank(results, models, family, layout, tmp_path):
+    _, folder = results
+    weights = {}
+    for label in ("one", layout):
+        export_checkpoint(folder / f"{family}-{label}", models[family], tmp_path / label)
+        weights[label] = load_file(tmp_path / label / "model.safetensors")
+    assert weights["one"].keys() == weights[layout].keys()
+    for name, expected in weights["one"].items():
+        difference = (weights[layout][name] - expected).abs()
+        assert difference.mean() < 1e-6, name
+        assert difference.max() < 1e-3, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_changes_the_scores_alike(results, one, family):
+    assert (one[family]["after"] - one[family]["scores"]).abs().max() > 1e-3
+    for layout in NAMES:
+        for rank in results[0][family, layout]:
+            torch.testing.assert_close(rank["after"], one[family]["after"], atol=1e-4, rtol=0)
+
+
+def test_small_budgets_really_made_several_microbatches(results):
+    for (_, layout), ranks in results[0].items():
+        several = layout not in ("one", "recompute", "tp2", "tp2-sp", "dp2", "tp4")
+        assert all((rank["microbatches"] > 1) == several for rank in ranks), layout
