@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -224,6 +225,9 @@ class Run:
         if not self.config.checkpoint.export or newest is None:
             return None
         out = self.run_dir / EXPORT_FOLDER
+        if out.exists():
+            # Of this run before it was resumed: derived from an older checkpoint, so nothing is lost with it.
+            shutil.rmtree(out)
         export_checkpoint(newest, Path(self.config.model.path), out)
         observer.message(f"Hugging Face checkpoint: {out}")
         return out

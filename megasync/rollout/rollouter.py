@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.buffer.state import BufferClosed
+from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, ServerError
@@ -95,6 +95,8 @@ class Rollouter:
 
     async def run(self) -> None:
         """Returns after `stop` or when the buffer is closed. Raises ServerError or DataError when it cannot go on."""
+        if self._stopped.is_set():
+            return
         loops = {
             asyncio.create_task(self._draw(), name="rollout draw"),
             asyncio.create_task(self._redo(), name="rollout redo"),

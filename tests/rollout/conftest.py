@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megasync.buffer.state import BufferClosed
+from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
 from megasync.rollout.rewards import RewardRunner
@@ -152,7 +152,7 @@ def make_bench():
     def make(
         *,
         total=10**9,
-        capacity=10**9,
+        capacity=8,
         size=4,
         samples=2,
         behave=None,

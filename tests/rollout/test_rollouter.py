@@ -133,8 +133,10 @@ async def test_one_bad_row_is_dropped_with_its_reason_and_the_run_goes_on(make_b
     bench = make_bench(total=9, size=4, reward=reward)
     with caplog.at_level(logging.WARNING):
         await finish(bench)
-    assert set(bench.buffer.dropped.items()) == {("0:2", "reward_error"), ("1:2", "reward_error")}
+    assert {"0:2", "1:2"} <= bench.buffer.dropped.keys()
+    assert set(bench.buffer.dropped.values()) == {"reward_error"}
     assert len(bench.buffer.committed) == 9
+    assert not any(uid.endswith(":2") for uid in bench.buffer.committed)
     assert "group 0:2 was dropped (reward_error)" in caplog.text
     assert "raised ValueError: odd row" in caplog.text
 
@@ -207,7 +209,8 @@ async def test_servers_that_are_gone_end_the_run_after_bounded_retries(make_benc
     with pytest.raises(ServerError, match="no server answers"):
         await finish(bench)
     assert len(bench.client.calls) <= 3 * 2
-    assert bench.buffer.live == ["0:0"]
+    assert "0:0" in bench.buffer.live
+    assert not bench.buffer.dropped
 
 
 # Groups that teach nothing

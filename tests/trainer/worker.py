@@ -5,7 +5,7 @@ FOLDER/result-RANK.pt.
 """
 
 import json
-import logging
+import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +13,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
 
 DEVICE = resolve_device("cpu")
 DEVICE.prepare_process(local_rank=0)
 
-from megasync.errors import CheckpointError, MegasyncError
+# Only now may Megatron be imported.
+from megasync.errors import CheckpointError, TrainingError
+from megasync.trainer import checkpoint
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.packing import Sample
+from megasync.trainer.policy import PolicyTrainer
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
@@ -43,7 +47,8 @@ def cross_entropy(tokens):
 
     def loss(batch, logprobs, entropy):
         weight = float(batch.counted) / tokens
-        return -(logprobs.sum() + 0.1 * entropy.sum()) * weight, {"tokens": torch.tensor(float(len(logprobs)) * batch.counted)}
+        count = torch.tensor(float(len(logprobs) * batch.counted))
+        return -(logprobs.sum() + 0.1 * entropy.sum()) * weight, {"tokens": count}
 
     return loss
 
@@ -73,9 +78,242 @@ def layouts(models, rows, layouts, folder):
     return found
 
 
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):
+    """Random groups; those in `uniform` have equal rewards. Every third response has a masked token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(low, high):
+        count = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+    found = []
+    for index in range(groups):
+        prompt, members = tokens(3, 20), []
+        for member in range(samples):
+            response = tokens(2, 12)
+            mask = [1] * len(response)
+            mask[0] = int(member % 3 != 2)
+            logprobs = (torch.randn(len(response), generator=generator) * 0.1 - 4.9).tolist()
+            reward = 1.0 if index in uniform else float(member)
+            members.append(Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward))
+        found.append(Group(f"0:{index}", members))
+    return found
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine.params().items()}
+
+
+def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", uniform=()):
+    """Metrics of a few policy steps, and the weights at the end."""
+    engine = make_engine(model, trainer, optimizer, dtype)
+    policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused")
+    metrics = [policy.step(make_groups(seed, uniform=uniform), seed, version=seed) for seed in range(1, steps + 1)]
+    found = {"metrics": metrics, "weights": weights(engine)}
+    engine.close()
+    return found
+
+
+def policies(model, runs):
+    """`train` once per entry of `runs`."""
+    return {name: train(model, **arguments) for name, arguments in runs.items()}
+
+
+def by_hand(model, uniform):
+    """One step of the plain on-policy gradient over *all* trajectories, and two minibatches of PPO, without PolicyTrainer."""
+    from megasync.algorithms.advantages import group_advantages
+
+    def plan(seed):
+        members, advantages = [], []
+        for group in make_groups(seed, uniform=uniform):
+            members.append(group.trajectories)
+            advantages.append(group_advantages([t.reward for t in group.trajectories], True))
+        return members, advantages
+
+    def flat(groups):
+        return [item for group in groups for item in group]
+
+    def scored(trajectory):
+        return [i for i, keep in enumerate(trajectory.loss_mask) if keep]
+
+    def update(engine, members, advantages, old):
+        samples = [Sample(t.prompt_ids, t.response_ids, scored(t)) for t in members]
+        tokens = sum(len(sample.scored) for sample in samples)
+
+        def loss(batch, logprobs, entropy):
+            total = 0.0
+            for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
+                ratio = (part - (part.detach() if old is None else old[index])).exp()
+                free, bounded = ratio * advantages[index], ratio.clamp(0.8, 1.28) * advantages[index]
+                total = total - torch.minimum(free, bounded).sum()
+            return total / tokens, {}
+
+        engine.forward_backward(samples, loss)
+        return engine.update(1, True).grad_norm
+
+    members, advantages = plan(1)
+    engine = make_engine(model)
+    norm = update(engine, flat(members), flat(advantages), None)
+    after_one = weights(engine)
+    engine.close()
+
+    engine = make_engine(model, optimizer={"lr": 0.05})
+    old = engine.score([Sample(t.prompt_ids, t.response_ids, scored(t)) for t in flat(members)])
+    half = sum(len(group) for group in members[:2])
+    update(engine, flat(members[:2]), flat(advantages[:2]), old[:half])
+    update(engine, flat(members[2:]), flat(advantages[2:]), old[half:])
+    after_two = weights(engine)
+    engine.close()
+    return {"grad_norm": norm, "after_one": after_one, "after_two": after_two}
+
+
+def reference(model):
+    """Scores by reference weights, before and after training, and what became of the present ones."""
+    engine = make_engine(model, {"tensor_parallel": dist.get_world_size()})
+    policy = PolicyTrainer(engine, AlgorithmConfig(kl_coef=0.1), dump_dir="unused")
+    samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for t in make_groups(1)[0].trajectories]
+    initial = torch.cat(engine.score(samples))
+    metrics = [policy.step(make_groups(seed), seed, 0) for seed in (1, 2)]
+    trained = torch.cat(engine.score(samples))
+    referred = torch.cat(engine.score(samples, reference=True))
+    again = torch.cat(engine.score(samples))
+    engine.close()
+    return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
+
+
+def guard(model, folder):
+    """A NaN that only one data-parallel rank computes with, until the run gives up."""
+    engine = make_engine(model, {"data_parallel": dist.get_world_size(), "max_skipped_steps": 2})
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
+    good, bad = make_groups(1), make_groups(1)
+    bad[0].trajectories[0].logprobs[1] = float("nan")
+    before = weights(engine)
+    skipped = policy.step(bad, 1, 0)
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    fine = policy.step(good, 2, 0)
+    changed = any(not torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    finite = all(tensor.isfinite().all() for tensor in engine.params().values())
+    error = None
+    survived = 0
+    try:
+        for step in range(3, 10):
+            policy.step(bad, step, 0)
+            survived += 1
+    except TrainingError as caught:
+        error = str(caught)
+    engine.close()
+    return {
+        "skipped": skipped,
+        "unchanged": unchanged,
+        "fine": fine,
+        "changed": changed and finite,
+        "survived": survived,
+        "error": error,
+    }
+
+
+def idle(model):
+    """Batches without anything to learn: equal rewards everywhere, and everything masked."""
+    engine = make_engine(model)
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+    before = weights(engine)
+    uniform = policy.step(make_groups(1, uniform=range(4)), 1, 0)
+    masked = make_groups(2)
+    for group in masked:
+        for trajectory in group.trajectories:
+            trajectory.loss_mask[:] = [0] * len(trajectory.loss_mask)
+    masked = policy.step(masked, 2, 0)
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    try:
+        policy.step([Group("lone", make_groups(1)[0].trajectories[:1])], 3, 0)
+        error = None
+    except TrainingError as caught:
+        error = str(caught)
+    engine.close()
+    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error}
+
+
+def resume(runs, folder):
+    """Steps 3 and 4 of an uninterrupted run, and of one that was saved after step 2 and loaded into a new engine."""
+    found = {}
+    for name, arguments in runs.items():
+        path = Path(folder) / name
+        options = {"model": arguments["model"], "trainer": arguments["trainer"], "dtype": arguments["dtype"]}
+
+        def begin(options=options):
+            engine = make_engine(**options, optimizer={"decay": "cosine", "warmup_steps": 1})
+            return engine, PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+
+        def continue_(engine, policy):
+            metrics = [policy.step(make_groups(seed), seed, 0) for seed in (3, 4)]
+            for entry in metrics:
+                entry.pop("train/seconds")
+            return metrics, weights(engine)
+
+        engine, policy = begin()
+        for seed in (1, 2):
+            policy.step(make_groups(seed), seed, 0)
+        engine.save(path, {"step": 2, "note": "hello"})
+        straight = continue_(engine, policy)
+        engine.close()
+        engine, policy = begin()
+        state = engine.load(path)
+        resumed = continue_(engine, policy)
+        engine.close()
+        found[name] = {"straight": straight, "resumed": resumed, "state": state}
+    return found
+
+
+def broken_checkpoints(model, folder):
+    """Saves that fail on one rank, and checkpoints that are not whole."""
+    run = Path(folder)
+    engine = make_engine(model, {"tensor_parallel": 2})
+
+    def attempt(action, *args):
+        try:
+            action(*args)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    engine.save(checkpoint.step_path(run, 1), {"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    full = attempt(engine.save, checkpoint.step_path(run, 2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    latest = checkpoint.latest(run).name
+    again = attempt(engine.load, checkpoint.step_path(run, 1))
+    existing = attempt(engine.save, checkpoint.step_path(run, 1))
+    engine.save(checkpoint.step_path(run, 3), {"step": 3})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (checkpoint.step_path(run, 3) / "model-tp1-pp0.safetensors").unlink()
+    dist.barrier()
+    before = weights(engine)
+    missing = attempt(engine.load, checkpoint.step_path(run, 3))
+    kept = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    engine.close()
+    other = make_engine(model, {"data_parallel": 2})
+    layout = attempt(other.load, checkpoint.step_path(run, 1))
+    absent = attempt(other.load, checkpoint.step_path(run, 9))
+    other.close()
+    return {
+        "full": full,
+        "left": left,
+        "latest": latest,
+        "again": again,
+        "existing": existing,
+        "missing": missing,
+        "kept": kept,
+        "layout": layout,
+        "absent": absent,
+    }
+
+
 def main() -> None:
     case, rank, world, port, folder = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
-    logging.basicConfig(level=logging.WARNING)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )

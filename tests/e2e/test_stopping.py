@@ -1,0 +1,81 @@
+"""Every way out of a run: asked politely, told twice, killed, or broken from inside. Nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.real
+
+ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step-*/COMPLETE"))
+
+
+def test_one_interrupt_finishes_the_step_and_saves(miniature, launch, the_run_dir) -> None:
+    run = launch("train", miniature(schedule=ENDLESS))
+    run.wait_for("step 3/")
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    (marker,) = checkpoints(the_run_dir())
+    state = json.loads((marker.parent / "state.json").read_text())
+    assert state["step"] >= 3
+    assert "SIGINT" in run.output
+    assert run.survivors() == []
+
+
+def test_an_interrupt_while_everything_starts_leaves_nothing_behind(miniature, launch) -> None:
+    run = launch("train", miniature())
+    run.wait_for("starting Ray")
+    # Let some of the processes come up first.
+    while len(run.family()) < 8:
+        assert run.process.poll() is None, run.output
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130, run.output
+    assert run.survivors() == []
+
+
+def test_a_second_interrupt_leaves_at_once(miniature, launch) -> None:
+    # Long answers keep the first interrupt busy: the servers never finish a batch.
+    run = launch("train", miniature(schedule=ENDLESS | {"samples_per_group": 64, "groups_per_step": 16}))
+    run.wait_for("held-out score")
+    run.signal(signal.SIGINT)
+    run.signal(signal.SIGINT)
+    assert run.wait() in (0, 130), run.output
+    assert run.survivors() == []
+
+
+def test_a_killed_controller_takes_everything_with_it(miniature, launch) -> None:
+    run = launch("train", miniature(schedule=ENDLESS))
+    run.wait_for("step 2/")
+    run.signal(signal.SIGKILL)
+    run.wait()
+    assert run.survivors() == []
+
+
+def test_a_dead_server_ends_the_run_with_its_log_and_the_work_saved(miniature, launch, the_run_dir) -> None:
+    run = launch("train", miniature(schedule=ENDLESS))
+    run.wait_for("step 3/")
+    (scheduler, *_) = [p for p in run.family() if p.is_running() and "sglang::scheduler" in " ".join(p.cmdline())]
+    scheduler.kill()
+    assert run.wait() == 2, run.output
+    assert "server" in run.output and "log" in run.output
+    assert checkpoints(the_run_dir())
+    assert run.survivors() == []
+
+
+def test_a_dead_rank_ends_the_run_with_its_cause(miniature, launch) -> None:
+    run = launch("train", miniature(schedule=ENDLESS))
+    run.wait_for("step 3/")
+    ranks = [p for p in run.family() if p.is_running() and "TrainerRank" in " ".join(p.cmdline())]
+    assert len(ranks) == 2
+    psutil.Process(ranks[1].pid).kill()
+    assert run.wait() == 2, run.output
+    assert "trainer" in run.output and "died" in run.output
+    assert run.survivors() == []

@@ -1,0 +1,95 @@
+"""The rollouter with the real buffer and the real source: a whole run, stopped and taken up again, loses nothing."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from megasync.buffer import AsyncBuffer, BufferClosed
+from megasync.buffer.trajectory import Trajectory
+from megasync.config.schema import PromptConfig, ScheduleConfig
+from megasync.data import PromptSource, Renderer
+from megasync.models.digits import digits_tokenizer
+from megasync.rollout.rewards import RewardRunner
+from megasync.rollout.rollouter import Rollouter
+
+ROWS = 5
+SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)
+
+
+class Life:
+    """One life of a run's driver: it trains leased batches as soon as they are there, and can be stopped anywhere."""
+
+    def __init__(self, rows, steps, trained, cursor=None, live=(), step=0, seed=0, failures=0.0):
+        self.random, self.failures = random.Random(seed), failures
+        self.trained, self.step, self.steps = trained, step, steps
+        self.source = PromptSource(
+            [{"prompt": str(n % 10) * (1 + n // 10)} for n in range(rows)],
+            Renderer(digits_tokenizer(), PromptConfig(), 16),
+            shuffle=True,
+            seed=0,
+        )
+        if cursor is not None:
+            self.source.restore(cursor)
+            self.source.requeue(live)
+        groups = (steps - step) * SCHEDULE.groups_per_step
+        self.buffer = AsyncBuffer(SCHEDULE, total_groups=groups, version=step)
+        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), SCHEDULE)
+
+    async def answer(self, client, sample):
+        """Takes an uneven while; a share of the responses fails."""
+        version = self.step
+        await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.003]))
+        if self.random.random() < self.failures:
+            raise RuntimeError("unlucky")
+        return Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [version], reward=self.random.random())
+
+    async def run(self, until):
+        """Trains up to step `until`; returns the checkpoint's cursor and live prompts."""
+        rollout = asyncio.create_task(self.rollouter.run())
+        first = self.step
+        while self.step < until:
+            batch = asyncio.create_task(self.buffer.lease(self.step + 1 - first, self.step))
+            await asyncio.wait({batch, rollout}, return_when=asyncio.FIRST_COMPLETED)
+            if rollout.done():
+                rollout.result()
+            groups = await batch
+            self.trained.extend(group.uid for group in groups)
+            self.step += 1
+            await self.buffer.ack(self.step - first)
+            await self.buffer.publish(self.step)
+        cursor = json.loads(json.dumps(self.source.state()))
+        await asyncio.sleep(0.001)  # the rollout goes on between the two halves of a checkpoint
+        live = await self.buffer.live_uids()
+        await self.buffer.close("stopped")
+        self.rollouter.stop()
+        await asyncio.wait_for(rollout, 5)
+        return cursor, live
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.1])
+@pytest.mark.parametrize("stops", [[12], [1, 12], [3, 4, 8, 12], list(range(1, 13))])
+async def test_every_prompt_is_trained_once_however_often_the_run_is_stopped(stops, failures):
+    trained, cursor, live, step = [], None, [], 0
+    for number, stop in enumerate(stops):
+        life = Life(ROWS, stops[-1], trained, cursor, live, step, number, failures)
+        cursor, live = await asyncio.wait_for(life.run(stop), 20)
+        step = life.step
+    assert len(trained) == stops[-1] * SCHEDULE.groups_per_step
+    assert max(Counter(trained).values()) == 1
+    if not failures:  # else a few prompts ended as drops
+        rest = Life(ROWS, stops[-1], [], cursor, live).source
+        served = trained + [rest.next().uid for _ in range(2 * ROWS)]
+        assert max(Counter(served).values()) == 1
+        epochs = len(trained) // ROWS
+        assert {f"{epoch}:{row}" for epoch in range(epochs) for row in range(ROWS)} <= set(served)
+
+
+async def test_a_closed_buffer_ends_admission_with_its_reason():
+    life = Life(3, 4, [])
+    await life.buffer.close("over")
+    await asyncio.wait_for(life.rollouter.run(), 5)
+    with pytest.raises(BufferClosed, match="over"):
+        await life.buffer.admit("9:0")

@@ -1,0 +1,101 @@
+"""A checkpoint is whole or absent, and a run that goes on from one is the run that never stopped."""
+
+import pytest
+import torch
+
+from megasync.errors import CheckpointError
+from megasync.trainer import checkpoint
+
+RUNS = {
+    1: {"one": ("float32", {})},
+    2: {
+        "distributed-optimizer": ("float32", {"data_parallel": 2}),
+        "distributed-optimizer-bfloat16": ("bfloat16", {"data_parallel": 2}),
+        "tensor-parallel-bfloat16": ("bfloat16", {"tensor_parallel": 2}),
+        "pipeline": ("float32", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def resumed(run_ranks, models, tmp_path_factory):
+    found = {}
+    for world, runs in RUNS.items():
+        runs = {
+            name: {"model": models["qwen2"], "dtype": dtype, "trainer": trainer}
+            for name, (dtype, trainer) in runs.items()
+        }
+        ranks = run_ranks("resume", world, runs=runs, folder=str(tmp_path_factory.mktemp("resume")))
+        found |= {name: [rank[name] for rank in ranks] for name in runs}
+    return found
+
+
+@pytest.mark.parametrize("name", [name for runs in RUNS.values() for name in runs])
+def test_a_resumed_run_is_bitwise_the_one_that_never_stopped(resumed, name):
+    for rank in resumed[name]:
+        metrics, weights = rank["straight"]
+        resumed_metrics, resumed_weights = rank["resumed"]
+        assert metrics == resumed_metrics
+        assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights)
+        assert rank["state"] == {"step": 2, "note": "hello"}
+
+
+@pytest.fixture(scope="module")
+def broken(run_ranks, models, tmp_path_factory):
+    return run_ranks("broken_checkpoints", 2, model=models["llama"], folder=str(tmp_path_factory.mktemp("broken")))
+
+
+def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(broken):
+    for rank in broken:
+        assert "could not write checkpoint" in rank["full"]
+        assert "rank 1: " in rank["full"]
+        assert rank["left"] == ["step-00000001"]
+        assert rank["latest"] == "step-00000001"
+        assert rank["again"] is None
+
+
+def test_a_missing_shard_is_refused_on_every_rank_before_a_weight_changes(broken):
+    for rank in broken:
+        assert "rank 1: " in rank["missing"]
+        assert "model-tp1-pp0.safetensors" in rank["missing"]
+        assert rank["kept"]
+
+
+def test_a_checkpoint_is_never_overwritten(broken):
+    assert all("exists already" in rank["existing"] for rank in broken)
+
+
+def test_another_layout_is_refused_by_name(broken):
+    for rank in broken:
+        assert "its topology is Topology(tensor=2" in rank["layout"]
+        assert "is not a whole checkpoint" in rank["absent"]
+
+
+def whole(run, step):
+    path = checkpoint.step_path(run, step)
+    path.mkdir(parents=True)
+    (path / checkpoint.STATE).write_text('{"step": %d}' % step)
+    (path / checkpoint.MARKER).touch()
+    return path
+
+
+def test_latest_sees_only_whole_checkpoints(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    whole(tmp_path, 9)
+    newest = whole(tmp_path, 100)
+    checkpoint.step_path(tmp_path, 200).mkdir()
+    assert checkpoint.latest(tmp_path) == newest
+    assert checkpoint.read_state(newest) == {"step": 100}
+    with pytest.raises(CheckpointError, match="no COMPLETE file"):
+        checkpoint.read_state(checkpoint.step_path(tmp_path, 200))
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3]), (0, [1, 2, 3])])
+def test_pruning_keeps_the_newest_and_clears_broken_saves(tmp_path, keep, left):
+    for step in (1, 2, 3):
+        whole(tmp_path, step)
+    partial = checkpoint.step_path(tmp_path, 4)
+    partial.with_name(partial.name + checkpoint.PARTIAL).mkdir()
+    checkpoint.prune(tmp_path, keep)
+    found = sorted((tmp_path / checkpoint.FOLDER).iterdir())
+    assert found == [checkpoint.step_path(tmp_path, step) for step in left]

@@ -1,0 +1,158 @@
+"""What a policy step does with groups: normalisation, what is left out, minibatches, the reference, the guard."""
+
+import json
+import math
+
+import pytest
+import torch
+
+PLAIN = {"correction": "none"}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def runs(run_ranks, model):
+    """One rank's training under several settings."""
+    settings = {
+        "plain": {"steps": 2},
+        "uniform": {"steps": 1, "algorithm": PLAIN, "uniform": [1, 2]},
+        "uniform-kl": {"steps": 1, "algorithm": {**PLAIN, "kl_coef": 1e-12}, "uniform": [1, 2]},
+        "minibatches": {
+            "steps": 1,
+            "algorithm": PLAIN,
+            "trainer": {"minibatches": 2},
+            "optimizer": {"lr": 0.05},
+            "uniform": [1, 2],
+        },
+        "entropy": {"steps": 1, "algorithm": {"entropy_coef": 0.5}},
+        "sequence": {"steps": 1, "algorithm": {"correction": "sequence"}},
+        "bfloat16": {"steps": 2, "dtype": "bfloat16"},
+    }
+    return run_ranks("policies", 1, model=model, runs=settings)[0]
+
+
+@pytest.fixture(scope="module")
+def spread(run_ranks, model):
+    """The same as `runs["plain"]` and others, over two ranks."""
+    settings = {
+        "dp2": {"steps": 2, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
+        "pp2": {"steps": 2, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "sequence": {"steps": 1, "trainer": {"data_parallel": 2}, "algorithm": {"correction": "sequence"}},
+        "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
+    }
+    return run_ranks("policies", 2, model=model, runs=settings)
+
+
+@pytest.fixture(scope="module")
+def hand(run_ranks, model):
+    return run_ranks("by_hand", 1, model=model, uniform=[1, 2])[0]
+
+
+def assert_same_metrics(left, right, **tolerance):
+    assert left.keys() == right.keys()
+    for name in left.keys() - {"train/seconds"}:
+        assert left[name] == pytest.approx(right[name], **tolerance), name
+
+
+def largest_difference(left, right):
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout):
+    for step in range(2):
+        for rank in spread:
+            assert_same_metrics(rank[layout]["metrics"][step], runs["plain"]["metrics"][step], rel=1e-4, abs=1e-5)
+        first, second = (rank[layout]["metrics"][step] for rank in spread)
+        assert_same_metrics(first, second, rel=0, abs=0)
+
+
+def test_sequence_weights_do_not_depend_on_the_layout(runs, spread):
+    assert_same_metrics(
+        spread[0]["sequence"]["metrics"][0], runs["sequence"]["metrics"][0], rel=1e-4, abs=1e-5
+    )
+
+
+def test_bfloat16_trains_close_to_float32(runs, spread):
+    for found in (runs["bfloat16"], spread[0]["bfloat16"]):
+        for mine, exact in zip(found["metrics"], runs["plain"]["metrics"], strict=True):
+            assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
+            assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
+        assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
+
+
+def test_all_metrics_are_there_and_finite(runs):
+    names = (
+        "loss grad_norm lr entropy clip_fraction is_weight_mean is_capped_fraction logprob_diff tokens sequences "
+        "staleness_mean staleness_max seconds skipped"
+    )
+    for metrics in runs["plain"]["metrics"]:
+        assert set(metrics) == {f"train/{name}" for name in names.split()}
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_counts_and_staleness_are_of_all_trajectories(runs):
+    from importlib.util import module_from_spec, spec_from_file_location  # noqa: F401 - documents where the batch is
+
+    metrics = runs["uniform"]["metrics"][0]
+    assert metrics["train/sequences"] == 12
+    assert metrics["train/staleness_mean"] == metrics["train/staleness_max"] == 1
+    assert metrics["train/tokens"] == runs["uniform-kl"]["metrics"][0]["train/tokens"]
+
+
+def test_leaving_out_sequences_without_advantage_changes_nothing(runs, hand):
+    """Against the plain gradient of all trajectories, computed by hand."""
+    assert runs["uniform"]["metrics"][0]["train/grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-5)
+    assert largest_difference(runs["uniform"]["weights"], hand["after_one"]) < 1e-6
+    assert largest_difference(runs["uniform-kl"]["weights"], hand["after_one"]) < 1e-4
+
+
+def test_minibatches_are_steps_against_the_log_probs_from_before_the_first(runs, hand):
+    assert largest_difference(runs["minibatches"]["weights"], hand["after_two"]) < 1e-5
+    assert runs["minibatches"]["metrics"][0]["train/clip_fraction"] > 0
+
+
+def test_an_entropy_bonus_adds_its_gradient(runs):
+    assert runs["entropy"]["metrics"][0]["train/loss"] < runs["plain"]["metrics"][0]["train/loss"] - 1.0
+    assert runs["entropy"]["metrics"][0]["train/grad_norm"] != runs["plain"]["metrics"][0]["train/grad_norm"]
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_reference_weights_are_the_first_ones_and_do_not_stay(run_ranks, model, ranks):
+    for found in run_ranks("reference", ranks, model=model):
+        assert torch.equal(found["referred"], found["initial"])
+        assert torch.equal(found["again"], found["trained"])
+        assert (found["trained"] - found["initial"]).abs().max() > 1e-3
+        first, second = found["metrics"]
+        assert first["train/kl"] == pytest.approx(0.0, abs=1e-6)
+        assert second["train/kl"] > 1e-6
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_together(run_ranks, model, tmp_path):
+    found = run_ranks("guard", 2, model=model, folder=str(tmp_path))
+    for rank in found:
+        assert rank["skipped"]["train/skipped"] == 1
+        assert rank["unchanged"]
+        assert rank["fine"]["train/skipped"] == 0
+        assert rank["changed"]
+        # The good step in between started the count anew: two more are allowed, the third ends the run.
+        assert rank["survived"] == 2
+        assert "trainer.max_skipped_steps=2" in rank["error"]
+    dumps = sorted(path.name for path in tmp_path.iterdir())
+    assert dumps == [f"step-{step:08d}-0.json" for step in (1, 3, 4, 5)]
+    record = json.loads((tmp_path / dumps[0]).read_text())
+    assert {entry["uid"] for entry in record["batch"]} == {"0:0", "0:1", "0:2", "0:3"}
+    assert "nan" in record["batch"][0]["trajectory"]["logprobs"]
+
+
+def test_nothing_to_learn_is_skipped_and_a_lone_reward_refused(run_ranks, model):
+    found = run_ranks("idle", 1, model=model)[0]
+    assert found["uniform"]["train/skipped"] == found["masked"]["train/skipped"] == 1
+    assert found["uniform"]["train/tokens"] > 0
+    assert found["masked"]["train/tokens"] == 0
+    assert found["unchanged"]
+    assert "group lone cannot be trained" in found["error"]
