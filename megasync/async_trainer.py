@@ -109,6 +109,8 @@ def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
     seen: list[str] = []
 
     def on_signal(name: str) -> None:
+        if task.cancelling():
+            return  # on the way out already; a further cancellation would only break the cleaning up
         seen.append(name)
         if len(seen) > 1 or not run.request_stop(name):
             task.cancel(f"{name}, told to leave now")

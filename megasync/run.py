@@ -167,8 +167,15 @@ class Run:
     async def _reserve(self, stack: AsyncExitStack, device: Device) -> Pools:
         specs = pool_specs(self.config)
         cluster = RayCluster(self.config, sum(spec.total_devices for spec in specs.values()))
-        stack.callback(cluster.close)
-        await asyncio.to_thread(cluster.connect)
+        # A thread cannot be cancelled: whoever leaves now waits until Ray is up, and then takes it down again.
+        connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
+
+        async def disconnect() -> None:
+            await asyncio.wait([connecting])
+            await asyncio.to_thread(cluster.close)
+
+        stack.push_async_callback(disconnect)
+        await asyncio.shield(connecting)
         pools = Pools(specs, device.kind)
         stack.callback(pools.remove)
         await pools.create(self.config.timeouts.server_start)

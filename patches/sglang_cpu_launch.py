@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS`` as for its own launcher.
 
-Four deviations, for servers on a CPU only:
+Five deviations, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked, not spawned. A spawned child imports SGLang and PyTorch again, which takes most
   of the start (20 s against 8 s on two cores) and three times the memory. Forking is safe here because the parent has
@@ -11,11 +11,13 @@ Four deviations, for servers on a CPU only:
   the batch here: log-probs move by about 1e-5, and the sampled token practically never.
 - Garbage collection is not frozen after a skipped warm-up: SGLang asks for that before its port is open, and logs the
   refused connection as if the start had failed. `SGLangServer` asks for it once the server answers.
+- Where MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang itself never removes.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from typing import Any
 
@@ -29,11 +31,21 @@ def apply() -> None:
         add_deterministic_attention_backend_choices,
     )
     from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.server_args import PortArgs
 
     if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda: None
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
+
+    make_ports = PortArgs.init_new
+
+    def make_named_ports(*args: Any, **kwargs: Any) -> PortArgs:
+        ports = make_ports(*args, **kwargs)
+        ports.instance_id = os.environ.get("MEGASYNC_INSTANCE", ports.instance_id)
+        return ports
+
+    PortArgs.init_new = staticmethod(make_named_ports)
 
     # SGLang sets "spawn" in the middle of its start; the last word has to come after that.
     set_environment = engine._set_envs_and_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Self
 
 from aiohttp import web
 
@@ -14,7 +15,6 @@ Behaviour = Callable[["FakeSGLang", dict], Awaitable[web.Response]]
 async def DROP(fake: FakeSGLang, body: dict) -> web.Response:
     """Marks a request whose connection is closed without an answer."""
     raise AssertionError("handled before it is called")
-
 
 
 class FakeSGLang:
@@ -32,7 +32,7 @@ class FakeSGLang:
         self.aborted: list[str] = []
         self.aborted_all = 0
 
-    async def __aenter__(self) -> FakeSGLang:
+    async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
@@ -53,7 +53,9 @@ class FakeSGLang:
         last = body["input_ids"][-1]
         return [(last + 1 + i) % self.vocab for i in range(count)]
 
-    def answer(self, body: dict, count: int, finish: str, versions: list[tuple[int, int]] | None = None) -> web.Response:
+    def answer(
+        self, body: dict, count: int, finish: str, versions: list[tuple[int, int]] | None = None
+    ) -> web.Response:
         """`versions` is (version, tokens) pairs; by default all tokens have the present version."""
         ids = self.continuation(body, count)
         spans, at = [], 0

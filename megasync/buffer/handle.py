@@ -21,13 +21,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.errors import BufferClosed, BufferStateError
 from megasync.buffer.pacing import Pacing
 from megasync.buffer.state import TrajectoryBuffer
 from megasync.buffer.trajectory import Group
-from megasync.config.schema import ScheduleConfig
+
+if TYPE_CHECKING:
+    from megasync.config.schema import ScheduleConfig
 
 __all__ = ["AsyncBuffer", "BufferClosed", "BufferStateError"]
 

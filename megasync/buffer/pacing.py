@@ -22,8 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megasync.config.schema import ScheduleConfig
+if TYPE_CHECKING:
+    from megasync.config.schema import ScheduleConfig
+
 
 
 @dataclass(frozen=True, slots=True)

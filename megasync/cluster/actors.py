@@ -65,13 +65,16 @@ class Actors:
     async def _gather(self, method: str, refs: list, timeout: float | None, first: int = 0) -> list[Any]:
         waits = [asyncio.ensure_future(self._result(slot, method, ref)) for slot, ref in enumerate(refs, first)]
         try:
-            return await asyncio.wait_for(asyncio.gather(*waits), timeout)
-        except TimeoutError:
-            late = [slot for slot, wait in enumerate(waits, first) if wait.cancelled() or not wait.done()]
-            raise TrainingError(
-                f"{self.role} {late} did not finish {method}() within {timeout:.0f} s; raise the matching timeouts.* "
-                f"value if the work really takes longer"
-            ) from None
+            done, late = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for wait in done:
+                wait.result()
+            if late:
+                slots = [slot for slot, wait in enumerate(waits, first) if wait in late]
+                raise TrainingError(
+                    f"{self.role} {slots} did not finish {method}() within {timeout:.0f} s; raise the matching "
+                    f"timeouts.* value if the work really takes longer"
+                )
+            return [wait.result() for wait in waits]
         finally:
             for wait in waits:
                 wait.cancel()

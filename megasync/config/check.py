@@ -9,6 +9,7 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
+from megasync.buffer.pacing import Pacing
 from megasync.config.host import is_loopback
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, read_hf_config
@@ -67,7 +68,7 @@ def check_config(
 
 def _check_schedule(config: Config) -> None:
     schedule, trainer = config.schedule, config.trainer
-    capacity = buffer_capacity(config)
+    capacity = Pacing.of(schedule).capacity
     inflight = schedule.max_inflight_groups
     if inflight is not None and inflight > capacity:
         raise ConfigError(
@@ -86,12 +87,6 @@ def _check_schedule(config: Config) -> None:
             f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
             f"{schedule.total_steps}: no sync would ever fall due; lower it"
         )
-
-
-def buffer_capacity(config: Config) -> int:
-    """Groups that may be active at once (design law 5): (max_staleness + 1) * groups_per_step * weight_sync_steps."""
-    schedule = config.schedule
-    return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.weight_sync_steps
 
 
 def _check_algorithm(config: Config) -> None:

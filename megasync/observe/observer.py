@@ -16,8 +16,8 @@ from typing import Self
 
 from rich.console import Console
 
+from megasync.buffer.pacing import Pacing
 from megasync.config import Config
-from megasync.config.check import buffer_capacity
 from megasync.observe import names
 from megasync.observe.curve import plot_curve
 from megasync.observe.display import LiveDisplay
@@ -50,6 +50,7 @@ class RunObserver:
         self._config = config
         self._run_dir = Path(run_dir)
         self._clock = clock
+        self._pacing = Pacing.of(config.schedule)
         self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
         self._display = LiveDisplay(self.snapshot, live=config.observe.live, console=console)
         self._start = clock()
@@ -61,8 +62,8 @@ class RunObserver:
         self._buffer: dict[str, int] = {}
         self._activities: dict[str, tuple[str, float]] = {}
         self._messages: deque[str] = deque(maxlen=SHOWN_MESSAGES)
-        # (clock, trained tokens so far) at the end of the latest steps.
-        self._marks: deque[tuple[float, float]] = deque([(self._start, 0.0)], maxlen=SPEED_STEPS + 1)
+        # (clock, tokens trained since the first step) at the end of the latest steps: starting up is no training.
+        self._marks: deque[tuple[float, float]] = deque(maxlen=SPEED_STEPS + 1)
         self._drawn = self._start
         self._failed: set[str] = set()
 
@@ -90,7 +91,8 @@ class RunObserver:
         }
         if states:
             self.buffer(states)
-        self._marks.append((self._clock(), self._marks[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0)))
+        trained = self._marks[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._marks else 0.0
+        self._marks.append((self._clock(), trained))
         rate = self._trained_rate()
         measured = {} if rate is None else {names.TRAINED_RATE: rate}
         self._log(step, {"version": version, **metrics, **measured})
@@ -130,7 +132,6 @@ class RunObserver:
 
     def snapshot(self) -> RunSnapshot:
         now, config = self._clock(), self._config
-        (began, _), (ended, _) = self._marks[0], self._marks[-1]
         steps = len(self._marks) - 1
         return RunSnapshot(
             name=config.name,
@@ -139,7 +140,7 @@ class RunObserver:
             total_steps=config.schedule.total_steps,
             version=self._version,
             seconds=now - self._start,
-            step_seconds=(ended - began) / steps if steps else None,
+            step_seconds=(self._marks[-1][0] - self._marks[0][0]) / steps if steps > 0 else None,
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
             target=config.schedule.stop_at_score,
@@ -147,15 +148,17 @@ class RunObserver:
             sampled_rate=self._latest.get(names.SAMPLED_RATE),
             staleness_mean=self._latest.get(names.STALENESS_MEAN),
             staleness_max=self._latest.get(names.STALENESS_MAX),
-            staleness_limit=config.schedule.max_staleness,
+            staleness_limit=self._pacing.staleness_bound,
             buffer=dict(self._buffer),
-            capacity=buffer_capacity(config),
+            capacity=self._pacing.capacity,
             activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in self._activities.items()),
             messages=tuple(self._messages),
         )
 
     def _trained_rate(self) -> float | None:
         """Tokens per second between the oldest and the newest mark; None before there is a difference."""
+        if not self._marks:
+            return None
         (began, before), (ended, after) = self._marks[0], self._marks[-1]
         return (after - before) / (ended - began) if ended > began else None
 

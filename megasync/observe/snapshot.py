@@ -34,7 +34,7 @@ class RunSnapshot:
     # Tokens per second of wall time over the latest steps: trained by the trainer, sampled by the servers.
     trained_rate: float | None = None
     sampled_rate: float | None = None
-    # Versions between sampling and training in the latest step, and the bound of the configuration.
+    # Versions between sampling and training in the latest step, and the bound that the buffer keeps.
     staleness_mean: float | None = None
     staleness_max: float | None = None
     staleness_limit: int = 0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megasync.config.check import buffer_capacity, model_layout
+from megasync.buffer.pacing import Pacing
+from megasync.config.check import model_layout
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs
 from megasync.config.schema import Config
 from megasync.preflight.memory import RankMemory, ServerMemory, microbatch_tokens, server_memory, stage_memory
@@ -70,8 +71,9 @@ class Plan:
     # Groups that may be active at once, and of those being generated at once.
     capacity: int
     inflight: int
-    # Versions that a trained token may be behind; what happens beyond is `over_age`.
-    max_staleness: int
+    # Versions that a trained token may be behind: max_staleness, and what the window adds. Beyond: `over_age`.
+    staleness_bound: int
+    window_slack: int
     over_age: str
     sync: Sync
     stages: tuple[RankMemory, ...]
@@ -97,7 +99,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     buckets = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     stages = tuple(stage_memory(config, layout, buckets, stage) for stage in range(topology.pipeline))
     server = server_memory(config, layout, device_bytes)
-    capacity = buffer_capacity(config)
+    pacing = Pacing.of(schedule)
     return Plan(
         name=config.name,
         model=_model_name(config, source),
@@ -110,9 +112,10 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         ranks=tuple(_rank(rank, trainer, topology, layout.stages) for rank in range(topology.world)),
         responses_per_step=schedule.groups_per_step * schedule.samples_per_group,
         microbatch_tokens=microbatch_tokens(config),
-        capacity=capacity,
-        inflight=schedule.max_inflight_groups or capacity,
-        max_staleness=schedule.max_staleness,
+        capacity=pacing.capacity,
+        inflight=schedule.max_inflight_groups or pacing.capacity,
+        staleness_bound=pacing.staleness_bound,
+        window_slack=pacing.window_slack,
         over_age=schedule.over_age,
         sync=Sync(
             nbytes=buckets.nbytes,

@@ -45,7 +45,8 @@ def _summary(plan: Plan) -> Table:
         + (", tied embeddings" if sizes.tied else ""),
         "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens a rank",
         "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
-        "staleness": f"trained tokens at most {plan.max_staleness} version(s) old; older ones: {plan.over_age}",
+        "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
+        f"look-ahead window; older ones: {plan.over_age}",
         "weight sync": f"every {sync.every_steps} step(s): {_bytes(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
         f"{_bytes(sync.largest)}, sent by rank(s) {senders}",
     }

@@ -28,8 +28,8 @@ from megasync.rollout.sampling import base_params, merge_params
 
 log = logging.getLogger(__name__)
 
-# Statuses that say "not now": the router found no server, or a server went away under the request.
-_RETRIED = frozenset({429, 502, 503, 504})
+# Statuses that may pass: no server is free or healthy, or one went away under the request (the router says 500 then).
+_RETRIED = frozenset({429, 500, 502, 503, 504})
 _ATTEMPTS = 6
 # Seconds before the second attempt, doubled for each further one: 6 s in all.
 _BACKOFF = 0.2

@@ -29,11 +29,21 @@ _TAIL_BYTES = 64 * 1024
 class ManagedProcess:
     """One command with its log file. Not reusable: make another to start again."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str | Path) -> None:
-        """`env` is the whole environment. The log gets standard output and error, appended."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log_path: str | Path,
+        scratch: Sequence[str] = (),
+    ) -> None:
+        """`env` is the whole environment. The log gets standard output and error, appended.
+
+        `scratch` are glob patterns of files and folders that are removed when the command has ended, in whatever way.
+        """
         self.command = list(command)
         self.log_path = Path(log_path)
         self._env = dict(env)
+        self._scratch = os.pathsep.join(scratch)
         self._process: subprocess.Popen | None = None
         self._log_start = 0
 
@@ -47,7 +57,7 @@ class ManagedProcess:
             with open(self.log_path, "ab") as out:
                 self._log_start = out.tell()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-E", str(supervisor), str(os.getpid()), *self.command],
+                    [sys.executable, "-S", "-E", str(supervisor), str(os.getpid()), self._scratch, *self.command],
                     env=self._env,
                     stdin=subprocess.DEVNULL,
                     stdout=out,

@@ -66,8 +66,10 @@ class Router(Service):
             "prometheus_host": self.host,
             "prometheus_port": self._prometheus_port,
             "disable_retries": True,
-            # Failures reach the client, which retries and reports; a breaker would only hide the server they belong to.
-            "disable_circuit_breaker": True,
+            # Keeps cache-affine requests off a dead server long before the health probe finds it.
+            "cb_failure_threshold": 5,
+            "cb_success_threshold": 1,
+            "cb_timeout_duration_secs": 10,
             "health_check_interval_secs": 30,
             "health_check_timeout_secs": 20,
             "health_failure_threshold": 3,

@@ -7,7 +7,6 @@ control endpoints want the admin key when there is one, generation does not, so 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -84,7 +83,7 @@ class SGLangServer(Service):
         self.api_key = api_key
         self.seed = seed
         self.deterministic = deterministic
-        self._scratch: str | None = None
+        self._folder: str | None = None
 
     def arguments(self) -> dict[str, object]:
         """Command line options; True stands for a flag. The configuration's `rollout.server_args` come last and win."""
@@ -126,16 +125,17 @@ class SGLangServer(Service):
 
     def environment(self) -> dict[str, str]:
         env = dict(os.environ) | _ENVIRONMENT
-        if self._scratch is not None:
-            # SGLang leaves sockets and empty files in the temporary folder; this one is removed by `stop`.
-            env["TMPDIR"] = self._scratch
+        if self._folder is not None:
+            # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
+            env["TMPDIR"] = self._folder
+            env["MEGASYNC_INSTANCE"] = Path(self._folder).name
         if self.device != "cpu":
             return env
         env |= _CPU_ENVIRONMENT
-        if self._scratch is not None:
-            env["HOME"] = env["XDG_CACHE_HOME"] = self._scratch
+        if self._folder is not None:
+            env["HOME"] = env["XDG_CACHE_HOME"] = self._folder
             # A rendezvous file instead of a TCP store, which would listen on all interfaces.
-            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._scratch}/rendezvous"
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._folder}/rendezvous"
         if self.rollout.tensor_parallel > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.rollout.tensor_parallel))
         if any(find_spec(name) is None for name in _STAND_INS):
@@ -143,13 +143,15 @@ class SGLangServer(Service):
             env["PYTHONPATH"] = os.pathsep.join(path)
         return env
 
+    def scratch(self) -> list[str]:
+        return [self._folder, f"/dev/shm/sglang_loads_{Path(self._folder).name}_*"] if self._folder else []
+
     async def start(self, timeout: float) -> str:
         """As `Service.start`; returns the URL. Raises ServerError at once for a model folder without config.json."""
         if not (self.model_path / "config.json").is_file():
             raise ServerError(f"cannot serve {self.model_path}: the folder has no config.json")
-        self._remove_scratch()
         # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
-        self._scratch = tempfile.mkdtemp(prefix="megasync-sglang-")
+        self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
         try:
             url = await super().start(timeout)
             await self._after_start()
@@ -159,13 +161,10 @@ class SGLangServer(Service):
             raise
 
     async def stop(self, timeout: float = 10.0) -> None:
-        try:
-            if self.device == "cpu":
-                # SGLang's own shutdown polls every 5 s for work to drain, and here there is no device memory to release.
-                self.kill()
-            await super().stop(timeout)
-        finally:
-            self._remove_scratch()
+        if self.device == "cpu":
+            # SGLang's own shutdown polls every 5 s for work to drain, and here there is no device memory to release.
+            self.kill()
+        await super().stop(timeout)
 
     async def serving(self) -> bool:
         # /health says 503 until the warm-up is over, where there is one.
@@ -188,11 +187,6 @@ class SGLangServer(Service):
             await control.post("/freeze_gc", timeout=30.0)
         finally:
             await control.close()
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
 
 
 def stand_ins_path() -> str:

@@ -45,6 +45,10 @@ class Service:
     def environment(self) -> dict[str, str]:
         raise NotImplementedError
 
+    def scratch(self) -> list[str]:
+        """Glob patterns of what is removed when the process has ended, in whatever way."""
+        return []
+
     async def serving(self) -> bool:
         """True once the process serves; ServerError when it answers something that will not change."""
         raise NotImplementedError
@@ -94,7 +98,7 @@ class Service:
             self._process.kill()
 
     async def _start_once(self, deadline: float, timeout: float) -> None:
-        self._process = ManagedProcess(self.command(), self.environment(), self.log_path)
+        self._process = ManagedProcess(self.command(), self.environment(), self.log_path, self.scratch())
         self._process.start()
         try:
             while not await self.serving():

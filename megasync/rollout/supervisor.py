@@ -1,7 +1,8 @@
 """Runs one command and takes its whole process group down when the owner or the command ends.
 
-Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID COMMAND...``. The invariant: no
-process of the command's group outlives this script or the owner. A pidfd of the owner wakes `_wait` the moment the
+Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``. The
+invariant: no process of the command's group outlives this script or the owner, and then nothing that SCRATCH names
+(glob patterns, joined by `os.pathsep`) is left. A pidfd of the owner wakes `_wait` the moment the
 owner is gone, however it went (SIGKILL included); a parent-death signal covers the death of this script itself, which
 has one thread, so the signal cannot fire early as it would in an owner whose forking thread ends.
 
@@ -12,8 +13,10 @@ kills the whole group.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,7 +59,16 @@ def _wait(owner: int, child: subprocess.Popen) -> int:
     return child.wait()
 
 
-def main(owner: int, command: list[str]) -> int:
+def _remove(patterns: list[str]) -> None:
+    for pattern in patterns:
+        for path in glob.glob(pattern):
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+
+
+def main(owner: int, scratch: list[str], command: list[str]) -> int:
     # A signal that came before there was a command to pass it to.
     early: signal.Signals | None = None
     child: subprocess.Popen | None = None
@@ -84,8 +96,9 @@ def main(owner: int, command: list[str]) -> int:
         return _wait(owner, child)
     finally:
         _signal_group(child.pid, signal.SIGKILL)
+        _remove(scratch)
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), sys.argv[2:])
+    status = main(int(sys.argv[1]), list(filter(None, sys.argv[2].split(os.pathsep))), sys.argv[3:])
     sys.exit(128 - status if status < 0 else status)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from megasync.errors import CheckpointError
 from megasync.sync.layout import Layout
 from megasync.sync.shards import LAYOUT, describe, read_layout, shard_file
-from megasync.trainer.collectives import first_failure
+from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     except CheckpointError:
         if shard.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        # No rank goes on while the remains still take up the disk.
+        all_agree(True, device)
         raise
     log.info("saved %s", path)
 

@@ -38,6 +38,7 @@ from megasync.sync.layout import Layout
 from megasync.sync.shards import load_shards
 from megasync.sync.topology import Topology
 from megasync.trainer import checkpoint
+from megasync.trainer.architecture import check_architecture
 from megasync.trainer.batch import Batch, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.logprobs import token_logprobs
@@ -54,7 +55,15 @@ LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 
 
 class MegatronEngine:
-    """Args: ``total_steps`` is where the learning rate's decay ends; torch.distributed must be up at `initialize`."""
+    """The constructor only reads and checks the configuration; torch.distributed must be up at `initialize`.
+
+    Args:
+        total_steps: training step at which the learning rate's decay ends.
+        seed: of Megatron's random states.
+
+    Raises:
+        ConfigError: a world of another size than the layout's, or an architecture that is not supported.
+    """
 
     def __init__(
         self,
@@ -80,7 +89,9 @@ class MegatronEngine:
         self.rank = rank
         self.coords = self.topology.coords(rank)
         self.dtype = DTYPES[model.dtype]
-        self.layout = Layout(read_hf_config(model.path), self.topology, device.spec)
+        hf_config = read_hf_config(model.path)
+        self.layout = Layout(hf_config, self.topology, device.spec)
+        check_architecture(hf_config)
         self._total_steps = total_steps
         self._seed = seed
         self._reference: dict[str, torch.Tensor] = {}
@@ -89,7 +100,6 @@ class MegatronEngine:
         """Builds process groups, model and optimizer, and loads this rank's slices of the model folder.
 
         Raises:
-            ConfigError: the architecture is not supported.
             CheckpointError: the folder's weights do not fit its config.
         """
         config = self.trainer_config

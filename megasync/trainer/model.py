@@ -6,7 +6,6 @@ The parameters of the model built here are exactly those that `sync.layout.Layou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,12 +29,10 @@ from megasync.device import Device
 from megasync.errors import ConfigError
 from megasync.sync.families import Split
 from megasync.sync.layout import Layout
+from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.attention import TreeAttention
 from megasync.trainer.batch import PackedTokens
-from megasync.trainer.rotary import PackedRotary, rope_parameters
-
-# Options of a config.json that change the computation, and the only value that is implemented.
-REQUIRED = {"hidden_act": "silu", "use_sliding_window": False}
+from megasync.trainer.rotary import PackedRotary
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -82,10 +79,8 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
     Needs initialised Megatron process groups.
 
     Raises:
-        ConfigError: an architecture or option that is not implemented, or a split that Megatron refuses.
+        ConfigError: the layout table does not describe the model that Megatron built.
     """
-    _check_supported(layout.hf_config)
-    rope = rope_parameters(layout.hf_config)
     config = transformer_config(layout, trainer, device, dtype)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     model = PolicyModel(
@@ -98,7 +93,7 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
         position_embedding_type="rope",
         share_embeddings_and_output_weights=layout.sizes.tied,
     )
-    model.rotary_pos_emb = PackedRotary(rope, layout.sizes.head_dim, device.torch_device)
+    model.rotary_pos_emb = PackedRotary(rope_parameters(layout.hf_config), layout.sizes.head_dim, device.torch_device)
     _check_parameters(model, layout, rank)
     _mark_split_parameters(model, layout, rank)
     return model
@@ -148,14 +143,6 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         persist_layer_norm=False,
         **(recompute if trainer.recompute == "full" else {}),
     )
-
-
-def _check_supported(hf_config: Mapping[str, Any]) -> None:
-    for key, value in REQUIRED.items():
-        if hf_config.get(key, value) != value:
-            raise ConfigError(f"{key}={hf_config[key]!r} in config.json is not supported; only {value!r} is")
-    if "rms_norm_eps" not in hf_config:
-        raise ConfigError("config.json has no 'rms_norm_eps'")
 
 
 def _layer_specs(

@@ -100,7 +100,7 @@ class PolicyTrainer:
         metrics = {
             "train/sequences": float(len(everyone)),
             "train/tokens": float(sum(len(member.scored) for member in everyone)),
-            "train/reward": sum(member.trajectory.reward for member in everyone) / len(everyone),
+            "train/reward": sum(member.trajectory.reward for member in everyone) / max(1, len(everyone)),
             **_staleness(everyone, version),
         }
         metrics |= self._train(judged, step)

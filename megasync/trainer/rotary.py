@@ -9,38 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megasync.errors import ConfigError
-from megasync.trainer.batch import PackedTokens
-
-SUPPORTED = ("default", "llama3")
-
-
-def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope section of a config.json, old spelling (``rope_theta``, ``rope_scaling``) or new (``rope_parameters``).
-
-    Raises:
-        ConfigError: no base frequency, or a kind of scaling that is not implemented.
-    """
-    found = dict(hf_config.get("rope_scaling") or {})
-    found |= hf_config.get("rope_parameters") or {}
-    found.setdefault("rope_theta", hf_config.get("rope_theta"))
-    kind = found.setdefault("rope_type", found.pop("type", "default"))
-    if kind not in SUPPORTED:
-        raise ConfigError(f"rope_type {kind!r} in config.json is not supported; supported are {', '.join(SUPPORTED)}")
-    if found["rope_theta"] is None:
-        raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")
-    partial = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
-    return found
+if TYPE_CHECKING:
+    from megasync.trainer.batch import PackedTokens
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair of channels, float32 [head_dim / 2]; ``rope`` comes from `rope_parameters`.
+    """Angle per position of each pair of channels, float32 [head_dim / 2]; ``rope`` comes from
+    `architecture.rope_parameters`.
 
     Scaling of kind llama3 (Llama 3.1, "The Llama 3 Herd of Models", 2024): wavelengths longer than the original context
     are stretched by ``factor``, short ones kept, those between interpolated.

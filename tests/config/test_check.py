@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megasync.config import check_config
-from megasync.config.check import RESERVED_SERVER_ARGS, buffer_capacity
+from megasync.config.check import RESERVED_SERVER_ARGS
 from megasync.config.model_files import FETCHABLE
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
@@ -117,11 +117,6 @@ def test_what_looks_odd_but_works_is_accepted(make, overrides):
 def test_rows_from_python_stand_in_for_datasets(make):
     config = make("data.train=null", "data.eval=null", "schedule.stop_at_score=0.9")
     check_config(config, own_rows=True, own_eval_rows=True)
-
-
-def test_capacity_is_the_pacing_of_the_design(make):
-    config = make("schedule.max_staleness=3", "schedule.groups_per_step=4", "schedule.weight_sync_steps=2")
-    assert buffer_capacity(config) == (3 + 1) * 4 * 2
 
 
 def test_reserved_server_arguments_point_to_keys_that_exist():

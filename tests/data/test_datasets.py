@@ -88,13 +88,22 @@ def test_parquet_rows(tmp_path):
         load(tmp_path / "bad.parquet", kind="parquet")
 
 
-def test_hf_rows(tmp_path):
+def test_hf_rows(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "set")
-    assert load(tmp_path / "set", kind="hf")[0] == rows
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", *rows)
+    assert load(tmp_path / "files", kind="hf")[0] == rows
+    built = datasets.load_dataset(str(tmp_path / "files"))
+    built.save_to_disk(tmp_path / "dict")
+    built["train"].save_to_disk(tmp_path / "single")
+    assert load(tmp_path / "dict", kind="hf")[0] == rows
+    assert load(tmp_path / "single", kind="hf")[0] == rows
     with pytest.raises(DataError, match="split dev"):
-        load(tmp_path / "set", kind="hf", split="dev")
+        load(tmp_path / "dict", kind="hf", split="dev")
+    with pytest.raises(DataError, match="split dev"):
+        load(tmp_path / "files", kind="hf", split="dev")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Launched:
         self._output = output
         with output.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megasync.cli", *arguments], stdout=out, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "megasync", *arguments], stdout=out, stderr=subprocess.STDOUT
             )
         self._family: dict[int, psutil.Process] = {}
 

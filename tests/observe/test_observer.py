@@ -46,16 +46,18 @@ def observer(tmp_path, clock):
 
 def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
     with observer:
+        clock.now += 60  # starting up
+        observer.step(1, 1, METRICS)
         clock.now += 5
-        observer.step(1, 1, {**METRICS, "buffer/generating": 3.0, "buffer/finished": 2.0})
+        observer.step(2, 2, {**METRICS, "buffer/generating": 3.0, "buffer/finished": 2.0})
     snap = observer.snapshot()
-    assert (snap.step, snap.version, snap.seconds, snap.step_seconds) == (1, 1, 5.0, 5.0)
-    assert snap.rewards == (0.5,) and snap.trained_rate == 20.0 and snap.sampled_rate == 70.0
-    assert (snap.staleness_mean, snap.staleness_max, snap.staleness_limit) == (0.25, 1.0, 1)
+    assert (snap.step, snap.version, snap.seconds, snap.step_seconds) == (2, 2, 65.0, 5.0)
+    assert snap.rewards == (0.5, 0.5) and snap.trained_rate == 20.0 and snap.sampled_rate == 70.0
+    assert (snap.staleness_mean, snap.staleness_max, snap.staleness_limit) == (0.25, 1.0, 2)
     assert snap.buffer == {"generating": 3, "finished": 2} and snap.capacity == 8
-    assert snap.eta_seconds == 99 * 5.0
+    assert snap.eta_seconds == 98 * 5.0
     columns = read_metrics(tmp_path)
-    assert columns[names.TRAINED_RATE] == [20.0] and columns["version"] == [1]
+    assert columns[names.TRAINED_RATE] == [None, 20.0] and columns["version"] == [1, 2]
 
 
 def test_nothing_is_known_before_the_first_step(observer):

@@ -59,7 +59,9 @@ def test_one_node_is_shared_by_both_pools():
 def test_buffer_and_staleness_follow_the_schedule():
     plan = resolve_plan(load("qwen3_8b_math", "schedule.max_staleness=3", "schedule.weight_sync_steps=2"))
     assert plan.capacity == (3 + 1) * 64 * 2 == plan.inflight
-    assert (plan.max_staleness, plan.sync.every_steps) == (3, 2)
+    assert (plan.staleness_bound, plan.window_slack, plan.sync.every_steps) == (3 + 2, 2, 2)
+    strict = resolve_plan(load("qwen3_8b_math", "schedule.window_fraction=null"))
+    assert (strict.staleness_bound, strict.window_slack) == (1, 0)
     assert resolve_plan(load("qwen3_8b_math", "schedule.max_inflight_groups=50")).inflight == 50
 
 

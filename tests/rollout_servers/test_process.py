@@ -165,6 +165,19 @@ async def test_a_command_that_does_not_exist_ends_with_its_name_in_the_log(tmp_p
     assert "/no/such/program" in process.tail()
 
 
+async def test_scratch_is_removed_when_the_command_has_ended(tmp_path):
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "folder" / "inner" / "file").write_text("")
+    (tmp_path / "scratch-1").write_text("")
+    (tmp_path / "kept").write_text("")
+    process = ManagedProcess(
+        ["true"], dict(os.environ), tmp_path / "log", [str(tmp_path / "folder"), str(tmp_path / "scratch-*")]
+    )
+    process.start()
+    assert await process.wait(10) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "log"}
+
+
 def test_a_log_that_cannot_be_written_is_a_server_error(tmp_path):
     (tmp_path / "file").write_text("")
     process = ManagedProcess(["true"], dict(os.environ), tmp_path / "file" / "log")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from glob import glob
 
 import psutil
 import pytest
@@ -55,12 +54,19 @@ async def stack(tmp_path_factory):
         await router.start(60)
         controls = [ServerControl(url, KEY) for url in urls]
         client = RolloutClient(router.url, controls, VOCAB, 2048, SamplingConfig(max_new_tokens=16), 120.0)
+        assert all(glob(pattern) for server in servers for pattern in server.scratch())
         yield Stack(servers, controls, router, client, models)
         await client.close()
         for control in controls:
             await control.close()
     finally:
-        await asyncio.gather(*(part.stop() for part in [*servers, router] if part is not None))
+        parts = [part for part in [*servers, router] if part is not None]
+        tree = [process for part in parts for process in family(part)]
+        scratch = [pattern for server in servers for pattern in server.scratch()]
+        await asyncio.gather(*(part.stop() for part in parts))
+    assert len(tree) >= 10, "two servers of four processes each, and the router's two"
+    assert not running(tree), "stop left processes behind"
+    assert not left(scratch)
 
 
 def reference_logprobs(model_path, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
@@ -219,17 +225,16 @@ async def test_a_server_that_dies_at_start_says_why(tmp_path):
     assert not server.alive()
 
 
-async def test_stop_leaves_no_process_and_no_scratch(tmp_path):
+async def test_a_cancelled_start_leaves_nothing(tmp_path):
     server = make_server(make_tiny_model(tmp_path / "model", "qwen3"), tmp_path / "log")
     starting = asyncio.create_task(server.start(120))
-    # In the middle of the start, with the scheduler and the detokenizer there.
-    await until(lambda: asyncio.sleep(0, len(family(server)) >= 4), seconds=60)
-    tree, scratch = family(server), server._scratch
+    await until(lambda: asyncio.sleep(0, len(family(server)) >= 2))
+    tree, scratch = family(server), server.scratch()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not os.path.exists(scratch)
+    assert not running(tree)
+    assert not left(scratch)
 
 
 OWNER = """
@@ -241,7 +246,7 @@ async def main():
     rollout = RolloutConfig(max_total_tokens=4096, max_running_requests=8, mem_fraction=0.3)
     server = SGLangServer(sys.argv[1], rollout, "float32", "cpu", "127.0.0.1", 0, sys.argv[2])
     await server.start(180)
-    print(server._process.pid, flush=True)
+    print(server._process.pid, *server.scratch(), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -250,18 +255,19 @@ asyncio.run(main())
 
 async def test_a_killed_owner_leaves_no_server(tmp_path):
     model = make_tiny_model(tmp_path / "model", "qwen3")
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(model), str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, str(model), str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
     )
-    pid = int(await asyncio.to_thread(owner.stdout.readline))
-    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    pid, *scratch = (await owner.stdout.readline()).decode().split()
+    tree = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
     assert len(tree) >= 4
     owner.kill()
-    owner.wait()
+    await owner.wait()
     deadline = time.monotonic() + 5
-    while [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while running(tree):
         assert time.monotonic() < deadline, "a server outlived its owner"
         await asyncio.sleep(0.05)
+    assert not left(scratch)
 
 
 def family(part) -> list[psutil.Process]:
@@ -269,3 +275,11 @@ def family(part) -> list[psutil.Process]:
         return []
     root = psutil.Process(part._process.pid)
     return [root, *root.children(recursive=True)]
+
+
+def left(patterns: list[str]) -> list[str]:
+    return [path for pattern in patterns for path in glob(pattern)]
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

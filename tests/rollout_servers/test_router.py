@@ -66,11 +66,14 @@ async def test_the_router_does_not_retry_by_itself(tmp_path, monkeypatch):
 
 async def test_a_dead_server_costs_retries_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "_BACKOFF", 0.01)
-    async with routed(tmp_path, "round_robin") as (fakes, client):
+    # The policy that would send each prompt to the server it knows, dead or not.
+    async with routed(tmp_path, "cache_aware") as (fakes, client):
+        prompts = [[i] * 20 for i in range(16)]
+        await asyncio.gather(*(client.generate(prompt) for prompt in prompts))
+        assert all(fake.requests for fake in fakes)
         await fakes[0].__aexit__()
-        results = await asyncio.gather(*(client.generate([i]) for i in range(10)))
-        assert [got.token_ids[0] for got in results] == [i + 1 for i in range(10)]
-        fakes[0]._runner = fakes[1]._runner
+        results = await asyncio.gather(*(client.generate(prompt) for prompt in prompts))
+        assert [got.token_ids[0] for got in results] == [i + 1 for i in range(16)]
 
 
 async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):

@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 
 WORKER = Path(__file__).with_name("worker.py")
+# Seconds for one request; many times what any needs, even on a crowded machine.
+TIMEOUT = 240
 
-# 6 heads on 2 groups: TP 2 splits groups evenly, TP 4 would cut through them. The vocabulary is odd on purpose.
+# Two groups (one in qwen3): tensor parallelism over 2 ranks splits them evenly, over 4 it cuts through them. The
+# vocabulary is odd on purpose, and 3 layers make uneven stages.
 BASE = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -98,39 +102,63 @@ def rows() -> list[dict]:
     return found
 
 
-@pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory):
-    """run_ranks(case, world, **arguments): the result of `worker.py`'s function on each rank."""
+class Ranks:
+    """``world`` worker processes in one process group, which take one request after another."""
 
-    def run(case: str, world: int, timeout: float = 180, **arguments) -> list:
-        folder = tmp_path_factory.mktemp(case)
-        (folder / "arguments.json").write_text(json.dumps(arguments))
+    def __init__(self, world: int, folder: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, str(WORKER), case]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        logs = [open(folder / f"log-{rank}.txt", "w+") for rank in range(world)]  # noqa: SIM115
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), str(port), str(folder)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(world)
-        ]
-        try:
-            for rank, process in enumerate(ranks):
-                code = process.wait(timeout)
-                assert code == 0, f"rank {rank} ended with {code}:\n{(folder / f'log-{rank}.txt').read_text()[-6000:]}"
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-            for log in logs:
-                log.close()
-        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(world)]
+        self._logs = [folder / f"log-{rank}.txt" for rank in range(world)]
+        self._processes = []
+        for rank, log in enumerate(self._logs):
+            with log.open("w") as stderr:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(WORKER), str(rank), str(world), str(port)],
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        text=True,
+                    )
+                )
 
-    return run
+    def run(self, case: str, folder: Path, arguments: dict) -> list:
+        (folder / "request.json").write_text(json.dumps({"case": case, "arguments": arguments}))
+        watchdog = threading.Timer(TIMEOUT, self.close)
+        watchdog.start()
+        try:
+            for process in self._processes:
+                process.stdin.write(f"{folder}\n")
+                process.stdin.flush()
+            for process, log in zip(self._processes, self._logs, strict=True):
+                assert "done\n" in iter(process.stdout.readline, ""), f"{case}:\n{log.read_text()[-6000:]}"
+        finally:
+            watchdog.cancel()
+        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(len(self._processes))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """run_ranks(case, world, **arguments): what `worker.py`'s function returns on each rank. Processes are kept."""
+    kept: dict[int, Ranks] = {}
+
+    def run(case: str, world: int, **arguments) -> list:
+        folder = tmp_path_factory.mktemp(case)
+        if world not in kept:
+            kept[world] = Ranks(world, folder)
+        try:
+            return kept[world].run(case, folder, arguments)
+        except BaseException:
+            kept.pop(world).close()
+            raise
+
+    yield run
+    for ranks in kept.values():
+        ranks.close()

@@ -101,7 +101,9 @@ def test_a_batch_reads_each_target_from_the_position_before_it():
     found = {}
     rows = iter(zip(batch.packed.rows.tolist(), batch.targets.tolist(), strict=True))
     for index, count in zip(batch.samples, batch.counts, strict=True):
-        found[index] = [(int(ids[row]), int(positions[row]), target) for row, target in (next(rows) for _ in range(count))]
+        found[index] = [
+            (int(ids[row]), int(positions[row]), target) for row, target in (next(rows) for _ in range(count))
+        ]
     assert found == {
         0: [(3, 2, 10), (11, 4, 12)],
         1: [(3, 2, 20)],

@@ -1,5 +1,7 @@
 """A checkpoint is whole or absent, and a run that goes on from one is the run that never stopped."""
 
+import json
+
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def test_another_layout_is_refused_by_name(broken):
 def whole(run, step):
     path = checkpoint.step_path(run, step)
     path.mkdir(parents=True)
-    (path / checkpoint.STATE).write_text('{"step": %d}' % step)
+    (path / checkpoint.STATE).write_text(json.dumps({"step": step}))
     (path / checkpoint.MARKER).touch()
     return path
 

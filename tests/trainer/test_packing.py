@@ -10,7 +10,11 @@ from megasync.trainer.packing import Sample, deal, grow_trees, pack
 @st.composite
 def batches(draw):
     """Groups of responses behind common prompts; a prompt's first token is its group, so that groups differ."""
-    groups = draw(st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(1, 50), min_size=1, max_size=6)), min_size=1, max_size=12))
+    groups = draw(
+        st.lists(
+            st.tuples(st.integers(1, 60), st.lists(st.integers(1, 50), min_size=1, max_size=6)), min_size=1, max_size=12
+        )
+    )
     return [
         Sample([group] * prompt, [0] * length, list(range(length)))
         for group, (prompt, lengths) in enumerate(groups)

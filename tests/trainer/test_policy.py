@@ -72,9 +72,7 @@ def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout):
 
 
 def test_sequence_weights_do_not_depend_on_the_layout(runs, spread):
-    assert_same_metrics(
-        spread[0]["sequence"]["metrics"][0], runs["sequence"]["metrics"][0], rel=1e-4, abs=1e-5
-    )
+    assert_same_metrics(spread[0]["sequence"]["metrics"][0], runs["sequence"]["metrics"][0], rel=1e-4, abs=1e-5)
 
 
 def test_bfloat16_trains_close_to_float32(runs, spread):
@@ -88,7 +86,7 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
 def test_all_metrics_are_there_and_finite(runs):
     names = (
         "loss grad_norm lr entropy clip_fraction is_weight_mean is_capped_fraction logprob_diff tokens sequences "
-        "staleness_mean staleness_max seconds skipped"
+        "staleness_mean staleness_max reward seconds skipped"
     )
     for metrics in runs["plain"]["metrics"]:
         assert set(metrics) == {f"train/{name}" for name in names.split()}
@@ -96,8 +94,6 @@ def test_all_metrics_are_there_and_finite(runs):
 
 
 def test_counts_and_staleness_are_of_all_trajectories(runs):
-    from importlib.util import module_from_spec, spec_from_file_location  # noqa: F401 - documents where the batch is
-
     metrics = runs["uniform"]["metrics"][0]
     assert metrics["train/sequences"] == 12
     assert metrics["train/staleness_mean"] == metrics["train/staleness_max"] == 1

@@ -1,7 +1,7 @@
-"""A trainer rank in a process of its own: `worker.py CASE RANK WORLD PORT FOLDER`.
+"""A trainer rank in a process of its own: `worker.py RANK WORLD PORT`.
 
-Runs the function CASE of this file with the arguments in FOLDER/arguments.json, and leaves what it returns in
-FOLDER/result-RANK.pt.
+Each line of standard input is a folder: the function that its request.json names is run with the arguments there, what
+it returns is left in result-RANK.pt, and "done" is printed. Any error ends the process.
 """
 
 import json
@@ -313,13 +313,15 @@ def broken_checkpoints(model, folder):
 
 
 def main() -> None:
-    case, rank, world, port, folder = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
+    rank, world, port = map(int, sys.argv[1:])
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    result = globals()[case](**json.loads((folder / "arguments.json").read_text()))
-    torch.save(result, folder / f"result-{rank}.pt")
-    dist.barrier()
+    for line in sys.stdin:
+        folder = Path(line.strip())
+        request = json.loads((folder / "request.json").read_text())
+        torch.save(globals()[request["case"]](**request["arguments"]), folder / f"result-{rank}.pt")
+        print("done", flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,55 @@
+"""Which options of a Hugging Face config.json the trainer implements. Imports neither torch nor Megatron.
+
+The sizes and parameters of a model type are the layout table's business (`sync.families`); this is about what its
+layers compute. An option that is not listed here is one that does not change the computation of the supported types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megasync.errors import ConfigError
+
+# Options that change the computation, and the only value that is implemented; absent means that value.
+FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+REQUIRED = ("rms_norm_eps",)
+# Kinds of rotary scaling, and the constants that each needs.
+ROPE_TYPES = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def check_architecture(hf_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that is not implemented, naming it and what is."""
+    for key, value in FIXED.items():
+        if hf_config.get(key, value) != value:
+            raise ConfigError(f"{key}={hf_config[key]!r} in config.json is not supported; only {value!r} is")
+    for key in REQUIRED:
+        if hf_config.get(key) is None:
+            raise ConfigError(f"config.json has no {key!r}")
+    rope_parameters(hf_config)
+
+
+def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope section of a config.json, old spelling (``rope_theta``, ``rope_scaling``) or new (``rope_parameters``).
+
+    Raises:
+        ConfigError: no base frequency, or a kind of scaling that is not implemented or lacks a constant.
+    """
+    found = dict(hf_config.get("rope_scaling") or {})
+    found |= hf_config.get("rope_parameters") or {}
+    found.setdefault("rope_theta", hf_config.get("rope_theta"))
+    kind = found.setdefault("rope_type", found.pop("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"rope_type {kind!r} in config.json is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if found["rope_theta"] is None:
+        raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")
+    missing = [key for key in ROPE_TYPES[kind] if key not in found]
+    if missing:
+        raise ConfigError(f"rope_type {kind!r} in config.json needs {', '.join(missing)}")
+    partial = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
+    return found

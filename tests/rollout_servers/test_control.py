@@ -1,0 +1,80 @@
+"""Control calls: what was asked, of whom, and what came back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from megasync.errors import ServerError
+from megasync.rollout.control import ServerControl
+
+
+@pytest.fixture
+async def server():
+    """(control of a small server, what the server saw, its URL)"""
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path, request.headers.get("Authorization"), await request.text()))
+        return {
+            "/json": web.json_response({"a": 1}),
+            "/text": web.Response(text="done"),
+            "/empty": web.Response(),
+            "/bad": web.Response(status=400, text="begin first"),
+            "/model_info": web.json_response({"weight_version": "default"}),
+        }[request.path]
+
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/slow", slow)
+    app.router.add_route("*", "/{path}", answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    control = ServerControl(url + "/", "secret")
+    yield control, seen, url
+    await control.close()
+    await runner.cleanup()
+
+
+async def test_answers_are_json_or_text(server):
+    control, seen, _ = server
+    assert await control.post("/json", {"x": [1]}) == {"a": 1}
+    assert await control.post("/text") == "done"
+    assert await control.get("/empty") == ""
+    assert seen == [
+        ("POST", "/json", "Bearer secret", '{"x":[1]}'),
+        ("POST", "/text", "Bearer secret", "{}"),
+        ("GET", "/empty", "Bearer secret", ""),
+    ]
+
+
+async def test_a_refusal_names_url_path_status_and_body(server):
+    control, _, url = server
+    with pytest.raises(ServerError, match=rf"POST {url}/bad: status 400: begin first"):
+        await control.post("/bad")
+
+
+async def test_every_call_has_a_deadline(server):
+    control, _, _ = server
+    with pytest.raises(ServerError, match=r"/slow: no answer within 0.1 s"):
+        await control.post("/slow", timeout=0.1)
+
+
+async def test_nobody_there_is_a_server_error():
+    control = ServerControl("http://127.0.0.1:9")
+    with pytest.raises(ServerError, match="127.0.0.1:9/model_info"):
+        await control.get("/model_info")
+    await control.close()
+
+
+async def test_a_version_that_is_no_number_is_refused(server):
+    control, _, _ = server
+    with pytest.raises(ServerError, match="weight_version"):
+        await control.weight_version()

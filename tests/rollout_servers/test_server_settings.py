@@ -1,0 +1,83 @@
+"""Command line and environment of a server, by device; starts nothing."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from megasync.config.schema import RolloutConfig
+from megasync.rollout.server import SGLangServer, stand_ins_path
+
+
+def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:
+    arguments = {"dtype": "bfloat16", "device": "cpu", "host": "127.0.0.1", "port": 30001, "log_path": "log"}
+    return SGLangServer("/models/m", rollout or RolloutConfig(), **(arguments | changes))
+
+
+def value(server: SGLangServer, name: str) -> str:
+    command = server.command()
+    return command[command.index(name) + 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_both_devices_share(device):
+    server = make(device=device, api_key="k", seed=7)
+    assert value(server, "--model-path") == "/models/m"
+    assert (value(server, "--host"), value(server, "--port")) == ("127.0.0.1", "30001")
+    assert value(server, "--dtype") == "bfloat16"
+    assert value(server, "--weight-version") == "0"
+    assert value(server, "--random-seed") == "7"
+    assert value(server, "--admin-api-key") == "k"
+    # A health probe that generates hangs while the server is paused.
+    assert server.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_a_cpu_server_runs_one_thread_and_sleeps_when_idle():
+    server = make()
+    assert "--sleep-on-idle" in server.command()
+    assert value(server, "--attention-backend") == "torch_native"
+    env = server.environment()
+    assert (env["OMP_NUM_THREADS"], env["MKL_NUM_THREADS"]) == ("1", "1")
+
+
+def test_a_cuda_server_gets_neither_cpu_settings_nor_stand_ins():
+    server = make(device="cuda")
+    assert not {"--device", "--attention-backend", "--sleep-on-idle"} & set(server.command())
+    env = server.environment()
+    assert "SGLANG_USE_CPU_ENGINE" not in env
+    assert stand_ins_path() not in env.get("PYTHONPATH", "")
+
+
+def test_the_rollout_configuration_reaches_the_command_line():
+    rollout = RolloutConfig(
+        tensor_parallel=2,
+        context_length=4096,
+        max_total_tokens=8192,
+        max_running_requests=16,
+        mem_fraction=0.5,
+        server_args={"--chunked-prefill-size": 1024, "--mem-fraction-static": 0.6, "--enable-metrics": True},
+    )
+    server = make(rollout, device="cuda")
+    assert value(server, "--tp-size") == "2"
+    assert value(server, "--context-length") == "4096"
+    assert value(server, "--max-total-tokens") == "8192"
+    assert value(server, "--max-running-requests") == "16"
+    assert value(server, "--chunked-prefill-size") == "1024"
+    # The user's own argument wins.
+    assert value(server, "--mem-fraction-static") == "0.6"
+    assert server.command().count("--mem-fraction-static") == 1
+    assert server.command()[-1] == "--enable-metrics"
+
+
+def test_what_is_null_is_left_to_sglang():
+    command = make().command()
+    for name in ("--context-length", "--max-total-tokens", "--max-running-requests", "--admin-api-key"):
+        assert name not in command
+
+
+def test_a_server_that_was_not_started_can_be_pickled():
+    server = pickle.loads(pickle.dumps(make()))
+    assert server.url == "http://127.0.0.1:30001"
+    assert not server.alive()
+    assert server.tail() == ""

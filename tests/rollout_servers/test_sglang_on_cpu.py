@@ -1,0 +1,120 @@
+"""The deviations that CPU servers need, and that they are still needed. Each check runs in a process of its own,
+because the stand-ins must never be importable in ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from megasync.rollout.server import stand_ins_path
+
+ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def python(code: str, stand_ins: bool) -> subprocess.CompletedProcess:
+    env = dict(os.environ) | ENV
+    if stand_ins:
+        env["PYTHONPATH"] = stand_ins_path()
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="the real triton is installed")
+def test_sglang_still_does_not_start_without_the_stand_ins():
+    result = python("import sglang.srt.entrypoints.http_server", stand_ins=False)
+    assert result.returncode != 0
+    assert "triton" in result.stderr or "torchvision" in result.stderr or "sgl_kernel" in result.stderr
+
+
+LAUNCH = """
+import inspect, multiprocessing
+from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
+from sglang.srt.entrypoints import engine, http_server
+import sglang.srt.batch_invariant_ops as batch_invariant_ops
+from megasync_patches.sglang_cpu_launch import PATCH
+
+PATCH.check_version()
+# Still needed: upstream spawns, does not admit torch_native, wants an accelerator, asks a port that is not open.
+assert "torch_native" not in backends
+assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
+assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
+try:
+    batch_invariant_ops.enable_batch_invariant_mode()
+except RuntimeError as error:
+    assert "accelerator" in str(error)
+else:
+    raise AssertionError("batch-invariant mode works on a CPU now")
+
+PATCH.apply()
+PATCH.apply()
+assert backends.count("torch_native") == 1
+batch_invariant_ops.enable_batch_invariant_mode()
+http_server._freeze_gc_after_server_warmup(None)
+from sglang.srt.server_args import ServerArgs
+engine._set_envs_and_config(ServerArgs(model_path="dummy"))
+print("start method", multiprocessing.get_start_method())
+"""
+
+
+def test_the_launcher_is_still_needed_and_does_what_it_says():
+    result = python(LAUNCH, stand_ins=True)
+    assert "start method fork" in result.stdout, result.stderr[-3000:]
+
+
+KERNELS = """
+import torch, sgl_kernel, triton, triton.language as tl, torchvision
+from triton.runtime.cache import anything
+hashed = torch.ops.sgl_kernel.murmur_hash32_cpu.default(
+    torch.tensor([0, 42, 2**63 + 5], dtype=torch.uint64), torch.tensor([0, 7, 9]), torch.tensor([0, 1, 1000])
+)
+print(hashed.tolist())
+
+@triton.jit
+def kernel(x, BLOCK: tl.constexpr): ...
+
+try:
+    kernel[(1,)](1, BLOCK=2)
+except RuntimeError as error:
+    print(error)
+try:
+    sgl_kernel.rmsnorm(1, 2)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def murmur3(words: list[int]) -> int:
+    """MurmurHash3 x86 32 bit over little-endian 4-byte words, seed 0, one word after the other."""
+    mask, h = 0xFFFFFFFF, 0
+    for word in words:
+        k = word * 0xCC9E2D51 & mask
+        k = (k << 15 | k >> 17) & mask
+        h ^= k * 0x1B873593 & mask
+        h = (h << 13 | h >> 19) & mask
+        h = (h * 5 + 0xE6546B64) & mask
+    h ^= 4 * len(words)
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & mask
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & mask
+    return h ^ h >> 16
+
+
+def test_stand_ins_refuse_calls_by_name_and_hash_for_real():
+    result = python(KERNELS, stand_ins=True)
+    hashed, kernel, operation = result.stdout.splitlines()
+    # Two published test vectors anchor the reference: the 4-byte words 0 and 0x87654321 with seed 0.
+    assert murmur3([0]) == 0x2362F9DE
+    assert murmur3([0x87654321]) == 0xF55B516B
+    seeds, positions, columns = [0, 42, 2**63 + 5], [0, 7, 9], [0, 1, 1000]
+    expected = [
+        [murmur3([seed & 0xFFFFFFFF, seed >> 32, position, column]) for column in columns]
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert hashed == str(expected)
+    assert "kernel" in kernel and "stand-in" in kernel
+    assert "sgl_kernel.rmsnorm" in operation and "stand-in" in operation

@@ -1,0 +1,121 @@
+"""What is read from a config.json, and what is refused before any process starts."""
+
+import json
+
+import pytest
+import torch
+
+from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.device import Device, resolve_device
+from megasync.errors import ConfigError
+from megasync.trainer.architecture import rope_parameters
+from megasync.trainer.engine import MegatronEngine, read_hf_config
+from megasync.trainer.optimizer import learning_rate
+from megasync.trainer.rotary import inverse_frequencies
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, LLAMA3], ids=["default", "llama3"])
+def test_frequencies_are_hugging_faces(scaling):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {**scaling, "rope_theta": 500000.0}
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=rope)
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(inverse_frequencies(rope_parameters({"rope_parameters": rope}), 128), expected)
+
+
+def test_old_and_new_spelling_of_rope_are_the_same():
+    old = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}
+    new = {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    assert torch.equal(inverse_frequencies(rope_parameters(old), 64), inverse_frequencies(rope_parameters(new), 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn'.*default, llama3"),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({}, "neither rope_parameters.rope_theta nor rope_theta"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+    ],
+)
+def test_other_kinds_of_rope_are_refused_by_name(config, message):
+    with pytest.raises(ConfigError, match=message):
+        rope_parameters(config)
+
+
+def test_a_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.*has no config.json"):
+        read_hf_config(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_hf_config(str(tmp_path))
+
+
+def test_wrong_worlds_and_dtypes_are_refused(models):
+    with pytest.raises(ConfigError, match="the trainer has 3 ranks"):
+        MegatronEngine(ModelConfig(path=models["llama"]), TrainerConfig(), Device("cpu"), 0, 3)
+    with pytest.raises(ConfigError, match="float16.*must be float32 or bfloat16"):
+        MegatronEngine(ModelConfig(path=models["llama"], dtype="float16"), TrainerConfig(), Device("cpu"), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, "'gemma' in config.json is not supported; supported are llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' in config.json is not supported; only 'silu' is"),
+        ({"use_sliding_window": True}, "use_sliding_window=True in config.json is not supported"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+    ],
+)
+def test_architectures_and_options_that_are_not_implemented_are_refused_by_name(models, tmp_path, change, message):
+    config = {**read_hf_config(models["llama"]), **change}
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    with pytest.raises(ConfigError, match=message):
+        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0, 1)
+
+
+def test_devices():
+    assert resolve_device("cpu").backend == "gloo"
+    assert resolve_device("cpu").spec == "local"
+    assert resolve_device("auto").kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match="must be auto, cpu or cuda"):
+        resolve_device("tpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1.0, 0.8828, 0.6, 0.3172, 0.2]),
+    ],
+)
+def test_learning_rates(decay, expected):
+    config = OptimizerConfig(lr=1.0, decay=decay, warmup_steps=2, min_lr=0.2)
+    assert [learning_rate(config, step, 6) for step in range(1, 7)] == pytest.approx(expected, abs=1e-4)
+    assert learning_rate(config, 100, 6) == expected[-1]
+
+
+def test_an_unknown_decay_is_refused():
+    with pytest.raises(ConfigError, match="'exponential'; it must be constant, linear or cosine"):
+        learning_rate(OptimizerConfig(decay="exponential"), 1, 10)
