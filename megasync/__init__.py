@@ -22,7 +22,7 @@ _PUBLIC = {
     "Trajectory": "megasync.buffer.trajectory",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"]
 
 
 def __getattr__(name: str) -> Any:

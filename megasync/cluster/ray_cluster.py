@@ -8,6 +8,7 @@ import os
 import ray
 
 from megasync.config import Config
+from megasync.config.host import resolve_host
 from megasync.errors import MegasyncError
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class RayCluster:
     def __init__(self, config: Config, devices_needed: int) -> None:
         self._address = config.cluster.address
         self._devices = devices_needed
-        self._host = config.cluster.host
+        self._host = resolve_host(config.cluster.host)
         self._owned = False
 
     def connect(self) -> None:

@@ -70,7 +70,8 @@ class ScheduleConfig:
     groups_per_step: int = 16
     # Responses sampled per prompt.
     samples_per_group: int = 8
-    # Versions the policy may have moved on since a trained token was sampled. 0 is synchronous training.
+    # Versions the policy may have moved on since a trained token was sampled; a straggler that others overtook in the
+    # look-ahead window may be one older (`megasync plan` shows the bound). 0 is synchronous training.
     max_staleness: int = 1
     # Training steps between two weight syncs (one published version each).
     weight_sync_steps: int = 1

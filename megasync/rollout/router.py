@@ -82,8 +82,10 @@ class Router(Service):
             "log_level": "warn",
         }
 
-    def command(self) -> list[str]:
+    def prepare(self) -> None:
         self._prometheus_port = free_port(self.host)
+
+    def command(self) -> list[str]:
         return [sys.executable, "-c", _LAUNCH, json.dumps(self.arguments())]
 
     def environment(self) -> dict[str, str]:

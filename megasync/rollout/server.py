@@ -7,6 +7,7 @@ control endpoints want the admin key when there is one, generation does not, so 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -143,6 +144,10 @@ class SGLangServer(Service):
             env["PYTHONPATH"] = os.pathsep.join(path)
         return env
 
+    def prepare(self) -> None:
+        # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
+        self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
+
     def scratch(self) -> list[str]:
         return [self._folder, f"/dev/shm/sglang_loads_{Path(self._folder).name}_*"] if self._folder else []
 
@@ -150,14 +155,15 @@ class SGLangServer(Service):
         """As `Service.start`; returns the URL. Raises ServerError at once for a model folder without config.json."""
         if not (self.model_path / "config.json").is_file():
             raise ServerError(f"cannot serve {self.model_path}: the folder has no config.json")
-        # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
-        self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
         try:
             url = await super().start(timeout)
             await self._after_start()
             return url
         except BaseException:
             await self.stop(timeout=1.0)
+            if self._folder is not None:
+                # The supervisor does this, if there was one.
+                shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     async def stop(self, timeout: float = 10.0) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from megasync.config.host import resolve_host
 from megasync.errors import ServerError
 from megasync.rollout.ports import free_port, port_is_free
 from megasync.rollout.process import ManagedProcess
@@ -38,6 +39,9 @@ class Service:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    def prepare(self) -> None:
+        """Called before each attempt to start, when the port is known."""
 
     def command(self) -> list[str]:
         raise NotImplementedError
@@ -68,6 +72,8 @@ class Service:
         """
         if self.alive():
             raise ServerError(f"{self.name} is running already at {self.url}")
+        # Here and not in the constructor: "auto" means the node that this process was placed on.
+        self.host = resolve_host(self.host)
         deadline = asyncio.get_running_loop().time() + timeout
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             if not self._fixed_port:
@@ -98,6 +104,7 @@ class Service:
             self._process.kill()
 
     async def _start_once(self, deadline: float, timeout: float) -> None:
+        self.prepare()
         self._process = ManagedProcess(self.command(), self.environment(), self.log_path, self.scratch())
         self._process.start()
         try:

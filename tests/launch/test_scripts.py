@@ -135,3 +135,11 @@ def test_the_lock_pins_exactly_and_fits_the_projects_requirements():
 
 def project_build() -> list[str]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+
+
+def test_nothing_that_the_project_is_made_of_is_left_out_of_a_clone():
+    listing = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "megasync", "configs", "patches"]
+    found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    assert [path for path in found.stdout.splitlines() if "__pycache__" not in path] == []
