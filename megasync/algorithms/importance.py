@@ -43,8 +43,7 @@ def truncated_weights(
     Raises ValueError for an unknown level, or when a sequence's weight is asked for without ``segments``.
     """
     keep = mask.bool()
-    # In float64 because bfloat16 or float32 sums of long sequences lose the digits that the mean needs.
-    log_ratio = torch.where(keep, trainer_logprobs.double() - behaviour_logprobs.double(), 0.0)
+    log_ratio = torch.where(keep, trainer_logprobs.float() - behaviour_logprobs.float(), 0.0)
     if level == "sequence":
         if segments is None:
             raise ValueError("sequence-level importance weights need `segments`, the sequence index of each token")
@@ -53,7 +52,7 @@ def truncated_weights(
         raise ValueError(f"importance weights are per 'token' or per 'sequence', not {level!r}")
     log_cap = math.log(cap)
     weights = torch.where(keep, log_ratio.clamp(max=log_cap).exp(), 0.0)
-    return ImportanceWeights(weights.float(), keep & (log_ratio > log_cap))
+    return ImportanceWeights(weights, keep & (log_ratio > log_cap))
 
 
 def _mean_of_segment(values: Tensor, keep: Tensor, segments: Tensor) -> Tensor:

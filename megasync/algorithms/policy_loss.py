@@ -63,7 +63,7 @@ def policy_loss(
     sums = {
         "tokens": keep.sum(),
         "policy_loss": policy,
-        "clip_fraction": (clipped & keep).sum(),
+        "clip_fraction": clipped.sum(),
         "is_weight_mean": importance.weights.sum(),
         "is_capped_fraction": importance.capped.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
 
 
-
 @dataclass(frozen=True, slots=True)
 class Pacing:
     """``window_fraction`` is the window as a share of the capacity; None is strict FIFO. Raises ValueError."""

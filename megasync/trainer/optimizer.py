@@ -84,8 +84,10 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         for inner in self._inner():
-            if isinstance(inner, torch.optim.AdamW):
-                for group in inner.param_groups:
+            for group in inner.param_groups:
+                # Megatron marks vectors (norms, biases) with 0, but leaves it to its own scheduler to act on that.
+                group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+                if isinstance(inner, torch.optim.AdamW):
                     # One pass over the weights instead of eight; torch takes it from the group at each step.
                     group["fused"] = True
 
@@ -117,8 +119,12 @@ class Optimizer:
         self._optimizer.reload_model_params()
 
     def state(self) -> dict[str, Any]:
-        """Moments and main weights of this rank, as tensors and plain containers."""
-        found: dict[str, Any] = {"moments": [inner.state_dict()["state"] for inner in self._inner()]}
+        """Moments, step counts and main weights of this rank, as tensors and plain containers."""
+        found: dict[str, Any] = {
+            "moments": [inner.state_dict()["state"] for inner in self._inner()],
+            # Transformer Engine's Adam counts steps per group, torch's among the moments.
+            "steps": [[group.get("step") for group in inner.param_groups] for inner in self._inner()],
+        }
         if self._keeps_main_weights:
             found["main_weights"] = [param.data for param in self._parameters()]
         return found
@@ -135,8 +141,11 @@ class Optimizer:
         expected = [param.shape for param in params] if self._keeps_main_weights else []
         if len(state["moments"]) != len(inner) or [tensor.shape for tensor in main] != expected:
             raise CheckpointError("the checkpoint's optimizer state was made for other parameters")
-        for optimizer, moments in zip(inner, state["moments"], strict=True):
+        for optimizer, moments, steps in zip(inner, state["moments"], state["steps"], strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+            for group, count in zip(optimizer.param_groups, steps, strict=True):
+                if count is not None:
+                    group["step"] = count
         for param, saved in zip(params, main, strict=bool(main)):
             param.data.copy_(saved)
 

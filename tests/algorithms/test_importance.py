@@ -69,6 +69,12 @@ def test_a_token_the_server_called_impossible_gets_the_cap_not_infinity(level):
     assert weights.tolist() == [2.0] and capped.tolist() == [True]
 
 
+def test_half_precision_is_subtracted_in_float32():
+    trainer, behaviour = torch.tensor([-10.0], dtype=torch.bfloat16), torch.tensor([-10.02])
+    weights, _ = truncated_weights(trainer, behaviour, torch.ones(1), level="token", cap=2.0)
+    assert weights.dtype == torch.float32 and weights.item() == pytest.approx(math.exp(0.02), rel=1e-5)
+
+
 def test_padding_may_carry_any_segment_index():
     weights, _ = truncated_weights(
         torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]), level="sequence", cap=2.0, segments=torch.tensor([0, -1])

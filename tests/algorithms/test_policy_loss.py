@@ -178,6 +178,13 @@ def test_the_clip_is_asymmetric():
     assert loss.item() == pytest.approx(0.8) and sums["clip_fraction"] == 1
 
 
+def test_only_the_current_policy_is_differentiated():
+    leaves = {name: torch.full((4,), -1.1, requires_grad=True) for name in inputs() if name != "mask"}
+    loss, _ = policy_loss(replace(CONFIG, kl_coef=0.1), **leaves, reference_logprobs=torch.zeros(4), mask=torch.ones(4))
+    loss.backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {"logprobs"}
+
+
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_nothing_to_train_gives_zero_loss_and_zero_gradient(tokens):
     empty = {name: value[:tokens] for name, value in inputs(mask=torch.zeros(4)).items()}

@@ -154,7 +154,7 @@ class Run:
             assert all(t.reward is not None and any(t.loss_mask) for t in group.trajectories)
             self.staleness += [self.version - t.oldest_version for t in group.trajectories]
         assert max(self.staleness) <= self.pacing.staleness_bound
-        for uid in self.started:
+        for uid in [*self.started, *self.buffer.reclaimable()]:
             self.overtakers[uid] += sum(int(uid) < other for other in uids)
             assert self.overtakers[uid] <= self.pacing.window - 1
 

@@ -394,3 +394,17 @@ def test_the_clock_is_injected_and_names_the_straggler(group):
     admit(buffer, *"ab")
     now[0] = 12.5
     assert "a is the oldest and generating for 2.5 s" in buffer.lease_blocker()
+
+
+@pytest.mark.parametrize("reclaim", [False, True])
+def test_a_group_that_is_generated_again_starts_its_time_anew(group, reclaim):
+    now = [10.0]
+    buffer = buffer_of(max_staleness=0, version=1, clock=lambda: now[0])
+    admit(buffer, "a")
+    now[0] = 20.0
+    buffer.commit(group("a", 0, 0))
+    if reclaim:
+        now[0] = 30.0
+        buffer.reclaim()
+    now[0] += 1.5
+    assert f"a is the oldest and {'generating' if reclaim else 'returned'} for 1.5 s" in buffer.lease_blocker()

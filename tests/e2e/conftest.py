@@ -27,9 +27,9 @@ def digits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def miniature(digits_model: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Writes the configuration of a small run; keyword arguments are laid over its sections."""
+    """Writes the configuration of a small run; keyword arguments are laid over its sections, None removes one."""
 
-    def write(**sections: dict) -> Path:
+    def write(**sections: dict | None) -> Path:
         values: dict = {
             "name": "mini",
             "run_root": str(tmp_path / "runs"),
@@ -55,7 +55,10 @@ def miniature(digits_model: Path, tmp_path: Path) -> Callable[..., Path]:
             "observe": {"live": False},
         }
         for name, section in sections.items():
-            values[name] = values.get(name, {}) | section
+            if section is None:
+                del values[name]
+            else:
+                values[name] = values.get(name, {}) | section
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(values))
         return path

@@ -31,6 +31,8 @@ def runs(run_ranks, model):
         "entropy": {"steps": 1, "algorithm": {"entropy_coef": 0.5}},
         "sequence": {"steps": 1, "algorithm": {"correction": "sequence"}},
         "bfloat16": {"steps": 2, "dtype": "bfloat16"},
+        "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
+        "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
 
@@ -115,6 +117,14 @@ def test_minibatches_are_steps_against_the_log_probs_from_before_the_first(runs,
 def test_an_entropy_bonus_adds_its_gradient(runs):
     assert runs["entropy"]["metrics"][0]["train/loss"] < runs["plain"]["metrics"][0]["train/loss"] - 1.0
     assert runs["entropy"]["metrics"][0]["train/grad_norm"] != runs["plain"]["metrics"][0]["train/grad_norm"]
+
+
+def test_weight_decay_is_for_matrices_only(runs):
+    """A step of 1e-9 with a decay of 1e8 takes a tenth off every weight that decays."""
+    for name, still in runs["still"]["weights"].items():
+        decayed = runs["decay"]["weights"][name]
+        expected = still * 0.9 if still.dim() == 2 else still
+        torch.testing.assert_close(decayed, expected, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [2])
