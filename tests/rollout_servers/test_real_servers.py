@@ -90,6 +90,26 @@ async def until(condition, seconds: float = 10.0) -> None:
             await asyncio.sleep(0.05)
 
 
+async def generating(stack: Stack) -> None:
+    """Returns once every server has been sampling for a moment."""
+
+    async def busy() -> bool:
+        return not any([await idle(control) for control in stack.controls])
+
+    await until(busy)
+    await asyncio.sleep(0.2)
+
+
+async def idle(control: ServerControl) -> bool:
+    try:
+        await control.post("/flush_cache")
+        return True
+    except ServerError as error:
+        # A flush is refused while requests run.
+        assert "status 400" in str(error)
+        return False
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_the_tempered_distribution(stack, temperature):
     got = await stack.client.generate([5, 6, 7, 8], temperature=temperature, ignore_eos=True)
@@ -106,15 +126,15 @@ async def test_score_is_the_logprob_of_each_given_token(stack):
 
 async def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(stack):
     tasks = [
-        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=400, ignore_eos=True, seed=i))
+        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=800, ignore_eos=True, seed=i))
         for i in range(10, 18)
     ]
-    await asyncio.sleep(0.3)
+    await generating(stack)
     await stack.client.abort_all()
     results = await asyncio.gather(*tasks)
     assert all(got.parts == 2 for got in results)
     for got in results[:2]:
-        assert (len(got.token_ids), got.finish_reason) == (400, "length")
+        assert (len(got.token_ids), got.finish_reason) == (800, "length")
         assert close_to(got.logprobs, reference_logprobs(stack.models[0], got.prompt_ids, got.token_ids))
 
 
@@ -134,32 +154,26 @@ async def test_a_cancelled_generation_does_not_run_on(stack):
     tasks = [
         asyncio.create_task(stack.client.generate([5, i], max_new_tokens=2000, ignore_eos=True)) for i in range(10)
     ]
-    await asyncio.sleep(0.3)
-    # A flush is refused while requests run.
-    with pytest.raises(ServerError, match="400"):
-        await stack.controls[0].post("/flush_cache")
+    await generating(stack)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def idle() -> bool:
-        try:
-            await asyncio.gather(*(control.post("/flush_cache") for control in stack.controls))
-            return True
-        except ServerError:
-            return False
+    async def all_idle() -> bool:
+        return all([await idle(control) for control in stack.controls])
 
-    await until(idle, seconds=1.5)
+    # 2000 tokens would take longer than this on any machine.
+    await until(all_idle, seconds=1.5)
 
 
 @pytest.mark.parametrize(("mode", "parts"), [("retract", 1), ("in_place", 1), ("abort", 2)])
 async def test_versions_come_from_the_server_that_was_updated_mid_generation(stack, mode, parts):
     old = await stack.controls[0].weight_version()
     tasks = [
-        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=400, ignore_eos=True))
-        for i in range(10, 14)
+        asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=800, ignore_eos=True))
+        for i in range(10, 18)
     ]
-    await asyncio.sleep(0.3)
+    await generating(stack)
 
     async def everywhere(path: str, body: dict) -> None:
         await asyncio.gather(*(control.post(path, body) for control in stack.controls))
@@ -178,9 +192,11 @@ async def test_versions_come_from_the_server_that_was_updated_mid_generation(sta
                 assert close_to(fresh.logprobs, reference_logprobs(model, fresh.prompt_ids, fresh.token_ids))
             results = await asyncio.gather(*tasks)
     for got in results:
-        assert set(got.versions) == {old, old + 1}
+        assert set(got.versions) <= {old, old + 1}
         assert got.versions == sorted(got.versions)
-        assert got.parts == parts
+    across = [got for got in results if got.versions[0] != got.versions[-1]]
+    assert across
+    assert {got.parts for got in across} == {parts}
     assert [await control.weight_version() for control in stack.controls] == [old + 2, old + 2]
 
 

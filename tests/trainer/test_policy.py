@@ -7,6 +7,8 @@ import pytest
 import torch
 
 PLAIN = {"correction": "none"}
+# Two sequences, for four data-parallel ranks.
+FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,7 @@ def runs(run_ranks, model):
         "sequence": {"steps": 1, "algorithm": {"correction": "sequence"}},
         "bfloat16": {"steps": 2, "dtype": "bfloat16"},
         "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
+        "few": FEW,
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
@@ -71,6 +74,12 @@ def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout):
             assert_same_metrics(rank[layout]["metrics"][step], runs["plain"]["metrics"][step], rel=1e-4, abs=1e-5)
         first, second = (rank[layout]["metrics"][step] for rank in spread)
         assert_same_metrics(first, second, rel=0, abs=0)
+
+
+def test_masked_copies_on_ranks_without_a_sequence_change_nothing(runs, run_ranks, model):
+    settings = {**FEW, "trainer": {"data_parallel": 4}}
+    for rank in run_ranks("policies", 4, model=model, runs={"few": settings}):
+        assert_same_metrics(rank["few"]["metrics"][0], runs["few"]["metrics"][0], rel=1e-4, abs=1e-5)
 
 
 def test_sequence_weights_do_not_depend_on_the_layout(runs, spread):

@@ -104,11 +104,11 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.params().items()}
 
 
-def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", uniform=()):
-    """Metrics of a few policy steps, and the weights at the end."""
+def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", **batch):
+    """Metrics of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused")
-    metrics = [policy.step(make_groups(seed, uniform=uniform), seed, version=seed) for seed in range(1, steps + 1)]
+    metrics = [policy.step(make_groups(seed, **batch), seed, version=seed) for seed in range(1, steps + 1)]
     found = {"metrics": metrics, "weights": weights(engine)}
     engine.close()
     return found
