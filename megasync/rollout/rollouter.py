@@ -138,17 +138,15 @@ class Rollouter:
     # The two loops
 
     async def _draw(self) -> None:
+        """A place is taken only after the slot: whoever waits for a slot must not hold what `_redo` needs to free one."""
         while True:
-            await self._places.acquire()
+            prompt = self._source.next()
             try:
-                prompt = self._source.next()
                 await self._buffer.admit(prompt.uid)
-            except BaseException as error:
-                self._places.release()
-                if isinstance(error, BufferClosed):
-                    return
-                raise
+            except BufferClosed:
+                return
             self._source.admitted(prompt.uid)
+            await self._places.acquire()
             self._start(prompt)
 
     async def _redo(self) -> None:

@@ -14,6 +14,7 @@ from megasync.data.digits import digit_reward
 
 pytestmark = pytest.mark.real
 
+PLAIN_LOOP = Path(__file__).parents[2] / "benchmarks" / "plain_loop.py"
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 
 
@@ -26,8 +27,7 @@ def test_zero_staleness_equals_a_sequential_loop(miniature, tmp_path: Path) -> N
         eval=None,
     )
     out = tmp_path / "sequential.json"
-    script = Path(__file__).with_name("sequential_loop.py")
-    subprocess.run([sys.executable, str(script), str(config), str(out)], check=True, timeout=300)
+    subprocess.run([sys.executable, str(PLAIN_LOOP), str(config), str(out), "--one-by-one"], check=True, timeout=300)
     sequential = json.loads(out.read_text())
 
     groups: list[list] = []

@@ -1,6 +1,5 @@
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -106,16 +105,13 @@ class Ranks:
     """``world`` worker processes in one process group, which take one request after another."""
 
     def __init__(self, world: int, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self._logs = [folder / f"log-{rank}.txt" for rank in range(world)]
         self._processes = []
         for rank, log in enumerate(self._logs):
             with log.open("w") as stderr:
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(WORKER), str(rank), str(world), str(port)],
+                        [sys.executable, str(WORKER), str(rank), str(world), str(folder)],
                         env={**os.environ, "OMP_NUM_THREADS": "1"},
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,

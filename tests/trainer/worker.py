@@ -1,9 +1,10 @@
-"""A trainer rank in a process of its own: `worker.py RANK WORLD PORT`.
+"""A trainer rank in a process of its own: `worker.py RANK WORLD STORES`.
 
-Each line of standard input is a folder: the function that its request.json names is run with the arguments there, what
+STORES is a folder that the ranks meet in. Each line of standard input is a folder too: the function that its request.json names is run with the arguments there, what
 it returns is left in result-RANK.pt, and "done" is printed. Any error ends the process.
 """
 
+import itertools
 import json
 import resource
 import sys
@@ -17,6 +18,8 @@ from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
 
+STORES = Path(sys.argv[3])
+MEETINGS = itertools.count()
 DEVICE = resolve_device("cpu")
 DEVICE.prepare_process(local_rank=0)
 
@@ -36,6 +39,23 @@ def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_step
     )
     engine.initialize()
     return engine
+
+
+def close(engine):
+    """Ends the engine and all process groups, whose threads would pile up otherwise, and opens the world again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    join(rank, world)
+
+
+def join(rank, world):
+    """Opens the process group at a meeting point that no group before it has used."""
+    meeting = STORES / f"store-{next(MEETINGS)}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
 
 
 def to_samples(rows):
@@ -74,7 +94,7 @@ def layouts(models, rows, layouts, folder):
                 "after": torch.cat(engine.score(samples)),
                 "microbatches": len(engine.microbatches(samples)),
             }
-            engine.close()
+            close(engine)
     return found
 
 
@@ -110,7 +130,7 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused")
     metrics = [policy.step(make_groups(seed, **batch), seed, version=seed) for seed in range(1, steps + 1)]
     found = {"metrics": metrics, "weights": weights(engine)}
-    engine.close()
+    close(engine)
     return found
 
 
@@ -155,7 +175,7 @@ def by_hand(model, uniform):
     engine = make_engine(model)
     norm = update(engine, flat(members), flat(advantages), None)
     after_one = weights(engine)
-    engine.close()
+    close(engine)
 
     engine = make_engine(model, optimizer={"lr": 0.05})
     old = engine.score([Sample(t.prompt_ids, t.response_ids, scored(t)) for t in flat(members)])
@@ -163,7 +183,7 @@ def by_hand(model, uniform):
     update(engine, flat(members[:2]), flat(advantages[:2]), old[:half])
     update(engine, flat(members[2:]), flat(advantages[2:]), old[half:])
     after_two = weights(engine)
-    engine.close()
+    close(engine)
     return {"grad_norm": norm, "after_one": after_one, "after_two": after_two}
 
 
@@ -177,7 +197,7 @@ def reference(model):
     trained = torch.cat(engine.score(samples))
     referred = torch.cat(engine.score(samples, reference=True))
     again = torch.cat(engine.score(samples))
-    engine.close()
+    close(engine)
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
 
 
@@ -201,7 +221,7 @@ def guard(model, folder):
             survived += 1
     except TrainingError as caught:
         error = str(caught)
-    engine.close()
+    close(engine)
     return {
         "skipped": skipped,
         "unchanged": unchanged,
@@ -229,7 +249,7 @@ def idle(model):
         error = None
     except TrainingError as caught:
         error = str(caught)
-    engine.close()
+    close(engine)
     return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error}
 
 
@@ -255,11 +275,11 @@ def resume(runs, folder):
             policy.step(make_groups(seed), seed, 0)
         engine.save(path, {"step": 2, "note": "hello"})
         straight = continue_(engine, policy)
-        engine.close()
+        close(engine)
         engine, policy = begin()
         state = engine.load(path)
         resumed = continue_(engine, policy)
-        engine.close()
+        close(engine)
         found[name] = {"straight": straight, "resumed": resumed, "state": state}
     return found
 
@@ -294,11 +314,11 @@ def broken_checkpoints(model, folder):
     before = weights(engine)
     missing = attempt(engine.load, checkpoint.step_path(run, 3))
     kept = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
-    engine.close()
+    close(engine)
     other = make_engine(model, {"data_parallel": 2})
     layout = attempt(other.load, checkpoint.step_path(run, 1))
     absent = attempt(other.load, checkpoint.step_path(run, 9))
-    other.close()
+    close(other)
     return {
         "full": full,
         "left": left,
@@ -313,10 +333,8 @@ def broken_checkpoints(model, folder):
 
 
 def main() -> None:
-    rank, world, port = map(int, sys.argv[1:])
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
+    rank, world = int(sys.argv[1]), int(sys.argv[2])
+    join(rank, world)
     for line in sys.stdin:
         folder = Path(line.strip())
         request = json.loads((folder / "request.json").read_text())
