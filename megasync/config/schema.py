@@ -185,7 +185,7 @@ class SyncConfig:
     bucket_mb: int = 256
     # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
     parity_every: int = 1
-    # Largest mean absolute difference per token; null takes 1e-3 for float32 and 0.05 for bfloat16.
+    # Largest mean absolute difference per token; null takes 1e-3 for float32 and 0.2 for bfloat16.
     parity_threshold: float | None = None
 
 

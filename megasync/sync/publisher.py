@@ -15,8 +15,9 @@ from megasync.config.schema import SyncConfig
 from megasync.sync.parity import compare
 from megasync.sync.transaction import WeightSync
 
-# Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype.
-PARITY_THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.05}
+# Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype. Prompts hold unlikely
+# tokens, where bfloat16 is coarse: 0.04 to 0.05 is usual for a 135M model; wrong weights give more than 1.
+PARITY_THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class Scorer(Protocol):

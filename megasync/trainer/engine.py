@@ -112,7 +112,8 @@ class MegatronEngine:
         model = build_model(self.layout, config, self.device, self.dtype)
         model.config.finalize_model_grads_func = _finalize_summed_grads
         self._params = dict(model.named_parameters())
-        self._write(load_shards(self.model_config.path, self.layout, self.coords.tp, self.coords.pp, self.dtype))
+        weights = load_shards(self.model_config.path, self.layout, self.coords.tp, self.coords.pp, torch.float32)
+        self._write(weights)
         self._model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -124,6 +125,7 @@ class MegatronEngine:
         self._optimizer = Optimizer(
             self._model, config.optimizer, self._total_steps, self.dtype, self.device.torch_device
         )
+        self._optimizer.start_from(self._params, weights)
         log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
 
     def params(self) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ before the first weight changes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,24 @@ class Optimizer:
     def reload_weights(self) -> None:
         """Takes main weights anew from the model's, after those were written from outside."""
         self._optimizer.reload_model_params()
+
+    def start_from(self, params: Mapping[str, torch.nn.Parameter], weights: Mapping[str, torch.Tensor]) -> None:
+        """Gives the main weights the folder's own precision, where that is finer than the model's.
+
+        A weight that starts on a bfloat16 value must move by half the distance to the next before the served model
+        changes at all; at the small learning rates of reinforcement learning that is many steps. Weights that start in
+        between change in proportion from the first step on.
+        """
+        if not self._keeps_main_weights:
+            return
+        own = {name: param.data for name, param in params.items()}
+        try:
+            for name, param in params.items():
+                param.data = weights[name].to(param.device)
+            self._optimizer.reload_model_params()
+        finally:
+            for name, param in params.items():
+                param.data = own[name]
 
     def state(self) -> dict[str, Any]:
         """Moments, step counts and main weights of this rank, as tensors and plain containers."""
