@@ -32,6 +32,7 @@ class RayCluster:
             log.info("using the Ray session that is already initialised")
             return
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+        logging.getLogger("ray").setLevel(logging.ERROR)
         # Ray would otherwise rewrite CUDA_VISIBLE_DEVICES to "" for actors without GPUs; the servers set their own.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:

@@ -297,7 +297,7 @@ class MegatronEngine:
         return state
 
     def close(self) -> None:
-        """Gives the Megatron process groups back."""
+        """Forgets Megatron's process groups; they end with torch.distributed.destroy_process_group."""
         parallel_state.destroy_model_parallel()
 
 

@@ -128,14 +128,14 @@ class Optimizer:
         """
         if not self._keeps_main_weights:
             return
-        own = {name: param.data for name, param in params.items()}
-        try:
-            for name, param in params.items():
-                param.data = weights[name].to(param.device)
-            self._optimizer.reload_model_params()
-        finally:
-            for name, param in params.items():
-                param.data = own[name]
+        for name, param in params.items():
+            # None where another data-parallel rank holds all of this parameter's main weights.
+            if param.main_param is not None:
+                exact = weights[name].to(param.device)
+                if getattr(param, "main_param_sharded", False):
+                    held = self._optimizer.chained_optimizers[0]._get_model_param_range_map(param)["param"]
+                    exact = exact.view(-1)[held.start : held.end]
+                param.main_param.data.copy_(exact)
 
     def state(self) -> dict[str, Any]:
         """Moments, step counts and main weights of this rank, as tensors and plain containers."""

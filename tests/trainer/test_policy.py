@@ -2,9 +2,11 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 PLAIN = {"correction": "none"}
 # Two sequences, for four data-parallel ranks.
@@ -92,6 +94,18 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
             assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
             assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
         assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
+
+
+def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, model):
+    exact = torch.cat([tensor.flatten() for tensor in load_file(Path(model) / "model.safetensors").values()])
+    layouts = {
+        "replicated": {"data_parallel": 2, "distributed_optimizer": False},
+        "sharded": {"data_parallel": 2, "distributed_optimizer": True},
+    }
+    ranks = run_ranks("main_weights", 2, model=model, trainers=layouts)
+    for start in (ranks[0]["replicated"], torch.cat([rank["sharded"] for rank in ranks])):
+        # All but the zeros of vocabulary padding, in any order.
+        assert torch.equal(start[start != 0].sort().values, exact.sort().values)
 
 
 def test_all_metrics_are_there_and_finite(runs):

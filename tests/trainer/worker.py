@@ -1,7 +1,8 @@
 """A trainer rank in a process of its own: `worker.py RANK WORLD STORES`.
 
-STORES is a folder that the ranks meet in. Each line of standard input is a folder too: the function that its request.json names is run with the arguments there, what
-it returns is left in result-RANK.pt, and "done" is printed. Any error ends the process.
+STORES is a folder that the ranks meet in. Each line of standard input is a folder too: the function that its
+request.json names is run with the arguments there, what it returns is left in result-RANK.pt, and "done" is printed.
+Any error ends the process.
 """
 
 import itertools
@@ -137,6 +138,17 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
 def policies(model, runs):
     """`train` once per entry of `runs`."""
     return {name: train(model, **arguments) for name, arguments in runs.items()}
+
+
+def main_weights(model, trainers):
+    """The float32 weights that a bfloat16 optimizer starts from, as one vector per layout."""
+    found = {}
+    for name, trainer in trainers.items():
+        engine = make_engine(model, trainer, dtype="bfloat16")
+        state = engine._optimizer.state()
+        found[name] = torch.cat([tensor.flatten().clone() for tensor in state["main_weights"]])
+        close(engine)
+    return found
 
 
 def by_hand(model, uniform):
