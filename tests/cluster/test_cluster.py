@@ -1,0 +1,137 @@
+"""Roles, pools and actor handles: a mismatch is refused before launch, and every failure says who and why."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from megasync.cluster import actors as actors_module
+from megasync.cluster.actors import Actors, BufferHandle
+from megasync.cluster.pools import Pools
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.roles import ROLES, Role, check_capabilities
+from megasync.config import Config
+from megasync.config.pools import PoolSpec
+from megasync.errors import ConfigError, DataError, MegasyncError, TrainingError
+
+
+class FakeWorker:
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+
+    def whoami(self) -> tuple[int, int]:
+        return self._slot, os.getpid()
+
+    def add(self, numbers: list[int], more: int) -> int:
+        return sum(numbers) + more
+
+    def refuse(self, slot: int) -> int:
+        if self._slot == slot:
+            raise DataError(f"slot {slot} refuses")
+        return self._slot
+
+    def crash(self) -> None:
+        if self._slot == 1:
+            raise ZeroDivisionError("by zero")
+
+    def die(self) -> None:
+        os._exit(1)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds if self._slot == 1 else 0)
+
+
+FAKE = Role("fake", "rollout", FakeWorker, ("whoami", "add", "refuse", "crash", "die", "sleep"))
+
+
+def test_every_role_has_the_methods_that_its_pool_calls() -> None:
+    check_capabilities()
+
+
+def test_a_role_without_a_method_is_refused_by_name() -> None:
+    broken = Role("trainer", "trainer", FakeWorker, ("add", "step", "save"))
+    with pytest.raises(ConfigError, match=r"'trainer' is played by FakeWorker, which has no method step, save"):
+        check_capabilities({"trainer": broken})
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    session = RayCluster(Config(), devices_needed=4)
+    session.connect()
+    yield
+    session.close()
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(actors_module.ROLES, "fake", FAKE)
+    pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
+    await pools.create(timeout=60)
+    found = Actors.create("fake", [(0,), (1,)], pools=pools)
+    yield found
+    found.kill()
+    pools.remove()
+
+
+async def test_calls_reach_every_member_in_slot_order(workers: Actors) -> None:
+    answers = await workers.call("whoami", timeout=60)
+    assert [slot for slot, _ in answers] == [0, 1]
+    assert len({pid for _, pid in answers} | {os.getpid()}) == 3
+    assert await workers.call("add", [1, 2], 3, timeout=60) == [6, 6]
+    assert await workers.call_each("add", [([1], 1), ([2], 2)], timeout=60) == [2, 4]
+    assert (await workers.call_one(1, "whoami", timeout=60))[0] == 1
+
+
+async def test_our_own_errors_come_back_as_they_were_and_others_say_who_failed_where(workers: Actors) -> None:
+    with pytest.raises(DataError, match="slot 1 refuses"):
+        await workers.call("refuse", 1, timeout=60)
+    with pytest.raises(TrainingError, match=r"fake 1 failed in crash\(\): ZeroDivisionError: by zero"):
+        await workers.call("crash", timeout=60)
+
+
+async def test_a_member_that_is_late_or_dead_is_named(workers: Actors) -> None:
+    await workers.call("whoami", timeout=60)
+    with pytest.raises(TrainingError, match=r"fake \[1\] did not finish sleep\(\) within 1 s"):
+        await workers.call("sleep", 20.0, timeout=1.0)
+    with pytest.raises(TrainingError, match=r"fake 0 died during die\(\)"):
+        await workers.call_one(0, "die", timeout=60)
+
+
+async def test_a_pool_that_does_not_fit_says_what_the_cluster_has(cluster: None) -> None:
+    pools = Pools({"trainer": PoolSpec("trainer", slots=64, devices=1, slots_per_node=64)}, "cpu")
+    with pytest.raises(MegasyncError, match=r"pool 'trainer' needs 1 node\(s\) with \{'CPU': 64\} each.*cluster has"):
+        await pools.create(timeout=1)
+    pools.remove()
+
+
+async def test_the_buffer_actor_keeps_the_buffers_waits(cluster: None) -> None:
+    config = Config()
+    config.schedule.groups_per_step, config.schedule.max_staleness = 1, 0
+    buffer = BufferHandle.create(config.schedule, 4, 0, {})
+    try:
+        await buffer.admit("0:0")
+        waiting = asyncio.create_task(buffer.admit("0:1"))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await buffer.drop("0:0", "test")
+        await asyncio.wait_for(waiting, 30)
+        assert (await buffer.counts())["admitted"] == 2
+        leasing = asyncio.create_task(buffer.lease(1, 0))
+        await asyncio.sleep(0.2)
+        await buffer.close("the test is over")
+        with pytest.raises(MegasyncError, match="the test is over"):
+            await asyncio.wait_for(leasing, 30)
+        with pytest.raises(AttributeError, match="no method"):
+            buffer.nonsense  # noqa: B018
+    finally:
+        buffer.kill()
+
+
+def test_roles_live_in_pools_that_exist() -> None:
+    assert {role.pool for role in ROLES.values()} == {"trainer", "rollout", None}
