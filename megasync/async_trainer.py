@@ -14,7 +14,7 @@ from pathlib import Path
 from megasync.config import Config, check_config, load_config, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
-from megasync.workload import Custom
+from megasync.workload import Custom, prepare_workload
 
 CONFIG_FILE = "config.yaml"
 # Names of what the caller passed from Python: a resumed run must be given the same again.
@@ -77,8 +77,9 @@ class AsyncTrainer:
 
     async def run(self) -> RunResult:
         """`train` for callers who already have an event loop."""
-        run_dir = self._run_dir or self._new_run_dir()
-        run = Run(self.config, run_dir, self._custom, self._checkpoint)
+        # Before the run directory is made: a refused dataset or function should leave nothing behind.
+        workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
+        run = Run(self.config, self._run_dir or self._new_run_dir(), workload, self._checkpoint)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
             return await task

@@ -1,8 +1,8 @@
 """One run, whole: builds every part from the configuration, hands them to the controller, and puts them away again.
 
 What is opened is pushed on one exit stack the moment it exists, so any way out (the end, an error, Ctrl-C once or
-twice, at any point of the start) closes exactly what was opened, in reverse order. Everything that can be refused is
-checked before the first process starts.
+twice, at any point of the start) closes exactly what was opened, in reverse order. The workload was prepared before, so
+whatever can be refused has been refused when the first process starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megasync.sync.shards import export_checkpoint
 from megasync.sync.topology import Topology
 from megasync.sync.transaction import WeightSync
 from megasync.trainer.checkpoint import latest, read_state
-from megasync.workload import Custom, Workload, prepare_workload, read_hf_config
+from megasync.workload import Workload, read_hf_config
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,10 @@ class RunResult:
 
 
 class Run:
-    def __init__(self, config: Config, run_dir: Path, custom: Custom, checkpoint: Path | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path, workload: Workload, checkpoint: Path | None = None) -> None:
         self.config = config
         self.run_dir = run_dir
-        self._custom = custom
+        self._workload = workload
         self._checkpoint = checkpoint
         self._controller: Controller | None = None
 
@@ -84,10 +84,9 @@ class Run:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
-            workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
             with RunObserver(self.config, self.run_dir) as observer:
                 async with AsyncExitStack() as stack:
-                    self._controller = await self._build(stack, workload, observer)
+                    self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
                     observer.message("putting servers and ranks away")
                 export_dir = await asyncio.to_thread(self._export, observer)
@@ -103,11 +102,11 @@ class Run:
             logging.getLogger("megasync").removeHandler(handler)
             handler.close()
 
-    async def _build(self, stack: AsyncExitStack, workload: Workload, observer: RunObserver) -> Controller:
+    async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
         """Starts every process of the run, both pools at the same time, and wires the controller."""
-        config, schedule = self.config, self.config.schedule
+        config, schedule, workload = self.config, self.config.schedule, self._workload
         device = resolve_device(config.cluster.device)
-        progress, counters = self._restore(workload)
+        progress, counters = self._restore()
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
         key = secrets.token_hex(24)
@@ -136,7 +135,7 @@ class Run:
         rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
         stack.push_async_callback(rewards.close)
         seed = config.seed if config.rollout.deterministic else None
-        publisher = self._publisher(stack, device, ranks, controls, client, workload)
+        publisher = self._publisher(stack, device, ranks, controls, client)
         rollouter = Rollouter(
             client,
             workload.source,
@@ -188,7 +187,6 @@ class Run:
         ranks: TrainerGroup,
         controls: list[ServerControl],
         client: RolloutClient,
-        workload: Workload,
     ) -> Publisher:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
@@ -199,7 +197,7 @@ class Run:
             sync,
             config=config.sync,
             dtype=config.model.dtype,
-            probes=workload.probes(PARITY_PROBES),
+            probes=self._workload.probes(PARITY_PROBES),
             servers=len(controls),
             trainer_logprobs=ranks.logprobs,
             server_logprobs=lambda server, ids: client.score(controls[server], ids),
@@ -213,13 +211,13 @@ class Run:
         observer.message(f"resuming after step {progress.step} from {self._checkpoint}")
         await publisher.publish(progress.version)
 
-    def _restore(self, workload: Workload) -> tuple[Progress, dict[str, Any]]:
+    def _restore(self) -> tuple[Progress, dict[str, Any]]:
         """Where the run stands and the buffer's counters, with the prompt source put back to it."""
         if self._checkpoint is None:
             return Progress(), {}
         state = read_state(self._checkpoint)
-        workload.source.restore(state["cursor"])
-        workload.source.requeue(state["pending"])
+        self._workload.source.restore(state["cursor"])
+        self._workload.source.requeue(state["pending"])
         progress = Progress.from_state(state)
         if progress.unpublished:
             # The checkpoint's weights are newer than its version: they are published as the next one.

@@ -41,7 +41,8 @@ class Publisher:
         server_logprobs: Scorer,
     ) -> None:
         self._sync = sync
-        self._every = config.parity_every
+        # Prompts of one token have nothing to compare.
+        self._every = config.parity_every if probes else 0
         self._threshold = PARITY_THRESHOLDS[dtype] if config.parity_threshold is None else config.parity_threshold
         self._probes = list(probes)
         self._servers = servers
@@ -60,6 +61,8 @@ class Publisher:
 
     async def check_parity(self, version: int) -> dict[str, float]:
         """Compares trainer and every server on the probe prompts. Raises ParityError with both numbers."""
+        if not self._every:
+            return {}
         start = time.monotonic()
         trainer, *servers = await asyncio.gather(
             self._trainer_logprobs(self._probes),
