@@ -41,7 +41,8 @@ class Workload:
     context_length: int
     source: PromptSource
     eval_prompts: list[Prompt]
-    reward: Callable
+    # None where the rollout function scores its own trajectories.
+    reward: Callable | None
     workflow: Callable
 
     def probes(self, count: int) -> list[list[int]]:
@@ -98,13 +99,14 @@ def _rows(dataset: Any, own: Sequence[dict] | None, name: str) -> tuple[list[dic
     return (as_rows(own, name), None) if own is not None else load_dataset(dataset)
 
 
-def _reward(config: Config, custom: Custom, verifier: Callable | None) -> Callable:
+def _reward(config: Config, custom: Custom, verifier: Callable | None) -> Callable | None:
     named = load_function(config.rollout.reward) if config.rollout.reward else None
     reward = custom.reward or named or verifier
-    if reward is None:
+    if reward is None and not (custom.rollout or config.rollout.workflow):
         raise ConfigError(
             "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as "
-            "'package.module:function', pass reward= from Python, or give the rows an \"answer\" column"
+            "'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a rollout "
+            "function that scores its trajectories itself"
         )
     return reward
 
