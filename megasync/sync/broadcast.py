@@ -152,9 +152,7 @@ class BroadcastSender:
             elif self._takes_part:
                 self._contribute(deadline, seconds)
         except Exception as error:
-            import sys; print("DBG", f"{time.time():.2f}", "rank", self._rank, "failed", repr(error)[:300], file=sys.stderr, flush=True)
             self.leave()
-            print("DBG", f"{time.time():.2f}", "rank", self._rank, "left", file=sys.stderr, flush=True)
             if isinstance(error, LostContact):
                 time.sleep(ECHO_SECONDS)
             raise SyncError(f"trainer rank {self._rank} failed to send version {version}: {error}") from error

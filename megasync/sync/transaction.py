@@ -215,7 +215,6 @@ class WeightSync:
             try:
                 await self._post(server, "/update_weights_from_distributed", body)
             except ServerError as error:
-                import time,sys; print("DBG", f"{time.time():.2f}", server.url, str(error)[:200], file=sys.stderr)
                 standing.in_doubt = NOT_RECEIVED not in str(error)
                 raise
             standing.loaded += 1
@@ -272,7 +271,6 @@ class WeightSync:
         if self._name is None:
             return
         name, self._name = self._name, None
-        import time,sys; print("DBG", f"{time.time():.2f}", "disconnect", {k:(t.done() and str(t.exception())[:80]) for k,t in tasks.items()}, file=sys.stderr)
         free = [server for server in self._servers if server.url not in tasks or tasks[server.url].done()]
         await self._destroy(name, free)
         if "trainer" in tasks:
