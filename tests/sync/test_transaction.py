@@ -178,7 +178,10 @@ async def test_engine_ranks_follow_the_sender_and_each_stage_has_a_group(world):
         (UPDATE, "Failed to receive weights: closed", "transfer"),
     ],
 )
-async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_serving(world, path, fault, phase):
+async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_serving(
+    world, monkeypatch, path, fault, phase
+):
+    monkeypatch.setattr(transaction, "FLUSH_SECONDS", 0.0)
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["refused"] if path == UPDATE else []
     servers[1].faults[path] = [fault]
@@ -189,6 +192,13 @@ async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_servin
     assert [(s.paused, s.session, s.version) for s in servers] == [(False, False, "0")] * 2
     assert (await sync.publish(3)).version == 3
     assert [s.version for s in servers] == ["3", "3"]
+
+
+async def test_a_server_that_is_not_quiet_yet_is_flushed_a_moment_later(world):
+    sync, servers, _ = world()
+    servers[1].faults["/flush_cache"] = ["requests are running"] * 3
+    assert (await sync.publish(3)).version == 3
+    assert paths(servers[1]).count("/flush_cache") == 4
 
 
 async def test_a_server_with_a_part_of_the_new_version_stays_paused_and_is_named(world):
