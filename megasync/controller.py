@@ -31,13 +31,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.config import Config
-from megasync.errors import MegasyncError, TrainingError
+from megasync.errors import MegasyncError, ServerError, SyncError, TrainingError
 
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 # After this long a clean stop gives up on the loop it waits for; the run then ends without it.
 STOP_SECONDS = 30.0
+# Looks, a watch tick apart, for a dead process behind a failed request: servers take a moment to die as a whole.
+OBITUARY_LOOKS = 5
 
 
 class Trainer(Protocol):
@@ -137,7 +139,7 @@ class Controller:
         watch = asyncio.create_task(self._watch_loop(), name="watch")
         loops = [training, rollout, evaluation, watch]
         try:
-            error = await self._first_end(training, loops)
+            error = await self._root_cause(await self._first_end(training, loops))
             await self._buffer.close("the run has ended" if error is None else f"the run failed: {error}")
         finally:
             await self._end(loops)
@@ -165,6 +167,19 @@ class Controller:
                         self._training_alive = False
                     return task.exception()
         return None
+
+    async def _root_cause(self, error: BaseException | None) -> BaseException | None:
+        """A process that died shows first as somebody else's failed request; its own last words say more."""
+        if not isinstance(error, (ServerError, SyncError)):
+            return error
+        for _ in range(OBITUARY_LOOKS):
+            try:
+                await self._watch()
+            except MegasyncError as death:
+                death.__cause__ = death.__cause__ or error
+                return death
+            await asyncio.sleep(WATCH_SECONDS)
+        return error
 
     async def _end(self, loops: list[asyncio.Task]) -> None:
         self._rollouter.stop()

@@ -79,6 +79,8 @@ class Attempt:
     version: int
     standing: dict[str, Standing]
     phase: str = ""
+    # No further bucket is asked for.
+    failed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     tasks: dict[str, asyncio.Future] = field(default_factory=dict)
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
 from megasync.sync.attempt import NOT_RECEIVED, Attempt, PhaseFailed, Standing, SyncReport
-from megasync.sync.plan import BroadcastPlan, Bucket, group_name
+from megasync.sync.plan import BroadcastPlan, group_name
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -128,6 +128,7 @@ class WeightSync:
                 with attempt.during(phase):
                     await step(attempt)
         except BaseException as error:
+            attempt.failed = True
             if attempt.phase in ("connect", "transfer"):
                 await self._disconnect(attempt.tasks)
             await self._release(attempt)
@@ -207,8 +208,18 @@ class WeightSync:
     async def _load(self, server: ServerControl, attempt: Attempt) -> None:
         """Has one server receive and load every bucket; its standing always tells how far it came."""
         standing = attempt.standing[server.url]
+        name = self._name
         for index, bucket in enumerate(self._plan.buckets):
-            body = self._bucket_body(bucket)
+            if attempt.failed:
+                raise SyncError("stopped, because the publish failed elsewhere")
+            body = {
+                "names": [entry.name for entry in bucket.tensors],
+                "dtypes": [self._plan.dtype] * len(bucket.tensors),
+                "shapes": [list(entry.shape) for entry in bucket.tensors],
+                "group_name": group_name(name, bucket.stage),
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
             if index + 1 == len(self._plan.buckets):
                 body["weight_version"] = str(attempt.version)
             standing.in_doubt = True
@@ -219,16 +230,6 @@ class WeightSync:
                 raise
             standing.loaded += 1
             standing.in_doubt = False
-
-    def _bucket_body(self, bucket: Bucket) -> dict[str, Any]:
-        return {
-            "names": [entry.name for entry in bucket.tensors],
-            "dtypes": [self._plan.dtype] * len(bucket.tensors),
-            "shapes": [list(entry.shape) for entry in bucket.tensors],
-            "group_name": group_name(self._name or "", bucket.stage),
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
 
     async def _end(self, attempt: Attempt) -> None:
         await self._each(lambda server: self._post(server, "/end_weight_update"))
@@ -265,39 +266,39 @@ class WeightSync:
     async def _disconnect(self, tasks: dict[str, asyncio.Future]) -> None:
         """Closes the groups on both sides and ends the given calls, which may be waiting inside them.
 
-        Servers that wait for nobody leave first, which wakes a sender that waits for them; when the ranks have left,
-        the servers that wait for a sender are woken. Nothing here raises: what cannot be reached is logged.
+        A server leaves as soon as its call is done, which wakes a sender that waits for it; when the ranks leave, the
+        servers that wait for a sender are woken. Nothing here raises: what cannot be reached is logged.
         """
         if self._name is None:
             return
         name, self._name = self._name, None
-        free = [server for server in self._servers if server.url not in tasks or tasks[server.url].done()]
-        await self._destroy(name, free)
-        if "trainer" in tasks:
-            await asyncio.wait([tasks["trainer"]], timeout=RECOVERY_SECONDS)
-        leave = self._ranks.call("sync_leave", timeout=RECOVERY_SECONDS)
-        for failure in await asyncio.gather(leave, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                log.warning("not every trainer rank left the sync groups: %s", failure)
-        busy = [server for server in self._servers if server not in free]
-        if tasks:
-            await asyncio.wait(tasks.values(), timeout=RECOVERY_SECONDS)
-        await self._destroy(name, [server for server in busy if tasks[server.url].done()])
+        leaving = (self._server_leaves(server, name, tasks.get(server.url)) for server in self._servers)
+        await asyncio.gather(self._ranks_leave(tasks.get("trainer")), *leaving)
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _destroy(self, name: str, servers: Iterable[ServerControl]) -> None:
-        calls = [
-            self._post(
-                server, "/destroy_weights_update_group", {"group_name": group_name(name, stage)}, RECOVERY_SECONDS
-            )
-            for server in servers
-            for stage in range(len(self._plan.senders))
-        ]
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                log.debug("a sync group was not there to close: %s", answer)
+    async def _ranks_leave(self, task: asyncio.Future | None) -> None:
+        if task is not None:
+            await asyncio.wait([task], timeout=RECOVERY_SECONDS)
+        leave = self._ranks.call("sync_leave", timeout=RECOVERY_SECONDS)
+        for failure in await asyncio.gather(leave, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                log.warning("not every trainer rank left the sync groups: %s", failure)
+
+    async def _server_leaves(self, server: ServerControl, name: str, task: asyncio.Future | None) -> None:
+        if task is not None:
+            # The ranks may need one recovery time to fail, and another one to leave.
+            await asyncio.wait([task], timeout=2 * RECOVERY_SECONDS)
+            if not task.done():
+                log.warning("%s is still inside sync group %s", server.url, name)
+                return
+        for stage in range(len(self._plan.senders)):
+            body = {"group_name": group_name(name, stage)}
+            try:
+                await self._post(server, "/destroy_weights_update_group", body, RECOVERY_SECONDS)
+            except ServerError as error:
+                log.debug("a sync group was not there to close: %s", error)
 
     async def _release(self, attempt: Attempt) -> None:
         """Lets those servers generate again that hold one version as a whole; the others stay paused, by name."""

@@ -280,6 +280,14 @@ async def test_a_dead_server_ends_the_run_and_the_trainer_saves() -> None:
     assert rig.trainer.saved[-1]["step"] == rig.trainer.steps[-1][0]
 
 
+async def test_a_dead_server_is_named_even_when_a_sync_noticed_it_first() -> None:
+    rig = Rig(publisher=FakePublisher(fail_at=2), evaluate=False)
+    rig.dead.set()
+    with pytest.raises(MegasyncError, match="server 0 has died") as caught:
+        await rig.run()
+    assert "phase transfer" in str(caught.value.__cause__)
+
+
 async def test_a_run_without_progress_ends_and_says_what_everyone_waits_for() -> None:
     rig = Rig(rollout={"stall": True}, no_progress=0.5)
     with pytest.raises(TrainingError, match="no group was finished.*lease 1"):

@@ -256,6 +256,27 @@ async def test_a_trainer_that_fails_wakes_waiting_servers_and_they_go_on(world):
     assert paths(servers[0]).count("/init_weights_update_group") == 4, "the broken groups were used again"
 
 
+async def test_after_a_failure_no_further_bucket_is_asked_for_and_each_server_leaves_when_it_can(world, monkeypatch):
+    sync, servers, ranks = world()
+    slow, release = servers[0], asyncio.Event()
+    servers[1].faults[UPDATE] = ["Failed to update parameter online"]
+
+    async def broadcast(server):
+        if server is slow:
+            await release.wait()
+
+    monkeypatch.setattr(ranks, "broadcast", broadcast)
+    publish = asyncio.create_task(sync.publish(2))
+    while "/destroy_weights_update_group" not in paths(servers[1]):
+        await asyncio.sleep(0)
+    assert "/destroy_weights_update_group" not in paths(slow), "it was in a collective"
+    release.set()
+    with pytest.raises(SyncError, match=r"http://a \(it loaded 1 of"):
+        await publish
+    assert paths(slow).count(UPDATE) == 1
+    assert paths(slow).count("/destroy_weights_update_group") == 2
+
+
 @pytest.mark.parametrize("who", ["trainer", "server"])
 async def test_silence_ends_at_the_deadline(world, who):
     sync, servers, ranks = world(seconds=0.3)
