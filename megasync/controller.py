@@ -117,7 +117,8 @@ class Controller:
         self._evaluation_due = asyncio.Event()
         self._saved_step = -1
         self._last_progress = clock()
-        self._training_alive = True
+        # False while a step runs, and for good once one has failed: its ranks cannot be asked to save.
+        self._trainer_fit = True
 
     def request_stop(self, reason: str) -> None:
         """Finish the step under way, save, and end. Safe to call from a signal handler and more than once."""
@@ -140,6 +141,10 @@ class Controller:
         loops = [training, rollout, evaluation, watch]
         try:
             error = await self._root_cause(await self._first_end(training, loops))
+            if error is not None and not training.done():
+                # A step under way moves the weights: only when it is whole can they be saved.
+                self._stop.set()
+                await asyncio.wait([training], timeout=self.config.timeouts.shutdown)
             await self._buffer.close("the run has ended" if error is None else f"the run failed: {error}")
         finally:
             await self._end(loops)
@@ -163,8 +168,6 @@ class Controller:
                 if task.cancelled():
                     return TrainingError(f"the {task.get_name()} loop was cancelled from outside")
                 if task.exception() is not None:
-                    if task is training:
-                        self._training_alive = False
                     return task.exception()
         return None
 
@@ -204,7 +207,9 @@ class Controller:
             leased = self._clock()
             self._observer.activity("trainer", "training")
             step = progress.step + 1
+            self._trainer_fit = False
             metrics = await self._trainer.step(groups, step, progress.version)
+            self._trainer_fit = True
             progress.step, progress.unpublished = step, progress.unpublished + 1
             self._last_progress = trained = self._clock()
             await self._buffer.ack(step)
@@ -335,7 +340,7 @@ class Controller:
 
     async def _save_at_end(self, error: BaseException | None) -> None:
         """Saves what was trained since the last checkpoint. A trainer that failed is not asked again."""
-        if self._saved_step == self.progress.step or self.progress.step == 0 or not self._training_alive:
+        if self._saved_step == self.progress.step or self.progress.step == 0 or not self._trainer_fit:
             return
         try:
             await self._save()

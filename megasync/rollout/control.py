@@ -76,5 +76,7 @@ class ServerControl:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
-            self._session = aiohttp.ClientSession(headers=headers)
+            # A connection per call: servers close idle ones after seconds, and a call that meets such a closing fails
+            # although nothing is wrong.
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(force_close=True))
         return self._session

@@ -59,6 +59,8 @@ class Standing:
     loaded: int = 0
     # A bucket was asked for, and the server did not say that it is loaded or that nothing of it arrived.
     in_doubt: bool = False
+    # It does not come back from a collective, so it answers nothing else.
+    stuck: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -68,7 +70,9 @@ class Standing:
     def describe(self, version: int, buckets: int) -> str:
         text = f"it loaded {self.loaded} of {buckets} buckets of version {version}"
         if self.in_doubt:
-            text += ", and the next one is in doubt; a server that does not answer any more is stuck: restart it"
+            text += ", and the next one is in doubt"
+        if self.stuck:
+            text += "; it is stuck waiting for a trainer that is gone: restart it"
         return text
 
 

@@ -118,7 +118,7 @@ class WeightSync:
     async def close(self) -> None:
         """Leaves the groups on both sides. Servers go on with what they serve."""
         async with self._lock:
-            await self._disconnect({})
+            await self._disconnect(Attempt(0, {}))
 
     async def _run(self, version: int, phases: Sequence[tuple[str, Callable[[Attempt], Awaitable[None]]]]) -> Attempt:
         """Runs the phases; on any failure, or when cancelled, closes broken groups and releases what may be released."""
@@ -130,7 +130,7 @@ class WeightSync:
         except BaseException as error:
             attempt.failed = True
             if attempt.phase in ("connect", "transfer"):
-                await self._disconnect(attempt.tasks)
+                await self._disconnect(attempt)
             await self._release(attempt)
             if not isinstance(error, Exception):
                 raise
@@ -227,6 +227,7 @@ class WeightSync:
                 await self._post(server, "/update_weights_from_distributed", body)
             except ServerError as error:
                 standing.in_doubt = NOT_RECEIVED not in str(error)
+                standing.stuck = isinstance(error.__cause__, TimeoutError)
                 raise
             standing.loaded += 1
             standing.in_doubt = False
@@ -263,8 +264,8 @@ class WeightSync:
 
     # Clean-up
 
-    async def _disconnect(self, tasks: dict[str, asyncio.Future]) -> None:
-        """Closes the groups on both sides and ends the given calls, which may be waiting inside them.
+    async def _disconnect(self, attempt: Attempt) -> None:
+        """Closes the groups on both sides and ends the attempt's calls, which may be waiting inside them.
 
         A server leaves as soon as its call is done, which wakes a sender that waits for it; when the ranks leave, the
         servers that wait for a sender are woken. Nothing here raises: what cannot be reached is logged.
@@ -272,8 +273,9 @@ class WeightSync:
         if self._name is None:
             return
         name, self._name = self._name, None
-        leaving = (self._server_leaves(server, name, tasks.get(server.url)) for server in self._servers)
-        await asyncio.gather(self._ranks_leave(tasks.get("trainer")), *leaving)
+        tasks = attempt.tasks
+        ranks = asyncio.ensure_future(self._ranks_leave(tasks.get("trainer")))
+        await asyncio.gather(ranks, *(self._server_leaves(server, name, attempt, ranks) for server in self._servers))
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -286,11 +288,14 @@ class WeightSync:
             if isinstance(failure, BaseException):
                 log.warning("not every trainer rank left the sync groups: %s", failure)
 
-    async def _server_leaves(self, server: ServerControl, name: str, task: asyncio.Future | None) -> None:
-        if task is not None:
-            # The ranks may need one recovery time to fail, and another one to leave.
-            await asyncio.wait([task], timeout=2 * RECOVERY_SECONDS)
-            if not task.done():
+    async def _server_leaves(self, server: ServerControl, name: str, attempt: Attempt, ranks: asyncio.Future) -> None:
+        """Waits until the server's call is done, at most until some time after the ranks have left."""
+        if task := attempt.tasks.get(server.url):
+            await asyncio.wait([task, ranks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task], timeout=RECOVERY_SECONDS)
+            standing = attempt.standing[server.url]
+            standing.stuck |= not task.done()
+            if standing.stuck:
                 log.warning("%s is still inside sync group %s", server.url, name)
                 return
         for stage in range(len(self._plan.senders)):
@@ -308,7 +313,7 @@ class WeightSync:
         standing = attempt.standing[server.url]
         if not standing.paused:
             return
-        if standing.begun:
+        if standing.begun and not standing.stuck:
             try:
                 await self._post(server, "/end_weight_update", timeout=RECOVERY_SECONDS)
             except ServerError as error:

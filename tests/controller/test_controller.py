@@ -260,6 +260,7 @@ async def test_an_error_of_any_loop_ends_the_run_with_its_cause_and_the_work_sav
     with pytest.raises(MegasyncError, match=words):
         await rig.run()
     assert rig.buffer._state.closed is not None, "nobody may go on waiting"
+    assert rig.trainer.saved[-1]["step"] == rig.trainer.steps[-1][0]
 
 
 async def test_a_failed_trainer_is_not_asked_to_save() -> None:

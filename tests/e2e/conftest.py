@@ -106,8 +106,8 @@ class Launched:
         return self.process.wait(PATIENCE)
 
     def survivors(self) -> list[str]:
-        """Processes of the run that are still there after a moment of grace."""
-        _, alive = psutil.wait_procs(self.family(), timeout=20)
+        """Processes of the run that are still there after a while: Ray's agents look for a dead parent only now and then."""
+        _, alive = psutil.wait_procs(self.family(), timeout=90)
         return [" ".join(p.cmdline()) for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def kill_everything(self) -> None:
