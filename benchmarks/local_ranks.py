@@ -65,7 +65,7 @@ class LocalRanks:
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout: float) -> Any:
         process, answer = self.processes[rank], asyncio.get_running_loop().create_future()
-        if process.returncode is not None:
+        if self._readers[rank].done():
             raise SyncError(f"trainer rank {rank} is dead")
         number = next(self._ids)
         self._waiting[rank][number] = answer
