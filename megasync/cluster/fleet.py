@@ -55,19 +55,10 @@ class Fleet:
         limit = self._config.timeouts.server_start
         self.urls = await self._servers.call("start", limit, timeout=limit + ANSWER_SECONDS)
         log.info("servers: %s", self.urls)
+        config = self._config
+        settings = (config.rollout.router_policy, config.cluster.host, 0, str(self._logs / "router.log"))
         self._router = Actors.create(
-            "router",
-            [
-                (
-                    self.urls,
-                    self._config.rollout.router_policy,
-                    self._config.cluster.host,
-                    0,
-                    str(self._logs / "router.log"),
-                )
-            ],
-            pools=self._pools,
-            guest=True,
+            "router", [(self.urls, *settings, config.timeouts.request)], pools=self._pools, guest=True
         )
         (self.router_url,) = await self._router.call("start", limit, timeout=limit + ANSWER_SECONDS)
         log.info("router: %s", self.router_url)
