@@ -52,7 +52,6 @@ class RunObserver:
         self._clock = clock
         self._pacing = Pacing.of(config.schedule)
         self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
-        self._display = LiveDisplay(self.snapshot, live=config.observe.live, console=console)
         self._start = clock()
         self._step = 0
         self._version = 0
@@ -66,6 +65,8 @@ class RunObserver:
         self._marks: deque[tuple[float, float]] = deque(maxlen=SPEED_STEPS + 1)
         self._drawn = self._start
         self._failed: set[str] = set()
+        # Last: a live view asks for a snapshot as soon as it is made.
+        self._display = LiveDisplay(self.snapshot, live=config.observe.live, console=console)
 
     def __enter__(self) -> Self:
         self._display.__enter__()

@@ -44,6 +44,17 @@ def observer(tmp_path, clock):
     return RunObserver(config, tmp_path, console=Console(file=StringIO()), clock=clock)
 
 
+def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
+    config = load_config(
+        {"model": {"path": "m"}, "data": {"train": {"kind": "digits", "source": "copy"}}}, ["name=test"]
+    )
+    console = Console(file=StringIO(), force_terminal=True, width=100)
+    with RunObserver(config, tmp_path, console=console) as observer:
+        observer.message("starting")
+    assert "step 0" in console.file.getvalue()
+    assert "starting" in console.file.getvalue()
+
+
 def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
     with observer:
         clock.now += 60  # starting up
