@@ -51,7 +51,7 @@ def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
     console = Console(file=StringIO(), force_terminal=True, width=100)
     with RunObserver(config, tmp_path, console=console) as observer:
         observer.message("starting")
-    assert "step 0" in console.file.getvalue()
+    assert "╭─ test" in console.file.getvalue()
     assert "starting" in console.file.getvalue()
 
 
