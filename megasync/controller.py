@@ -114,6 +114,7 @@ class Controller:
         self._clock = clock
         self._stop = asyncio.Event()
         self._stop_reason = ""
+        self._target_reached = False
         self._evaluation_due = asyncio.Event()
         self._saved_step = -1
         self._last_progress = clock()
@@ -151,13 +152,9 @@ class Controller:
         await self._save_at_end(error)
         if error is not None:
             raise error
-        if not self._stopped_by_person:
+        if self._target_reached or not self._stop.is_set():
             await self._evaluate_now()
         return self.progress
-
-    @property
-    def _stopped_by_person(self) -> bool:
-        return self._stop.is_set() and not self._stop_reason.startswith("held-out score")
 
     async def _first_end(self, training: asyncio.Task, loops: list[asyncio.Task]) -> BaseException | None:
         """Waits until training is done or any loop failed. Other loops may end early without harm (no more prompts)."""
@@ -289,6 +286,7 @@ class Controller:
         self._observer.evaluation(step, version, metrics)
         target = self.config.schedule.stop_at_score
         if target is not None and score > target:
+            self._target_reached = True
             self.request_stop(f"held-out score {score:.3f} is above {target}")
 
     # Watch

@@ -53,11 +53,6 @@ class Actors:
         shared = [ray.put(a) if isinstance(a, (list, dict)) else a for a in args]
         return await self._gather(method, [getattr(h, method).remote(*shared) for h in self.handles], timeout)
 
-    async def call_each(self, method: str, arguments: Sequence[tuple], *, timeout: float | None) -> list[Any]:
-        """Like `call`, with arguments of its own for each member."""
-        refs = [getattr(h, method).remote(*a) for h, a in zip(self.handles, arguments, strict=True)]
-        return await self._gather(method, refs, timeout)
-
     async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None) -> Any:
         ref = getattr(self.handles[slot], method).remote(*args)
         return (await self._gather(method, [ref], timeout, first=slot))[0]

@@ -84,7 +84,6 @@ async def test_calls_reach_every_member_in_slot_order(workers: Actors) -> None:
     assert [slot for slot, _ in answers] == [0, 1]
     assert len({pid for _, pid in answers} | {os.getpid()}) == 3
     assert await workers.call("add", [1, 2], 3, timeout=60) == [6, 6]
-    assert await workers.call_each("add", [([1], 1), ([2], 2)], timeout=60) == [2, 4]
     assert (await workers.call_one(1, "whoami", timeout=60))[0] == 1
 
 
