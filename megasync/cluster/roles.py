@@ -35,6 +35,7 @@ ROLES = {
             (
                 *("rendezvous", "start", "step", "logprobs", "save", "load", "stop"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
+                *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
             ),
         ),
         Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail")),

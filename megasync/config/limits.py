@@ -88,6 +88,9 @@ RANGES: dict[str, Range] = {
     "algorithm.kl_coef": NOT_NEGATIVE,
     "algorithm.entropy_coef": NOT_NEGATIVE,
     "sync.bucket_mb": AT_LEAST_ONE,
+    "sync.arena_mb": AT_LEAST_ONE,
+    "sync.wave": AT_LEAST_ONE,
+    "sync.delta_full_every": NOT_NEGATIVE,
     "sync.parity_every": NOT_NEGATIVE,
     "sync.parity_threshold": POSITIVE,
     "eval.every_steps": NOT_NEGATIVE,
@@ -100,6 +103,7 @@ RANGES: dict[str, Range] = {
     "timeouts.trainer_start": POSITIVE,
     "timeouts.request": POSITIVE,
     "timeouts.weight_sync": POSITIVE,
+    "timeouts.sync_stall": POSITIVE,
     "timeouts.train_step": POSITIVE,
     "timeouts.no_progress": POSITIVE,
     "timeouts.shutdown": POSITIVE,
@@ -122,6 +126,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction": ("none", "token", "sequence"),
     "algorithm.kl_kind": ("k1", "k2", "k3"),
     "sync.pause_mode": ("in_place", "retract", "abort"),
+    "sync.transport": ("auto", "p2p", "broadcast"),
+    "sync.arena": ("device", "host"),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 

@@ -181,8 +181,22 @@ class AlgorithmConfig:
 class SyncConfig:
     # What servers do with running requests during a sync: in_place, retract or abort.
     pause_mode: str = "retract"
-    # Largest bucket on the wire; two exist at a time.
+    # p2p (shard to shard, into servers with megasync's plugin), broadcast (whole tensors, into any server), or auto,
+    # which takes p2p where it can and says why where it cannot.
+    transport: str = "auto"
+    # Largest message on the wire; a sender holds two.
     bucket_mb: int = 256
+    # p2p: where servers keep a version until they commit it: device, or host (pinned memory).
+    arena: str = "device"
+    # p2p: room for that on each server rank; null takes what a version needs. A rank with less room is paused during
+    # the whole transfer.
+    arena_mb: int | None = None
+    # p2p: servers that are updated at the same time; null updates all of them together.
+    wave: int | None = None
+    # p2p: send only the elements that changed, when that is less. Ranks keep a host copy of what they sent last.
+    delta: bool = False
+    # p2p: every n-th sync is a full one all the same; 0 never.
+    delta_full_every: int = 100
     # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
     parity_every: int = 1
     # Largest mean absolute difference per token; null takes 1e-3 for float32 and 0.2 for bfloat16.
@@ -229,6 +243,8 @@ class TimeoutConfig:
     trainer_start: float = 300.0
     request: float = 600.0
     weight_sync: float = 300.0
+    # One message of a p2p sync that does not move.
+    sync_stall: float = 30.0
     train_step: float = 1800.0
     # No group finished and no step trained for this long: the run stops and says what each part waits for.
     no_progress: float = 1800.0

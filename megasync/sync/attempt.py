@@ -54,6 +54,8 @@ class Standing:
     """What one publish has done to one server so far."""
 
     paused: bool = False
+    # Clock reading at which it was paused.
+    since: float = 0.0
     begun: bool = False
     # Buckets that the server has loaded.
     loaded: int = 0
@@ -90,13 +92,17 @@ class Attempt:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Names the current phase and takes its time."""
+        """Names the current phase and adds its time."""
         self.phase = phase
         start = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[phase] = time.monotonic() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def note(self, part: str, seconds: float) -> None:
+        """Keeps the longest time of a part that several servers or ranks go through at once."""
+        self.seconds[part] = max(self.seconds.get(part, 0.0), seconds)
 
     async def together(self, limit: float) -> None:
         """Waits for all ``tasks``, at most ``limit`` seconds; leaves unfinished ones running.

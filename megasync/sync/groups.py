@@ -113,3 +113,48 @@ class Group:
             self._group.abort()
         dist.destroy_process_group(self._group)
         del self._group
+
+
+class Links:
+    """Point-to-point links among the members of one group, with a tag for each message; nothing is registered.
+
+    Made for one transfer or many; after any failed message it is closed and a new one is made.
+    """
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float
+    ) -> None:
+        """Returns once every member is there (gloo), or this one is registered (NCCL, which connects at first use).
+
+        Args:
+            host: this process's address; it listens there and nowhere else.
+            timeout: seconds to wait for the other members; the NCCL watchdog's limit is a multiple of it.
+
+        Raises:
+            RuntimeError: the others did not come in time.
+        """
+        self._backend = backend
+        store.set_timeout(timedelta(seconds=timeout))
+        prefixed = PrefixStore(name, store)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout * WATCHDOG_FACTOR)
+            self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=timeout)
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+    def send(self, message: torch.Tensor, to: int, tag: int) -> dist.Work:
+        """Starts sending a flat tensor, which must stay as it is until the work is done."""
+        return self._group.send([message], to, tag)
+
+    def receive(self, message: torch.Tensor, source: int, tag: int) -> dist.Work:
+        return self._group.recv([message], source, tag)
+
+    def close(self) -> None:
+        """Leaves; members that wait for this one are woken when the connections go."""
+        if self._backend == "nccl":
+            self._group.abort()
+        del self._group

@@ -52,6 +52,7 @@ class TrainerRank:
         # Only now: these modules take names from Megatron, which the line above may have bent.
         from megasync.sync.broadcast import BroadcastSender
         from megasync.sync.plan import plan_broadcast
+        from megasync.sync.shard_sender import ShardSender
         from megasync.trainer.engine import MegatronEngine
         from megasync.trainer.policy import PolicyTrainer
 
@@ -88,6 +89,15 @@ class TrainerRank:
             self._device,
             resolve_host(config.cluster.host),
         )
+        self._shards = ShardSender(
+            self._engine.layout,
+            self._rank,
+            self._engine.params(),
+            self._device,
+            resolve_host(config.cluster.host),
+            config.sync.bucket_mb * 2**20,
+            config.model.dtype,
+        )
         log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
         return {"rank": self._rank, "pid": os.getpid()}
 
@@ -117,9 +127,22 @@ class TrainerRank:
     def sync_leave(self) -> None:
         self._sender.leave()
 
+    def shard_listen(self, *args: Any) -> Any:
+        return self._shards.listen(*args)
+
+    def shard_prepare(self, *args: Any) -> Any:
+        return self._shards.prepare(*args)
+
+    def shard_send(self, *args: Any) -> Any:
+        return self._shards.send(*args)
+
+    def shard_leave(self) -> None:
+        self._shards.leave()
+
     def stop(self) -> None:
         import torch
 
         self._sender.leave()
+        self._shards.leave()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,0 +1,175 @@
+"""One server as a shard-to-shard sync sees it: what its process has been told, and the calls of one commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megasync.errors import ServerError, SyncError
+from megasync.rollout.engine_protocol import REFUSED
+from megasync.sync.attempt import Attempt
+
+if TYPE_CHECKING:
+    from megasync.rollout.engine_control import EngineControl
+    from megasync.sync.engine_layout import EngineRank
+
+log = logging.getLogger(__name__)
+
+# For each step of the clean-up after a failure.
+RECOVERY_SECONDS = 10.0
+# First and longest wait between two questions whether a version is staged.
+POLL_SECONDS = (0.005, 0.1)
+
+
+class Engine:
+    """A server, by its control; ``seconds`` is the deadline of each call.
+
+    Attributes:
+        kind: digest of what its ranks keep; engines of one kind receive the same parcels.
+        links: name of its links to the trainer, or "" when new ones have to be made.
+        base: the attempt that its arena holds whole, or "".
+        stages: False without room for an arena: it then receives while it is paused.
+    """
+
+    def __init__(self, control: EngineControl, pause_mode: str, seconds: float) -> None:
+        self.control = control
+        self.kind = self.links = self.base = ""
+        self.stages = True
+        self._pause_mode = pause_mode
+        self._seconds = seconds
+        self._instance = ""
+
+    @property
+    def url(self) -> str:
+        return self.control.url
+
+    # Before the first version
+
+    async def is_new(self) -> bool:
+        """True for a process that has no program yet; what was known of an earlier process is forgotten."""
+        found = "-".join(rank["instance"] for rank in await self.control.hello(self._seconds))
+        if found == self._instance:
+            return False
+        self.kind = self.links = self.base = self._instance = ""
+        return True
+
+    async def trace(self, specs: list[tuple[str, tuple[int, ...]]]) -> list[EngineRank]:
+        return await self.control.trace(specs, self._seconds)
+
+    async def take_program(self, kind: str, program: Mapping[str, Any]) -> None:
+        """Tells the ranks what they receive of every version; see `Receiver`."""
+        found = "-".join(rank["instance"] for rank in await self.control.hello(self._seconds))
+        answers = await self.control.call("program", dict(program), self._seconds)
+        self.stages = all(answer["stages"] for answer in answers)
+        self.kind, self._instance = kind, found
+        if not self.stages:
+            need = max(answer["bytes"] for answer in answers) / 2**20
+            log.warning(
+                "%s has no room to stage a version, which takes %.0f MiB on a rank (sync.arena_mb): it is paused "
+                "during the whole transfer",
+                self.url,
+                need,
+            )
+
+    # Stage
+
+    async def stage(self, request: Mapping[str, Any]) -> None:
+        """Starts to receive; returns at once."""
+        await self.control.call("stage", dict(request), self._seconds)
+
+    async def staged(self, name: str) -> list[dict[str, Any]]:
+        """Waits until each rank holds the attempt; their reports. Raises SyncError with a rank's own reason."""
+        pause, longest = POLL_SECONDS
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, longest)
+            reports = await self.control.call("poll", {}, self._seconds)
+            for tp, report in enumerate(reports):
+                if report["attempt"] != name or report["state"] == "failed":
+                    raise SyncError(f"rank {tp} of the server could not stage: {report['error'] or report['state']}")
+            if all(report["state"] == "staged" for report in reports):
+                return reports
+
+    # Commit
+
+    async def pause(self, attempt: Attempt) -> None:
+        """Stops generation and opens a weight update."""
+        standing = attempt.standing[self.url]
+        standing.paused, standing.since = True, time.monotonic()
+        await self._post("/pause_generation", {"mode": self._pause_mode})
+        attempt.note("pause_call", time.monotonic() - standing.since)
+        standing.begun = True
+        await self._post("/begin_weight_update")
+
+    async def load(self, body: Mapping[str, Any], attempt: Attempt) -> None:
+        """Has the ranks write the version: a local copy of what is staged, or what ``body`` lets them receive."""
+        standing, start = attempt.standing[self.url], time.monotonic()
+        standing.in_doubt = True
+        flush = self._pause_mode != "in_place"
+        try:
+            await self.control.load(dict(body), str(attempt.version), flush, self._seconds)
+        except ServerError as error:
+            standing.in_doubt = REFUSED not in str(error)
+            raise
+        standing.in_doubt = False
+        attempt.note("copy", time.monotonic() - start)
+
+    async def go_on(self, attempt: Attempt) -> None:
+        """Closes the update and generates again."""
+        standing = attempt.standing[self.url]
+        await self._post("/end_weight_update")
+        standing.begun = False
+        await self._post("/continue_generation", {"torch_empty_cache": False})
+        standing.paused = False
+        attempt.note("pause", time.monotonic() - standing.since)
+
+    async def verify(self, attempt: Attempt) -> None:
+        found = await self.control.server.weight_version(self._seconds)
+        if found != attempt.version:
+            raise SyncError(f"it reports version {found} instead of {attempt.version}")
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        return await self.control.server.post(path, body or {}, timeout=seconds or self._seconds)
+
+    # Clean-up
+
+    async def drop(self, stall: float) -> None:
+        """Waits until no rank receives any more, ``stall`` seconds at most, and drops what it has. Never raises."""
+        self.links = self.base = ""
+        end = time.monotonic() + stall
+        try:
+            while time.monotonic() < end:
+                reports = await self.control.call("poll", {}, RECOVERY_SECONDS)
+                if all(report["state"] != "running" for report in reports):
+                    break
+                await asyncio.sleep(POLL_SECONDS[1])
+            await self.control.call("drop", {}, RECOVERY_SECONDS)
+        except ServerError as error:
+            log.warning("%s could not be told to drop a staged version: %s", self.url, error)
+
+    async def release(self, attempt: Attempt, quarantined: bool) -> str:
+        """Lets the engine generate again if it holds one version as a whole; otherwise why it stays paused.
+
+        Args:
+            quarantined: it was paused for such a reason before this attempt, which did not bring it a whole version.
+        """
+        standing = attempt.standing[self.url]
+        if not standing.paused:
+            return ""
+        if standing.begun:
+            try:
+                await self._post("/end_weight_update", seconds=RECOVERY_SECONDS)
+            except ServerError as error:
+                log.debug("no weight update to end: %s", error)
+        if standing.in_doubt:
+            return f"it may hold parts of version {attempt.version}"
+        if quarantined:
+            return ""
+        try:
+            await self._post("/continue_generation", {"torch_empty_cache": False}, RECOVERY_SECONDS)
+        except ServerError as error:
+            return f"it could not be told to go on: {error}"
+        return ""

@@ -1,0 +1,374 @@
+"""The serving rank's side of a shard-to-shard sync: stage a version while generating, then commit it by local copy.
+
+A `Receiver` lives in every tensor-parallel rank of an engine, inside the engine's own process, and knows the engine only
+as a dictionary of parameters. Staging runs in a thread: parcels land in an arena beside the live weights, and each is
+checked against the digest that its sender took. Nothing of a staged version is seen until `commit` copies it.
+
+Without room for an arena, `commit` itself receives, parcel by parcel; the engine then stands still meanwhile, and a
+failure leaves it with parts of two versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from megasync.errors import SyncError
+from megasync.sync import delta
+from megasync.sync.digest import MASK, combine, digest
+from megasync.sync.engine_layout import Fill
+from megasync.sync.groups import Deadline, Links, join_store
+
+log = logging.getLogger(__name__)
+
+FULL, DELTA = 0, 1
+
+
+class Header(NamedTuple):
+    """Goes ahead of each parcel as int64 words. ``nbytes`` is of the payload, ``digest`` (signed) of the whole parcel."""
+
+    kind: int
+    nbytes: int
+    changed: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rectangle of a parameter, in elements from the parameter's first."""
+
+    param: str
+    offset: int
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+
+    def of(self, param: torch.Tensor) -> torch.Tensor:
+        size, stride = (self.rows, self.cols), (self.row_stride, self.col_stride)
+        return param.as_strided(size, stride, param.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """A parcel as this rank sees it; ``start`` is its first byte in the arena."""
+
+    tag: int
+    source: int
+    dtype: torch.dtype
+    elements: int
+    nbytes: int
+    places: tuple[Place, ...]
+    start: int
+
+    def slots(self, message: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """(rectangle of a parameter, the same rectangle of a message [nbytes] uint8) for all places."""
+        values = message.view(self.dtype)
+        start = 0
+        for place in self.places:
+            count = place.rows * place.cols
+            yield place.of(params[place.param]), values[start : start + count].view(place.rows, place.cols)
+            start += count
+
+
+class Program:
+    """What this rank receives of every version: the parcels of `shard_plan.receive_program`, and constant fillings."""
+
+    def __init__(self, found: Mapping[str, Any], tp: int) -> None:
+        self.digest: str = found["digest"]
+        self.fills = tuple(Fill(*fill) for fill in found["fills"][tp])
+        self.parcels: list[Inbound] = []
+        self.nbytes = 0
+        for parcel in found["parcels"][tp]:
+            self.parcels.append(
+                Inbound(
+                    tag=parcel["tag"],
+                    source=parcel["source"],
+                    dtype=getattr(torch, parcel["dtype"]),
+                    elements=parcel["elements"],
+                    nbytes=parcel["nbytes"],
+                    places=tuple(Place(*place) for place in parcel["places"]),
+                    start=self.nbytes,
+                )
+            )
+            self.nbytes += parcel["nbytes"]
+
+    @property
+    def largest(self) -> int:
+        return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+
+@dataclass
+class Stage:
+    """One version on its way into the arena. ``state`` is running, staged or failed."""
+
+    attempt: str
+    state: str = "running"
+    error: str = ""
+    digests: dict[int, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    received: int = 0
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "attempt": self.attempt,
+            "state": self.state,
+            "error": self.error,
+            "digest": combine(self.digests),
+            "seconds": self.seconds,
+            "bytes": self.received,
+        }
+
+
+class Receiver:
+    """Answers the driver's commands on one serving rank. The constructor allocates and opens nothing.
+
+    Args:
+        tp: this rank's tensor-parallel index.
+        params: live parameters and buffers by name, under the names of the trace.
+    """
+
+    def __init__(self, tp: int, params: Mapping[str, torch.Tensor]) -> None:
+        self._tp = tp
+        self._params = params
+        # Messages arrive where the weights are.
+        self._wire = next(iter(params.values())).device
+        self._program: Program | None = None
+        self._arena: torch.Tensor | None = None
+        self._links: Links | None = None
+        self._link_name = ""
+        self._stage: Stage | None = None
+        # The attempt whose weights the arena holds whole; deltas build on it.
+        self._base = ""
+        self._thread: threading.Thread | None = None
+        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def handle(self, command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs one command; returns at once.
+
+        Raises:
+            SyncError: an unknown command, or one that does not fit the present state.
+        """
+        commands = {"program": self._take_program, "stage": self._begin, "poll": self._poll, "drop": self._drop}
+        if command not in commands:
+            raise SyncError(f"unknown command {command!r}; known are {', '.join(commands)}")
+        return commands[command](given)
+
+    def _take_program(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps the program for later versions and decides, by ``arena_bytes`` (null: no limit), whether it stages."""
+        self._check_idle()
+        program = Program(given, self._tp)
+        limit = given["arena_bytes"]
+        stages = limit is None or program.nbytes <= limit
+        if self._program is None or self._program.digest != program.digest:
+            self._arena, self._pairs, self._base = None, None, ""
+        self._program = program
+        where = torch.device("cpu") if given["arena"] == "host" else self._wire
+        if stages and self._arena is None:
+            pin = where.type == "cpu" and self._wire.type == "cuda"
+            self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
+        return {"stages": stages, "bytes": program.nbytes}
+
+    def _check_idle(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            raise SyncError(f"attempt {self._stage.attempt} is still being received")
+
+    def _begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Starts to receive ``attempt``; with ``base`` set, senders may send deltas against that attempt."""
+        self._check_idle()
+        program = self._ready(given["program"])
+        if self._arena is None:
+            raise SyncError("this rank has no arena to stage in")
+        if given["base"] and given["base"] != self._base:
+            raise SyncError(f"deltas build on attempt {given['base']!r}, but the arena holds {self._base!r}")
+        stage = self._stage = Stage(given["attempt"])
+        self._base = ""
+
+        def run() -> None:
+            start = time.monotonic()
+            try:
+                self._fill_arena(program, given, stage)
+                stage.seconds["total"] = time.monotonic() - start
+                self._base = stage.attempt
+                stage.state = "staged"
+            except Exception as error:  # noqa: BLE001 - whatever it is, the driver has to hear of it
+                self._leave()
+                stage.error = f"{type(error).__name__}: {error}"
+                stage.state = "failed"
+
+        self._thread = threading.Thread(target=run, name="megasync-stage", daemon=True)
+        self._thread.start()
+        return stage.report()
+
+    def _poll(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._stage.report() if self._stage else {"attempt": "", "state": "none", "error": ""}
+
+    def _drop(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Forgets what is staged and leaves the group; a running stage ends by itself, at its deadline at the latest."""
+        if self._thread is None or not self._thread.is_alive():
+            self._leave()
+        self._stage = None
+        return {}
+
+    def _ready(self, wanted: str) -> Program:
+        if self._program is None or self._program.digest != wanted:
+            raise SyncError("this rank has no program, or another one than the senders")
+        return self._program
+
+    # Receiving
+
+    def _join(self, given: Mapping[str, Any], deadline: Deadline) -> Links:
+        """The links to the senders; those of the attempt before when the name is the same."""
+        if self._links is None or self._link_name != given["name"]:
+            self._leave()
+            timeout = deadline.left().total_seconds()
+            store = join_store(given["host"], given["port"], timeout)
+            members = len(given["sources"])
+            self._links = Links(
+                store,
+                given["name"],
+                members + self._tp,
+                members + given["engine_ranks"],
+                given["backend"],
+                given["own_host"],
+                timeout,
+            )
+            self._link_name = given["name"]
+        return self._links
+
+    def _leave(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+
+    def _fill_arena(self, program: Program, given: Mapping[str, Any], stage: Stage) -> None:
+        """Brings the whole arena to what the senders have now, parcel by parcel."""
+        direct = not given["base"] and self._arena.device == self._wire
+        ring = None if direct else self._ring(program)
+        landing = (lambda index, parcel: self._slice(parcel)) if direct else (lambda index, parcel: ring[index % 2])
+        # Behind a header of unknown size nothing can be posted yet.
+        ahead = 1 if given["base"] else len(program.parcels) if direct else len(ring)
+        for parcel, message, header in self._arrivals(program, given, stage, landing, ahead):
+            kept = self._slice(parcel)
+            if header.kind == DELTA:
+                values = kept.view(parcel.dtype)[: parcel.elements]
+                delta.apply(message.to(values.device), header.changed, values)
+            elif not direct:
+                kept.copy_(message)
+            self._check(parcel, kept, stage)
+
+    def _ring(self, program: Program) -> list[torch.Tensor]:
+        return [torch.empty(program.largest, dtype=torch.uint8, device=self._wire) for _ in range(2)]
+
+    def _arrivals(
+        self,
+        program: Program,
+        given: Mapping[str, Any],
+        stage: Stage,
+        landing: Callable[[int, Inbound], torch.Tensor],
+        ahead: int,
+    ) -> Iterator[tuple[Inbound, torch.Tensor, Header]]:
+        """(parcel, its message, its header) in order; the next ``ahead`` messages are on their way meanwhile."""
+        deadline = Deadline(given["timeout"])
+        start = time.monotonic()
+        links = self._join(given, deadline)
+        stage.seconds["join"] = time.monotonic() - start
+        members = {rank: index for index, rank in enumerate(given["sources"])}
+        headers = torch.zeros(len(program.parcels), len(Header._fields), dtype=torch.int64, device=self._wire)
+        coming = enumerate(program.parcels)
+        posted: deque[tuple[int, Inbound, Any, Any]] = deque()
+
+        def receive(index: int, parcel: Inbound, nbytes: int) -> Any:
+            return links.receive(landing(index, parcel)[:nbytes], members[parcel.source], 2 * parcel.tag + 1)
+
+        def post(count: int) -> None:
+            for index, parcel in islice(coming, count):
+                header = links.receive(headers[index], members[parcel.source], 2 * parcel.tag)
+                posted.append((index, parcel, header, None if given["base"] else receive(index, parcel, parcel.nbytes)))
+
+        post(ahead)
+        while posted:
+            index, parcel, work, payload = posted.popleft()
+            _wait(work, deadline, given["stall"], parcel)
+            header = Header(*headers[index].tolist())
+            stage.digests[parcel.tag] = header.digest & MASK
+            stage.received += header.nbytes
+            _wait(payload or receive(index, parcel, header.nbytes), deadline, given["stall"], parcel)
+            yield parcel, landing(index, parcel)[: header.nbytes], header
+            post(1)
+
+    def _check(self, parcel: Inbound, message: torch.Tensor, stage: Stage) -> None:
+        start = time.monotonic()
+        found, expected = digest(message), stage.digests[parcel.tag]
+        stage.seconds["digest"] = stage.seconds.get("digest", 0.0) + time.monotonic() - start
+        if found != expected:
+            raise SyncError(
+                f"parcel {parcel.tag} from trainer rank {parcel.source} ({parcel.places[0].param} ..) arrived with "
+                f"digest {found:016x}, but was sent with {expected:016x}"
+            )
+
+    def _slice(self, parcel: Inbound) -> torch.Tensor:
+        return self._arena[parcel.start : parcel.start + parcel.nbytes]
+
+    # Committing
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises SyncError unless ``attempt`` is staged here, whole, or is to be streamed; writes nothing."""
+        self._ready(given["program"])
+        if given.get("stream"):
+            return
+        stage = self._stage
+        if stage is None or stage.attempt != given["attempt"] or stage.state != "staged":
+            found = f"{stage.attempt!r} is {stage.state}" if stage else "nothing is"
+            raise SyncError(f"attempt {given['attempt']!r} is not staged here; {found}")
+
+    @torch.no_grad()
+    def commit(self, given: Mapping[str, Any]) -> None:
+        """Copies the staged ``attempt`` into the live parameters; `check` must have passed on every rank."""
+        program = self._ready(given["program"])
+        if given.get("stream"):
+            self._stream(program, given)
+        else:
+            torch._foreach_copy_(*self._copies(program))
+        for fill in program.fills:
+            Place(*fill[:-1]).of(self._params[fill.param]).fill_(fill.value)
+
+    def _copies(self, program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(parameter rectangles, arena rectangles), kept while the parameters stay where they are."""
+        pairs = self._pairs
+        if pairs is None:
+            found = [pair for parcel in program.parcels for pair in parcel.slots(self._slice(parcel), self._params)]
+            pairs = self._pairs = [target for target, _ in found], [source for _, source in found]
+        return pairs
+
+    def _stream(self, program: Program, given: Mapping[str, Any]) -> None:
+        """Loads each parcel into the live parameters as soon as it is there and its digest is right."""
+        stage = self._stage = Stage(given["attempt"])
+        ring = self._ring(program)
+        try:
+            for parcel, message, _ in self._arrivals(
+                program, given, stage, lambda index, _: ring[index % 2], len(ring)
+            ):
+                self._check(parcel, message, stage)
+                for target, source in parcel.slots(message, self._params):
+                    target.copy_(source)
+        except Exception:
+            self._leave()
+            raise
+
+
+def _wait(work: Any, deadline: Deadline, stall: float, parcel: Inbound) -> None:
+    """Waits for one message, at most ``stall`` seconds."""
+    try:
+        work.wait(min(deadline.left(), timedelta(seconds=stall)))
+    except (RuntimeError, SyncError) as error:
+        raise SyncError(f"parcel {parcel.tag} from trainer rank {parcel.source}: {error}") from error

@@ -1,0 +1,267 @@
+"""The trainer rank's side of a shard-to-shard sync: pack what this rank owes each engine rank, and send it.
+
+Engines that keep the same rectangles form a class: for each class a parcel is packed and digested once and sent to every
+engine of it, while the next one is packed. Two parcels of memory, and with deltas a host copy of what was sent last.
+
+A failure closes this rank's links before it is raised; the next `send` makes new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megasync.errors import SyncError
+from megasync.sync import delta
+from megasync.sync.digest import digest
+from megasync.sync.engine_layout import EngineRank
+from megasync.sync.groups import Deadline, Links, join_store, open_store
+from megasync.sync.layout import Box, Layout
+from megasync.sync.receiver import DELTA, FULL, Header
+from megasync.sync.shard_plan import Parcel, ShardPlan, plan_shards
+from megasync.sync.shards import box_of
+
+if TYPE_CHECKING:
+    from megasync.device import Device
+
+log = logging.getLogger(__name__)
+
+
+class ShardSender:
+    """One trainer rank's part in every shard-to-shard sync.
+
+    Args:
+        rank: this trainer rank, global.
+        params: live local parameters by name; read at each `send`.
+        parcel_bytes: largest message.
+        host: address of this rank; it listens there and nowhere else.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, torch.Tensor],
+        device: Device,
+        host: str,
+        parcel_bytes: int,
+        dtype: str,
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._params = params
+        self._device = device
+        self._host = host
+        self._parcel_bytes = parcel_bytes
+        self._dtype = dtype
+        self._plans: dict[str, ShardPlan] = {}
+        self._store: dist.Store | None = None
+        self._links: dict[str, Links] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._copies: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        # Of each class: the attempt whose weights `_sent` holds, and those weights by tag.
+        self._base: dict[str, str] = {}
+        self._sent: dict[str, dict[int, torch.Tensor]] = {}
+
+    def listen(self, timeout: float) -> tuple[str, int] | None:
+        """Opens the meeting point of all links; (host, port) on rank 0, None on every other rank."""
+        self.leave()
+        if self._rank != 0:
+            return None
+        self._store = open_store(self._host, timeout)
+        return self._host, self._store.port
+
+    def prepare(self, engine_class: str, engine: Sequence[Mapping[str, Any]]) -> int:
+        """Plans the way into a class of engines (`EngineRank.to_json` of each of its ranks); bytes that it takes."""
+        if engine_class not in self._plans:
+            ranks = [EngineRank.from_json(found) for found in engine]
+            self._plans[engine_class] = plan_shards(self._layout, ranks, self._parcel_bytes, self._dtype)
+        return self._plans[engine_class].nbytes
+
+    def send(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends the present weights to all ``engines`` of the request.
+
+        Args:
+            given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
+                ``engines`` ([{name, class}]), ``bases`` (class -> attempt to send deltas against, or ""), ``keep``
+                (whether later attempts may send deltas against this one).
+
+        Returns:
+            ``digests`` (class -> engine rank -> tag -> digest of each of this rank's parcels), ``seconds`` by activity,
+            ``bytes`` on the wire.
+
+        Raises:
+            SyncError: naming rank and parcel; this rank has then left all links.
+        """
+        start, deadline = time.monotonic(), Deadline(given["timeout"])
+        outcome = Outcome()
+        try:
+            for engine_class in sorted({engine["class"] for engine in given["engines"]}):
+                self._send_class(engine_class, given, deadline, outcome)
+        except Exception as error:
+            self.leave()
+            raise SyncError(f"trainer rank {self._rank} failed to send {given['attempt']}: {error}") from error
+        outcome.seconds["total"] = time.monotonic() - start
+        return asdict(outcome)
+
+    def _send_class(self, engine_class: str, given: Mapping[str, Any], deadline: Deadline, outcome: Outcome) -> None:
+        plan, base = self._plans[engine_class], given["bases"].get(engine_class, "")
+        if base and base != self._base.get(engine_class):
+            raise SyncError(f"deltas build on attempt {base!r}, which this rank has not kept")
+        self._base.pop(engine_class, None)
+        mine = plan.of_source(self._rank)
+        if mine:
+            names = [engine["name"] for engine in given["engines"] if engine["class"] == engine_class]
+            with outcome.clock("join"):
+                links = [self._join(name, plan, given["meeting_point"], deadline) for name in names]
+            self._allocate(plan.largest)
+            self._transmit(engine_class, mine, plan, links, given, deadline, outcome)
+        if given["keep"]:
+            self._base[engine_class] = given["attempt"]
+        else:
+            self._sent.pop(engine_class, None)
+
+    def _join(self, name: str, plan: ShardPlan, meeting_point: tuple[str, int], deadline: Deadline) -> Links:
+        """The links to one engine; those of the attempt before when the name is the same."""
+        if name not in self._links:
+            timeout = deadline.left().total_seconds()
+            if self._store is None:
+                self._store = join_store(*meeting_point, timeout)
+            index, size = plan.sources.index(self._rank), len(plan.sources) + plan.engine_ranks
+            self._links[name] = Links(self._store, name, index, size, self._device.backend, self._host, timeout)
+        return self._links[name]
+
+    def _allocate(self, nbytes: int) -> None:
+        if not self._buffers or self._buffers[0].numel() < nbytes:
+            self._copies.clear()
+            self._buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(2)]
+
+    def _transmit(
+        self,
+        engine_class: str,
+        mine: Sequence[tuple[int, Parcel]],
+        plan: ShardPlan,
+        links: Sequence[Links],
+        given: Mapping[str, Any],
+        deadline: Deadline,
+        outcome: Outcome,
+    ) -> None:
+        """Packs parcel i + 1 while parcel i is on the wire; a buffer is packed again only when its message has left."""
+        digests = outcome.digests.setdefault(engine_class, {})
+        sent = self._sent.setdefault(engine_class, {}) if given["keep"] else {}
+        against = self._sent.get(engine_class, {}) if given["bases"].get(engine_class) else {}
+        under_way: list[_Message | None] = [None, None]
+        for index, (tag, parcel) in enumerate(mine):
+            self._settle(under_way[index % 2], deadline, given["stall"], outcome)
+            with outcome.clock("pack"):
+                packed = self._pack(engine_class, index, tag, parcel)
+                value = digest(packed)
+                header, payload = self._encode(packed, parcel, against.get(tag), value)
+                if given["keep"]:
+                    sent[tag] = packed.to("cpu", copy=True)
+            digests.setdefault(parcel.target, {})[tag] = value
+            to = len(plan.sources) + parcel.target
+            works = []
+            for link in links:
+                works += [link.send(header, to, 2 * tag), link.send(payload, to, 2 * tag + 1)]
+                outcome.bytes += payload.numel()
+            under_way[index % 2] = _Message(tag, works, (header, payload))
+        for message in under_way:
+            self._settle(message, deadline, given["stall"], outcome)
+
+    def _settle(self, message: _Message | None, deadline: Deadline, stall: float, outcome: Outcome) -> None:
+        if message is None:
+            return
+        with outcome.clock("wire"):
+            for work in message.works:
+                try:
+                    work.wait(min(deadline.left(), timedelta(seconds=stall)))
+                except (RuntimeError, SyncError) as error:
+                    raise SyncError(f"parcel {message.tag}: {error}") from error
+
+    @torch.no_grad()
+    def _pack(self, engine_class: str, index: int, tag: int, parcel: Parcel) -> torch.Tensor:
+        """The message of one parcel, [nbytes] uint8, in one of the two buffers."""
+        message = self._buffers[index % 2][: parcel.nbytes]
+        dtype: torch.dtype = getattr(torch, parcel.dtype)
+        if (engine_class, tag) not in self._copies:
+            targets, sources = [], []
+            values, start = message.view(dtype), 0
+            for region in parcel.regions:
+                box = region.slot.hf_box
+                whole = values[start : start + region.elements].view(box.rows, box.cols)
+                for piece in region.sources:
+                    source = box_of(self._params[piece.param], piece.param_box)
+                    targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
+                    sources.append(source)
+                start += region.elements
+            self._copies[engine_class, tag] = targets, sources
+        # Padding up to a whole word is digested too.
+        message[parcel.elements * dtype.itemsize :] = 0
+        torch._foreach_copy_(*self._copies[engine_class, tag])
+        return message
+
+    def _encode(
+        self, packed: torch.Tensor, parcel: Parcel, before: torch.Tensor | None, value: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(header, payload): a delta against ``before`` when there is one and it is smaller, else the parcel."""
+        signed = value - (1 << 64) if value >> 63 else value
+        header, payload = Header(FULL, packed.numel(), parcel.elements, signed), packed
+        if before is not None:
+            dtype: torch.dtype = getattr(torch, parcel.dtype)
+            new, old = (
+                message.view(dtype)[: parcel.elements] for message in (packed, before.to(packed.device, copy=False))
+            )
+            if encoded := delta.encode(new, old):
+                payload, changed = encoded
+                header = Header(DELTA, payload.numel(), changed, signed)
+        return torch.tensor(header, dtype=torch.int64, device=packed.device), payload
+
+    def leave(self) -> None:
+        """Leaves all links. May be called at any time, more than once."""
+        links, self._links, self._store = list(self._links.values()), {}, None
+        for link in links:
+            try:
+                link.close()
+            except (RuntimeError, ValueError) as error:
+                log.warning("trainer rank %d could not close its links: %s", self._rank, error)
+
+
+@dataclass
+class Outcome:
+    """What `ShardSender.send` tells the driver."""
+
+    digests: dict[str, dict[int, dict[int, int]]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"join": 0.0, "pack": 0.0, "wire": 0.0})
+    bytes: int = 0
+
+    @contextmanager
+    def clock(self, activity: str) -> Iterator[None]:
+        """Adds the time spent inside to one activity."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[activity] += time.monotonic() - start
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A parcel on the wire; ``tensors`` must live until it has left."""
+
+    tag: int
+    works: list[Any]
+    tensors: tuple[torch.Tensor, ...]
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """The box as seen from the first element of the outer one."""
+    return box._replace(row=box.row - outer.row, col=box.col - outer.col)
