@@ -25,6 +25,10 @@ class ParityError(SyncError):
     """Trainer and server disagree on log-probs of the same weights: carries both numbers."""
 
 
+class TraceError(SyncError):
+    """A serving engine loads weights in a way that moving rectangles cannot repeat: names the operation and the tensor."""
+
+
 class TrainingError(MegasyncError):
     """A training step that cannot go on (too many non-finite steps, a rank that died)."""
 

@@ -1,0 +1,205 @@
+"""megasync inside SGLang: loaded by SGLang itself, in each of its processes, through its plugin entry point.
+
+Two doors, both through stock endpoints. *Commands* arrive at every tensor-parallel rank's weight checker, need no pause,
+and are answered per rank. A *commit* arrives as a weight update in megasync's load format, between ``begin_weight_update``
+and ``end_weight_update``, and writes weights that a `Receiver` has at hand already.
+
+All ranks report the same outcome of a commit: only the first rank's answer reaches the caller, and a rank that failed
+alone would go on with other weights than its peers. Guaranteed by `_agree`, which each rank passes twice: before
+anything is written (then the old weights serve on everywhere), and after. A command never raises, because the other
+ranks already wait for this one's answer; errors come back as data.
+
+This is the only file that knows SGLang's insides. SGLang and torch are imported when a hook first runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megasync.errors import ServerError
+from megasync.rollout.engine_protocol import ACTION, ANSWER, LOAD_FORMAT, PROTOCOL, decode, encode
+
+_CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServingRank:
+    """One tensor-parallel rank of this server, in whose process the plugin runs. ``model`` is SGLang's torch module."""
+
+    model: Any
+    tp_rank: int
+    tp_size: int
+
+
+class Receiver(Protocol):
+    """Takes in new weights and writes them. One object a process, called from the scheduler's thread."""
+
+    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        """Answer a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
+
+    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
+        """Raise when this rank cannot commit the request; write nothing."""
+
+    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
+        """Write the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
+
+
+class _Committed:
+    """In place of received tensors: the parameters are written already."""
+
+
+class Plugin:
+    """The hooks, around SGLang's own methods; each leaves alone what is not megasync's."""
+
+    def __init__(self, receiver: Receiver | None = None) -> None:
+        self._receiver = receiver
+        self._commands: dict[str, Callable[[dict[str, Any], ServingRank], dict[str, Any]]] = {
+            "hello": self._hello,
+            "trace": self._trace,
+        }
+        self._traces: dict[str, dict[str, Any]] = {}
+
+    def register(self) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        for target, hook in (
+            (_CHECKER, self.around_check),
+            (_UPDATER + "receive_weights_from_distributed", self.around_receive),
+            (_UPDATER + "load_weights_from_distributed", self.around_load),
+        ):
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+    def around_check(
+        self,
+        stock: Callable,
+        checker: Any,
+        action: str,
+        allow_quant_error: bool = False,
+        skip_tensor_list: list[str] | None = None,
+        *,
+        role: str,
+    ) -> dict[str, Any] | None:
+        """A command, when the action names one."""
+        if not action.startswith(ACTION):
+            return stock(checker, action, allow_quant_error, skip_tensor_list, role=role)
+        place = checker._placement
+        try:
+            rank = ServingRank(checker._get_model(), place["tp_rank"], place["tp_size"])
+            payload = decode(skip_tensor_list[0]) if skip_tensor_list else {}
+            answer = {"ok": True, "result": self._answer(action.removeprefix(ACTION), payload, rank)}
+        except Exception as error:
+            log.exception("command %s failed", action)
+            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        return {
+            "checksums": {ANSWER: encode({"tp_rank": place["tp_rank"], **answer})},
+            "per_gpu_checksum": "",
+            "parallelism_info": checker._parallelism_info(role=role).model_dump(),
+        }
+
+    def around_receive(
+        self, stock: Callable, updater: Any, *, names: list[str], load_format: str | None = None, **rest: Any
+    ) -> Any:
+        """The commit: checked on all ranks, written, derived weights computed anew, and agreed on."""
+        if load_format != LOAD_FORMAT:
+            return stock(updater, names=names, load_format=load_format, **rest)
+        state: dict[str, Any] = {}
+
+        def check() -> None:
+            if self._receiver is None:
+                raise ServerError("the plugin of this server was registered without a receiver")
+            _refuse_what_stock_updates_refuse(updater)
+            place = _parallel()
+            state["rank"] = ServingRank(updater.get_model(), place.tp_rank, place.tp_size)
+            state["request"] = decode(names[0])
+            self._receiver.check(state["request"], state["rank"])
+
+        def commit() -> None:
+            from sglang.srt.model_loader.loader import post_load_weights
+
+            self._receiver.commit(state["request"], state["rank"])
+            # SGLang calls this at the end of an update only when nothing was loaded in it.
+            post_load_weights(state["rank"].model)
+
+        _agree(check, "not committed, the weights are as before")
+        _agree(commit, "the commit failed, the weights are mixed")
+        return _Committed()
+
+    def around_load(self, stock: Callable, updater: Any, weights: Any) -> tuple[bool, str]:
+        if isinstance(weights, _Committed):
+            return True, "megasync has committed the weights"
+        return stock(updater, weights)
+
+    def _answer(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        if command in self._commands:
+            return self._commands[command](payload, rank)
+        if self._receiver is None:
+            raise ValueError(f"unknown command {command!r}; this plugin knows {', '.join(self._commands)}")
+        return self._receiver.handle(command, payload, rank)
+
+    def _hello(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        import sglang
+
+        return {
+            "protocol": PROTOCOL,
+            "sglang": sglang.__version__,
+            "tp_rank": rank.tp_rank,
+            "tp_size": rank.tp_size,
+            "model": type(rank.model).__name__,
+            "dtype": str(next(rank.model.parameters()).dtype).removeprefix("torch."),
+            "pid": os.getpid(),
+        }
+
+    def _trace(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        from megasync.sync.trace import trace_load
+
+        digest = hashlib.sha256(json.dumps(payload["specs"]).encode()).hexdigest()
+        if digest not in self._traces:
+            self._traces[digest] = trace_load(rank.model, payload["specs"]).to_json()
+        return self._traces[digest]
+
+
+def register() -> None:
+    """The entry point that SGLang calls."""
+    Plugin().register()
+
+
+def _parallel() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def _refuse_what_stock_updates_refuse(updater: Any) -> None:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
+
+    updater._assert_weight_cache_inactive("a megasync commit")
+    refusal = _unsupported_derived_weight_cache_error(updater.get_model())
+    if refusal is not None:
+        raise ServerError(refusal)
+
+
+def _agree(step: Callable[[], None], outcome: str) -> None:
+    """Take a step on each tensor-parallel rank; when it fails on any, raise on all of them what all of them said."""
+    import torch.distributed as dist
+
+    failure = None
+    try:
+        step()
+    except Exception as error:
+        log.exception("a weight update failed")
+        failure = f"{type(error).__name__}: {error}"
+    group = _parallel().tp_group.cpu_group
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    if any(failures):
+        said = "; ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+        raise ServerError(f"{outcome}: {said}")
