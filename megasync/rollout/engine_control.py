@@ -7,7 +7,7 @@ from typing import Any
 
 from megasync.errors import ServerError
 from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_protocol import ACTION, ANSWER, PROTOCOL, decode, encode
+from megasync.rollout.engine_protocol import ACTION, ANSWER, LOAD_FORMAT, PROTOCOL, decode, encode
 from megasync.sync.engine_layout import EngineRank
 
 # What a server without the plugin says to an action it does not know.
@@ -15,10 +15,14 @@ _STOCK_REFUSAL = "Unsupported action"
 
 
 class EngineControl:
-    """Commands travel over ``control``, which stays its owner's to close."""
+    """Commands travel over ``server``, which stays its owner's to close."""
 
     def __init__(self, control: ServerControl) -> None:
-        self._control = control
+        self.server = control
+
+    @property
+    def url(self) -> str:
+        return self.server.url
 
     async def call(self, command: str, payload: dict[str, Any] | None = None, timeout: float = 60.0) -> list[dict]:
         """What each rank answered, by rank.
@@ -28,11 +32,11 @@ class EngineControl:
         """
         body = {"action": ACTION + command, "skip_tensor_list": [encode(payload or {})], "selector": "target"}
         try:
-            found = await self._control.post("/weights_checker", body, timeout)
+            found = await self.server.post("/weights_checker", body, timeout)
         except ServerError as error:
             if _STOCK_REFUSAL in str(error):
                 raise ServerError(
-                    f"{self._control.url} runs without megasync's plugin. Install megasync in that server's Python "
+                    f"{self.server.url} runs without megasync's plugin. Install megasync in that server's Python "
                     "environment, let SGLANG_PLUGINS (if set there) name megasync, and look for 'Failed to load plugin' "
                     "in the server's log"
                 ) from error
@@ -40,7 +44,7 @@ class EngineControl:
         answers = [decode(rank["checksums"][ANSWER]) for rank in found["ranks"]]
         failed = [f"tp rank {answer['tp_rank']}: {answer['error']}" for answer in answers if not answer["ok"]]
         if failed:
-            raise ServerError(f"{self._control.url}: {command} failed: {'; '.join(failed)}")
+            raise ServerError(f"{self.server.url}: {command} failed: {'; '.join(failed)}")
         return [answer["result"] for answer in sorted(answers, key=lambda answer: answer["tp_rank"])]
 
     async def hello(self, timeout: float = 30.0) -> list[dict]:
@@ -53,10 +57,27 @@ class EngineControl:
         spoken = {rank["protocol"] for rank in ranks}
         if spoken != {PROTOCOL}:
             raise ServerError(
-                f"{self._control.url}: its plugin speaks protocol {sorted(spoken)}, this driver {PROTOCOL}; "
+                f"{self.server.url}: its plugin speaks protocol {sorted(spoken)}, this driver {PROTOCOL}; "
                 "install the same version of megasync on both sides"
             )
         return ranks
+
+    async def load(self, request: dict[str, Any], version: str, flush: bool, timeout: float) -> None:
+        """Has every rank commit ``request`` as ``version``, inside an open weight update; ``flush`` drops the cache.
+
+        Raises:
+            ServerError: its text has `REFUSED` in it when no rank wrote anything.
+        """
+        body = {
+            "names": [encode(request)],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": "",
+            "load_format": LOAD_FORMAT,
+            "flush_cache": flush,
+            "weight_version": version,
+        }
+        await self.server.post("/update_weights_from_distributed", body, timeout)
 
     async def trace(self, specs: Iterable[tuple[str, Sequence[int]]], timeout: float = 120.0) -> list[EngineRank]:
         """Where each rank keeps the tensors of a checkpoint with these names and shapes. Raises as `call`."""

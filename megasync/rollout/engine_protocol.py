@@ -18,6 +18,8 @@ PROTOCOL = 1
 ACTION = "megasync:"
 ANSWER = "megasync"
 LOAD_FORMAT = "megasync"
+# How the answer to a commit begins when nothing was written on any rank.
+REFUSED = "not committed"
 
 _COMPRESSED = "zlib:"
 # Below, compression saves nothing that a call would notice.

@@ -18,12 +18,21 @@ import hashlib
 import json
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megasync.errors import ServerError
-from megasync.rollout.engine_protocol import ACTION, ANSWER, LOAD_FORMAT, PROTOCOL, decode, encode
+from megasync.rollout.engine_protocol import (
+    ACTION,
+    ANSWER,
+    LOAD_FORMAT,
+    PROTOCOL,
+    REFUSED,
+    decode,
+    encode,
+)
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
@@ -53,6 +62,29 @@ class Receiver(Protocol):
         """Write the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
 
 
+class ShardReceiver:
+    """`sync.receiver.Receiver` for the model of this process, made with the first command."""
+
+    def __init__(self) -> None:
+        self._receiver: Any = None
+
+    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        if self._receiver is None:
+            from megasync.sync.receiver import Receiver
+            from megasync.sync.trace import live_tensors
+
+            self._receiver = Receiver(rank.tp_rank, lambda: live_tensors(rank.model))
+        return self._receiver.handle(command, payload)
+
+    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
+        if self._receiver is None:
+            raise ServerError("this rank has not been told what it receives")
+        self._receiver.check(request)
+
+    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
+        self._receiver.commit(request)
+
+
 class _Committed:
     """In place of received tensors: the parameters are written already."""
 
@@ -67,6 +99,7 @@ class Plugin:
             "trace": self._trace,
         }
         self._traces: dict[str, dict[str, Any]] = {}
+        self._instance = uuid.uuid4().hex
 
     def register(self) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -129,7 +162,7 @@ class Plugin:
             # SGLang calls this at the end of an update only when nothing was loaded in it.
             post_load_weights(state["rank"].model)
 
-        _agree(check, "not committed, the weights are as before")
+        _agree(check, f"{REFUSED}, the weights are as before")
         _agree(commit, "the commit failed, the weights are mixed")
         return _Committed()
 
@@ -156,6 +189,8 @@ class Plugin:
             "model": type(rank.model).__name__,
             "dtype": str(next(rank.model.parameters()).dtype).removeprefix("torch."),
             "pid": os.getpid(),
+            # Process ids may be the same in two containers.
+            "instance": self._instance,
         }
 
     def _trace(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
@@ -169,7 +204,7 @@ class Plugin:
 
 def register() -> None:
     """The entry point that SGLang calls."""
-    Plugin().register()
+    Plugin(ShardReceiver()).register()
 
 
 def _parallel() -> Any:

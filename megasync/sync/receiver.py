@@ -134,14 +134,14 @@ class Receiver:
 
     Args:
         tp: this rank's tensor-parallel index.
-        params: live parameters and buffers by name, under the names of the trace.
+        params: asked for the live parameters and buffers, by the names of the trace; an engine may replace them.
     """
 
-    def __init__(self, tp: int, params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tp: int, params: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._tp = tp
         self._params = params
         # Messages arrive where the weights are.
-        self._wire = next(iter(params.values())).device
+        self._wire = next(iter(params().values())).device
         self._program: Program | None = None
         self._arena: torch.Tensor | None = None
         self._links: Links | None = None
@@ -150,7 +150,8 @@ class Receiver:
         # The attempt whose weights the arena holds whole; deltas build on it.
         self._base = ""
         self._thread: threading.Thread | None = None
-        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        # Where the parameters were, and the copies that a commit consists of.
+        self._pairs: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def handle(self, command: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Runs one command; returns at once.
@@ -334,23 +335,25 @@ class Receiver:
     @torch.no_grad()
     def commit(self, given: Mapping[str, Any]) -> None:
         """Copies the staged ``attempt`` into the live parameters; `check` must have passed on every rank."""
-        program = self._ready(given["program"])
+        program, params = self._ready(given["program"]), self._params()
         if given.get("stream"):
-            self._stream(program, given)
+            self._stream(program, given, params)
         else:
-            torch._foreach_copy_(*self._copies(program))
+            torch._foreach_copy_(*self._copies(program, params))
         for fill in program.fills:
-            Place(*fill[:-1]).of(self._params[fill.param]).fill_(fill.value)
+            Place(*fill[:-1]).of(params[fill.param]).fill_(fill.value)
 
-    def _copies(self, program: Program) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _copies(
+        self, program: Program, params: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(parameter rectangles, arena rectangles), kept while the parameters stay where they are."""
-        pairs = self._pairs
-        if pairs is None:
-            found = [pair for parcel in program.parcels for pair in parcel.slots(self._slice(parcel), self._params)]
-            pairs = self._pairs = [target for target, _ in found], [source for _, source in found]
-        return pairs
+        where = [param.data_ptr() for param in params.values()]
+        if self._pairs is None or self._pairs[0] != where:
+            pairs = [pair for parcel in program.parcels for pair in parcel.slots(self._slice(parcel), params)]
+            self._pairs = where, [target for target, _ in pairs], [source for _, source in pairs]
+        return self._pairs[1:]
 
-    def _stream(self, program: Program, given: Mapping[str, Any]) -> None:
+    def _stream(self, program: Program, given: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Loads each parcel into the live parameters as soon as it is there and its digest is right."""
         stage = self._stage = Stage(given["attempt"])
         ring = self._ring(program)
@@ -359,7 +362,7 @@ class Receiver:
                 program, given, stage, lambda index, _: ring[index % 2], len(ring)
             ):
                 self._check(parcel, message, stage)
-                for target, source in parcel.slots(message, self._params):
+                for target, source in parcel.slots(message, params):
                     target.copy_(source)
         except Exception:
             self._leave()

@@ -68,8 +68,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
     Raises:
         TraceError: the loader does what slots and fills cannot express, or refuses the specs.
     """
-    held = {name: parameter.data for name, parameter in model.named_parameters()}
-    buffers = {name: buffer.data for name, buffer in model.named_buffers()}
+    held, buffers = _parameters(model), _buffers(model)
     recorder = _Recorder(held | buffers, type(model).__name__)
     dtype = next((tensor.dtype for tensor in held.values() if tensor.is_floating_point()), torch.float32)
     with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_post_load(model), recorder:
@@ -82,6 +81,19 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
                 f"{recorder.loader}: {type(error).__name__} while it loaded {recorder.loading}: {error}"
             ) from error
     return recorder.found(held, buffers)
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under the names that slots and fills give them."""
+    return _parameters(model) | _buffers(model)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.data for name, buffer in model.named_buffers()}
 
 
 class _Recorder(TorchDispatchMode):
