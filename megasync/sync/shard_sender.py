@@ -1,6 +1,6 @@
 """The trainer rank's side of a shard-to-shard sync: pack what this rank owes each engine rank, and send it.
 
-Engines that keep the same rectangles form a class: for each class a parcel is packed and digested once and sent to every
+Engines that keep the same rectangles are of one kind: for each kind a parcel is packed and digested once and sent to every
 engine of it, while the next one is packed. Two parcels of memory, and with deltas a host copy of what was sent last.
 
 A failure closes this rank's links before it is raised; the next `send` makes new ones.
@@ -67,7 +67,7 @@ class ShardSender:
         self._links: dict[str, Links] = {}
         self._buffers: list[torch.Tensor] = []
         self._copies: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        # Of each class: the attempt whose weights `_sent` holds, and those weights by tag.
+        # Of each kind of engine: the attempt whose weights `_sent` holds, and those weights by tag.
         self._base: dict[str, str] = {}
         self._sent: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -79,23 +79,23 @@ class ShardSender:
         self._store = open_store(self._host, timeout)
         return self._host, self._store.port
 
-    def prepare(self, engine_class: str, engine: Sequence[Mapping[str, Any]]) -> int:
+    def prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> int:
         """Plans the way into a class of engines (`EngineRank.to_json` of each of its ranks); bytes that it takes."""
-        if engine_class not in self._plans:
+        if kind not in self._plans:
             ranks = [EngineRank.from_json(found) for found in engine]
-            self._plans[engine_class] = plan_shards(self._layout, ranks, self._parcel_bytes, self._dtype)
-        return self._plans[engine_class].nbytes
+            self._plans[kind] = plan_shards(self._layout, ranks, self._parcel_bytes, self._dtype)
+        return self._plans[kind].nbytes
 
     def send(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Sends the present weights to all ``engines`` of the request.
 
         Args:
             given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
-                ``engines`` ([{name, class}]), ``bases`` (class -> attempt to send deltas against, or ""), ``keep``
+                ``engines`` ([{name, kind}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
                 (whether later attempts may send deltas against this one).
 
         Returns:
-            ``digests`` (class -> engine rank -> tag -> digest of each of this rank's parcels), ``seconds`` by activity,
+            ``digests`` (kind -> engine rank -> tag -> digest of each of this rank's parcels), ``seconds`` by activity,
             ``bytes`` on the wire.
 
         Raises:
@@ -104,30 +104,30 @@ class ShardSender:
         start, deadline = time.monotonic(), Deadline(given["timeout"])
         outcome = Outcome()
         try:
-            for engine_class in sorted({engine["class"] for engine in given["engines"]}):
-                self._send_class(engine_class, given, deadline, outcome)
+            for kind in sorted({engine["kind"] for engine in given["engines"]}):
+                self._send_class(kind, given, deadline, outcome)
         except Exception as error:
             self.leave()
             raise SyncError(f"trainer rank {self._rank} failed to send {given['attempt']}: {error}") from error
         outcome.seconds["total"] = time.monotonic() - start
         return asdict(outcome)
 
-    def _send_class(self, engine_class: str, given: Mapping[str, Any], deadline: Deadline, outcome: Outcome) -> None:
-        plan, base = self._plans[engine_class], given["bases"].get(engine_class, "")
-        if base and base != self._base.get(engine_class):
+    def _send_class(self, kind: str, given: Mapping[str, Any], deadline: Deadline, outcome: Outcome) -> None:
+        plan, base = self._plans[kind], given["bases"].get(kind, "")
+        if base and base != self._base.get(kind):
             raise SyncError(f"deltas build on attempt {base!r}, which this rank has not kept")
-        self._base.pop(engine_class, None)
+        self._base.pop(kind, None)
         mine = plan.of_source(self._rank)
         if mine:
-            names = [engine["name"] for engine in given["engines"] if engine["class"] == engine_class]
+            names = [engine["name"] for engine in given["engines"] if engine["kind"] == kind]
             with outcome.clock("join"):
                 links = [self._join(name, plan, given["meeting_point"], deadline) for name in names]
             self._allocate(plan.largest)
-            self._transmit(engine_class, mine, plan, links, given, deadline, outcome)
+            self._transmit(kind, mine, plan, links, given, deadline, outcome)
         if given["keep"]:
-            self._base[engine_class] = given["attempt"]
+            self._base[kind] = given["attempt"]
         else:
-            self._sent.pop(engine_class, None)
+            self._sent.pop(kind, None)
 
     def _join(self, name: str, plan: ShardPlan, meeting_point: tuple[str, int], deadline: Deadline) -> Links:
         """The links to one engine; those of the attempt before when the name is the same."""
@@ -146,7 +146,7 @@ class ShardSender:
 
     def _transmit(
         self,
-        engine_class: str,
+        kind: str,
         mine: Sequence[tuple[int, Parcel]],
         plan: ShardPlan,
         links: Sequence[Links],
@@ -155,14 +155,14 @@ class ShardSender:
         outcome: Outcome,
     ) -> None:
         """Packs parcel i + 1 while parcel i is on the wire; a buffer is packed again only when its message has left."""
-        digests = outcome.digests.setdefault(engine_class, {})
-        sent = self._sent.setdefault(engine_class, {}) if given["keep"] else {}
-        against = self._sent.get(engine_class, {}) if given["bases"].get(engine_class) else {}
+        digests = outcome.digests.setdefault(kind, {})
+        sent = self._sent.setdefault(kind, {}) if given["keep"] else {}
+        against = self._sent.get(kind, {}) if given["bases"].get(kind) else {}
         under_way: list[_Message | None] = [None, None]
         for index, (tag, parcel) in enumerate(mine):
             self._settle(under_way[index % 2], deadline, given["stall"], outcome)
             with outcome.clock("pack"):
-                packed = self._pack(engine_class, index, tag, parcel)
+                packed = self._pack(kind, index, tag, parcel)
                 value = digest(packed)
                 header, payload = self._encode(packed, parcel, against.get(tag), value)
                 if given["keep"]:
@@ -188,11 +188,11 @@ class ShardSender:
                     raise SyncError(f"parcel {message.tag}: {error}") from error
 
     @torch.no_grad()
-    def _pack(self, engine_class: str, index: int, tag: int, parcel: Parcel) -> torch.Tensor:
+    def _pack(self, kind: str, index: int, tag: int, parcel: Parcel) -> torch.Tensor:
         """The message of one parcel, [nbytes] uint8, in one of the two buffers."""
         message = self._buffers[index % 2][: parcel.nbytes]
         dtype: torch.dtype = getattr(torch, parcel.dtype)
-        if (engine_class, tag) not in self._copies:
+        if (kind, tag) not in self._copies:
             targets, sources = [], []
             values, start = message.view(dtype), 0
             for region in parcel.regions:
@@ -203,10 +203,10 @@ class ShardSender:
                     targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
                     sources.append(source)
                 start += region.elements
-            self._copies[engine_class, tag] = targets, sources
+            self._copies[kind, tag] = targets, sources
         # Padding up to a whole word is digested too.
         message[parcel.elements * dtype.itemsize :] = 0
-        torch._foreach_copy_(*self._copies[engine_class, tag])
+        torch._foreach_copy_(*self._copies[kind, tag])
         return message
 
     def _encode(

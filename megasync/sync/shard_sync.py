@@ -235,7 +235,7 @@ class ShardSync:
             "timeout": self._seconds,
             "stall": self._stall,
             "meeting_point": self._meeting_point,
-            "engines": [{"name": engine.links, "class": engine.kind} for engine in engines],
+            "engines": [{"name": engine.links, "kind": engine.kind} for engine in engines],
             "bases": bases,
             "keep": self._config.delta,
         }

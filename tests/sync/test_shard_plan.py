@@ -1,0 +1,181 @@
+"""The plan of a shard-to-shard sync, carried out in memory: every byte once, from a rank that holds it, to its place."""
+
+from math import prod
+
+import pytest
+import torch
+from fake_engine import FakeEngineRank, fake_engine, traced
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megasync.errors import SyncError
+from megasync.sync.engine_layout import EngineRank
+from megasync.sync.layout import Box, Layout
+from megasync.sync.shard_plan import intersect, plan_shards
+from megasync.sync.shards import box_of
+from megasync.sync.topology import Topology
+
+SLOW_OK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def cases(draw):
+    """(config of a tiny model, trainer topology, engine ranks, parcel bytes)."""
+    tensor, pipeline, data = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([2, 4]))
+    heads = groups * draw(st.sampled_from([2, 4]))
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * 4,
+        "head_dim": 4,
+        "intermediate_size": 8 * draw(st.integers(1, 4)),
+        "vocab_size": draw(st.integers(65, 300)),
+        "num_hidden_layers": pipeline,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    topology = Topology(tensor, pipeline, data)
+    return config, topology, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([64, 1000, 10**6]))
+
+
+def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in layout.hf_tensors.items()}
+
+
+def shards_of(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a trainer rank holds of the given Hugging Face tensors; vocabulary padding is NaN, so that it shows."""
+    shards = {name: torch.full(shape, torch.nan) for name, shape in layout.params(rank).items()}
+    for piece in layout.pieces(rank):
+        box_of(shards[piece.param], piece.param_box).copy_(box_of(whole[piece.hf_name], piece.hf_box))
+    return shards
+
+
+def place(slot, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((slot.hf_box.rows, slot.hf_box.cols), (slot.row_stride, slot.col_stride), slot.offset)
+
+
+def carry_out(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
+    """Writes every region where the plan says; how often each element of the engine was written."""
+    written = [{name: torch.zeros_like(t, dtype=torch.int) for name, t in rank.tensors().items()} for rank in engine]
+    for parcel in plan.parcels:
+        live = engine[parcel.target].tensors()
+        for region in parcel.regions:
+            box = region.slot.hf_box
+            message = torch.full((box.rows, box.cols), torch.nan)
+            for piece in region.sources:
+                source = box_of(shards[parcel.source][piece.param], piece.param_box)
+                inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
+                target = box_of(message, inside)
+                assert target.isnan().all(), "two pieces fill the same place of a message"
+                target.copy_(source.view_as(target))
+            place(region.slot, live[region.slot.param]).copy_(message)
+            place(region.slot, written[parcel.target][region.slot.param]).add_(1)
+    return written
+
+
+@given(cases())
+@SLOW_OK
+def test_every_element_is_written_once_with_the_bits_of_a_load(case):
+    config, topology, size, limit = case
+    layout = Layout(config, topology)
+    whole = random_weights(layout)
+    shards = [shards_of(layout, rank, whole) for rank in range(topology.world)]
+    engine, oracle = fake_engine(config, size), fake_engine(config, size)
+    ranks = traced(engine, layout)
+    written = carry_out(plan_shards(layout, ranks, limit, "float32"), shards, engine)
+    for tp in range(size):
+        oracle[tp].load_weights(whole.items())
+        filled = {(fill.param, fill.offset) for fill in ranks[tp].fills}
+        for name, expected in oracle[tp].tensors().items():
+            assert torch.equal(engine[tp].tensors()[name], expected), name
+            counts = written[tp][name]
+            assert counts.max() == 1
+            # What is not written is what the loader itself fills with zeros.
+            assert (counts == 1).all() or any(param == name for param, _ in filled)
+
+
+@given(cases())
+@SLOW_OK
+def test_parcels_keep_to_the_limit_and_replicas_share_the_work(case):
+    config, topology, size, limit = case
+    layout = Layout(config, topology)
+    ranks = traced(fake_engine(config, size), layout)
+    plan = plan_shards(layout, ranks, limit, "float32")
+    widest = max(shape[-1] for shape in layout.hf_tensors.values()) * 4
+    assert plan.largest <= max(limit, widest) + 8
+    needed = sum(slot.hf_box.rows * slot.hf_box.cols * 4 for rank in ranks for slot in rank.slots)
+    padding = 8 * len(plan.parcels)
+    assert needed <= plan.nbytes <= needed + padding
+    # Replicas differ by one assignment at most: the largest part of a slot that one rank sends.
+    sent = plan.sent_bytes()
+    for tp in range(topology.tensor):
+        for pp in range(topology.pipeline):
+            replicas = [sent.get(topology.rank(tp, dp, pp), 0) for dp in range(topology.data)]
+            assert max(replicas) - min(replicas) <= max(limit, widest) + padding
+
+
+def test_the_plan_is_the_same_wherever_it_is_made():
+    layout, ranks = small_case()
+    copies = [EngineRank.from_json(rank.to_json()) for rank in ranks]
+    assert plan_shards(layout, ranks, 500, "float32") == plan_shards(layout, copies, 500, "float32")
+
+
+def small_case() -> tuple[Layout, list[EngineRank]]:
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "vocab_size": 101,
+        "num_hidden_layers": 2,
+    }
+    layout = Layout(config, Topology(2, 1, 2))
+    return layout, traced(fake_engine(config, 2), layout)
+
+
+def test_a_tensor_that_no_rank_keeps_is_named():
+    layout, ranks = small_case()
+    name = "model.layers.1.mlp.down_proj.weight"
+    bad = [EngineRank(tuple(s for s in r.slots if s.hf_name != name), r.fills, r.dtypes, r.sizes) for r in ranks]
+    with pytest.raises(SyncError, match=rf"keep 0 of the {prod(layout.hf_tensors[name])} elements of '{name}'"):
+        plan_shards(layout, bad, 500, "float32")
+
+
+def test_a_parameter_that_loading_leaves_alone_is_named():
+    layout, ranks = small_case()
+    bad = [EngineRank(r.slots, r.fills, r.dtypes, r.sizes, ("extra.weight",)) for r in ranks]
+    with pytest.raises(SyncError, match=r"parameters of engine rank 0 unwritten: extra\.weight"):
+        plan_shards(layout, bad, 500, "float32")
+
+
+def test_a_tensor_that_the_trainer_does_not_have_is_named():
+    layout, ranks = small_case()
+    smaller = Layout({**layout.hf_config, "num_hidden_layers": 1}, layout.topology)
+    with pytest.raises(SyncError, match=r"the engine keeps 'model\.layers\.1\.[^']*', which the trainer"):
+        plan_shards(smaller, ranks, 500, "float32")
+
+
+boxes = st.builds(Box, st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5))
+
+
+@given(boxes, boxes)
+def test_the_intersection_holds_the_common_elements(one, other):
+    def elements(box):
+        return {(r, c) for r in range(box.row, box.row + box.rows) for c in range(box.col, box.col + box.cols)}
+
+    common = intersect(one, other)
+    assert (elements(common) if common else set()) == elements(one) & elements(other)
+
+
+def test_the_fake_engine_cuts_as_servers_do():
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+    rank = FakeEngineRank({**config, "model_type": "llama", "vocab_size": 10, "num_hidden_layers": 1}, 1, 4)
+    q, k = torch.arange(64.0).view(8, 8), 100 + torch.arange(32.0).view(4, 8)
+    attention = "model.layers.0.self_attn."
+    rank.load_weights([(f"{attention}q_proj.weight", q), (f"{attention}k_proj.weight", k)])
+    held = rank.held[rank.names.index("0.qkv")].data
+    # The second of four ranks has the second head, and shares the first key-value head with the first rank.
+    assert torch.equal(held[:2], q[2:4])
+    assert torch.equal(held[2:4], k[:2])
