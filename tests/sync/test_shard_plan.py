@@ -7,6 +7,7 @@ import torch
 from fake_engine import FakeEngineRank, fake_engine, traced
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_shards import random_weights, shards_of
 
 from megasync.errors import SyncError
 from megasync.sync.engine_layout import EngineRank
@@ -37,18 +38,6 @@ def cases(draw):
     }
     topology = Topology(tensor, pipeline, data)
     return config, topology, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([64, 1000, 10**6]))
-
-
-def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(shape) for name, shape in layout.hf_tensors.items()}
-
-
-def shards_of(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a trainer rank holds of the given Hugging Face tensors; vocabulary padding is NaN, so that it shows."""
-    shards = {name: torch.full(shape, torch.nan) for name, shape in layout.params(rank).items()}
-    for piece in layout.pieces(rank):
-        box_of(shards[piece.param], piece.param_box).copy_(box_of(whole[piece.hf_name], piece.hf_box))
-    return shards
 
 
 def place(slot, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +79,7 @@ def test_every_element_is_written_once_with_the_bits_of_a_load(case):
         for name, expected in oracle[tp].tensors().items():
             assert torch.equal(engine[tp].tensors()[name], expected), name
             counts = written[tp][name]
-            assert counts.max() == 1
+            assert counts.max() <= 1
             # What is not written is what the loader itself fills with zeros.
             assert (counts == 1).all() or any(param == name for param, _ in filled)
 

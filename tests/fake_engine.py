@@ -49,7 +49,7 @@ class FakeEngineRank(nn.Module):
         match kind:
             case "embed_tokens" | "lm_head":
                 param = params["embed" if kind == "embed_tokens" else "head"]
-                held = min(self.rows, sizes.vocab - tp * self.rows)
+                held = max(0, min(self.rows, sizes.vocab - tp * self.rows))
                 param.data[:held].copy_(tensor[tp * self.rows : tp * self.rows + held])
                 param.data[held:].zero_()
             case "norm":

@@ -1,0 +1,334 @@
+"""Senders and receivers over real gloo links, a thread each: what arrives, what deltas save, and what faults do."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fake_engine import fake_engine, traced
+from tiny_shards import random_weights, shards_of
+
+from megasync.device import Device
+from megasync.errors import SyncError
+from megasync.sync import shard_sender
+from megasync.sync.digest import combine
+from megasync.sync.layout import Layout
+from megasync.sync.receiver import Receiver
+from megasync.sync.shard_plan import plan_shards, receive_program
+from megasync.sync.shard_sender import ShardSender
+from megasync.sync.topology import Topology
+
+CONFIG = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+    "num_hidden_layers": 2,
+}
+PARCEL_BYTES = 4000
+KIND = "k"
+
+
+class Wires:
+    """Two trainer ranks (TP2) and the two ranks of one engine, all in this process."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, arena_bytes: int | None = None) -> None:
+        self.dtype = dtype
+        name = str(dtype).removeprefix("torch.")
+        self.layout = Layout(CONFIG, Topology(tensor=2))
+        self.engine = fake_engine(CONFIG, 2, dtype)
+        ranks = traced(self.engine, self.layout)
+        self.plan = plan_shards(self.layout, ranks, PARCEL_BYTES, name)
+        self.params = [{n: torch.empty(s, dtype=dtype) for n, s in self.layout.params(r).items()} for r in range(2)]
+        device = Device("cpu")
+        self.senders = [
+            ShardSender(self.layout, rank, self.params[rank], device, "127.0.0.1", PARCEL_BYTES, name)
+            for rank in range(2)
+        ]
+        self.receivers = [Receiver(rank.tp, rank.tensors) for rank in self.engine]
+        for sender in self.senders:
+            assert sender.prepare(KIND, [rank.to_json() for rank in ranks]) == self.plan.nbytes
+        program = {
+            "digest": KIND,
+            "parcels": [receive_program(self.plan, tp) for tp in range(2)],
+            "fills": [[list(fill) for fill in rank.fills] for rank in ranks],
+            "arena": "device",
+            "arena_bytes": arena_bytes,
+        }
+        self.stages = [receiver.handle("program", program)["stages"] for receiver in self.receivers]
+        self.links = "first"
+        self.listen()
+
+    def listen(self) -> None:
+        self.meeting_point, _ = (sender.listen(10) for sender in self.senders)
+
+    def weights(self, whole: dict[str, torch.Tensor]) -> None:
+        """Gives the trainer these weights."""
+        for rank, params in enumerate(self.params):
+            for name, shard in shards_of(self.layout, rank, whole).items():
+                params[name].copy_(shard.nan_to_num())
+
+    def requests(self, attempt: str, base: str, stall: float) -> tuple[dict, dict]:
+        common = {"attempt": attempt, "timeout": 10.0, "stall": stall}
+        sender = common | {
+            "meeting_point": self.meeting_point,
+            "engines": [{"name": self.links, "kind": KIND}],
+            "bases": {KIND: base} if base else {},
+            "keep": True,
+        }
+        receiver = common | {
+            "program": KIND,
+            "name": self.links,
+            "host": self.meeting_point[0],
+            "port": self.meeting_point[1],
+            "own_host": "127.0.0.1",
+            "sources": self.plan.sources,
+            "engine_ranks": 2,
+            "backend": "gloo",
+            "base": base,
+        }
+        return sender, receiver
+
+    def stage(self, attempt: str, base: str = "", stall: float = 10.0) -> tuple[list, list]:
+        """(what each sender returned or raised, what each receiver reports at the end)."""
+        to_send, to_receive = self.requests(attempt, base, stall)
+        for receiver in self.receivers:
+            receiver.handle("stage", to_receive)
+        sent = self.send(to_send)
+        return sent, [self.end_of_stage(receiver) for receiver in self.receivers]
+
+    def send(self, request: dict) -> list:
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(sender.send, request) for sender in self.senders]
+            return [future.exception() or future.result() for future in futures]
+
+    def end_of_stage(self, receiver: Receiver) -> dict:
+        end = time.monotonic() + 30
+        while (report := receiver.handle("poll", {}))["state"] == "running":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return report
+
+    def commit(self, attempt: str) -> None:
+        for receiver in self.receivers:
+            receiver.check({"attempt": attempt, "program": KIND})
+        for receiver in self.receivers:
+            receiver.commit({"attempt": attempt, "program": KIND})
+
+    def serves(self, whole: dict[str, torch.Tensor]) -> bool:
+        """Whether the engine holds exactly what loading these tensors would give."""
+        oracle = fake_engine(CONFIG, 2, self.dtype)
+        for rank in oracle:
+            rank.load_weights(whole.items())
+        return all(
+            torch.equal(found.tensors()[name], expected)
+            for found, rank in zip(self.engine, oracle, strict=True)
+            for name, expected in rank.tensors().items()
+        )
+
+    def mend(self) -> None:
+        """New links, as the driver makes them after a failure."""
+        for receiver in self.receivers:
+            receiver.handle("drop", {})
+        for sender in self.senders:
+            sender.leave()
+        self.links += "+"
+        self.listen()
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.handle("drop", {})
+        for sender in self.senders:
+            sender.leave()
+
+
+@pytest.fixture
+def wires():
+    made = []
+
+    def make(**options) -> Wires:
+        made.append(Wires(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def weights(found: Wires, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.to(found.dtype) for name, tensor in random_weights(found.layout).items()}
+
+
+def test_versions_arrive_one_after_another_over_the_same_links(wires):
+    w = wires()
+    for version in range(3):
+        whole = weights(w, version)
+        w.weights(whole)
+        sent, received = w.stage(f"v{version}")
+        assert [report["state"] for report in received] == ["staged", "staged"], received
+        assert not w.serves(whole)
+        for tp, report in enumerate(received):
+            parts = {tag: value for result in sent for tag, value in result["digests"][KIND].get(tp, {}).items()}
+            assert report["digest"] == combine(parts)
+        assert sum(result["bytes"] for result in sent) == w.plan.nbytes
+        w.commit(f"v{version}")
+        assert w.serves(whole)
+
+
+def changed_in_one_percent(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.where(torch.rand(t.shape) < 0.01, t + 1, t) for name, t in whole.items()}
+
+
+def test_deltas_carry_little_and_give_the_same_bits(wires):
+    w = wires(dtype=torch.bfloat16)
+    whole = weights(w, 0)
+    w.weights(whole)
+    first, _ = w.stage("a")
+    w.commit("a")
+    whole = changed_in_one_percent(whole)
+    w.weights(whole)
+    second, received = w.stage("b", base="a")
+    assert [report["state"] for report in received] == ["staged", "staged"], received
+    w.commit("b")
+    assert w.serves(whole)
+    assert sum(r["bytes"] for r in second) < 0.2 * sum(r["bytes"] for r in first)
+    # Everything changes: no delta is smaller, and full parcels go through the same door.
+    whole = weights(w, 7)
+    w.weights(whole)
+    third, received = w.stage("c", base="b")
+    assert [report["state"] for report in received] == ["staged", "staged"], received
+    w.commit("c")
+    assert w.serves(whole)
+    assert sum(r["bytes"] for r in third) == sum(r["bytes"] for r in first)
+
+
+def test_a_delta_needs_the_same_base_on_both_sides(wires):
+    w = wires()
+    w.weights(weights(w, 0))
+    w.stage("a")
+    _, to_receive = w.requests("b", "other", 10.0)
+    with pytest.raises(SyncError, match=r"deltas build on attempt 'other', but the arena holds 'a'"):
+        w.receivers[0].handle("stage", to_receive)
+    sent = w.send(w.requests("b", "other", 0.5)[0])
+    assert all("deltas build on attempt 'other', which this rank has not kept" in str(error) for error in sent)
+
+
+def test_without_an_arena_the_commit_itself_receives(wires):
+    w = wires(arena_bytes=1000)
+    assert w.stages == [False, False]
+    whole = weights(w, 1)
+    w.weights(whole)
+    to_send, to_receive = w.requests("s", "", 10.0)
+    with pytest.raises(SyncError, match="no arena"):
+        w.receivers[0].handle("stage", to_receive)
+    with ThreadPoolExecutor(2) as pool:
+        commits = [pool.submit(receiver.commit, to_receive | {"stream": True}) for receiver in w.receivers]
+        w.send(to_send)
+        for commit in commits:
+            commit.result(timeout=30)
+    assert w.serves(whole)
+
+
+def flip_a_bit(monkeypatch) -> None:
+    """One bit of the third parcel changes after its sender has taken the digest."""
+    encode, count = ShardSender._encode, iter(range(10**6))
+
+    def flipped(self, packed, *rest):
+        header, payload = encode(self, packed, *rest)
+        if next(count) == 2:
+            payload[5] ^= 4
+        return header, payload
+
+    monkeypatch.setattr(ShardSender, "_encode", flipped)
+
+
+def die_in_the_middle(monkeypatch) -> None:
+    """A sender fails at its third parcel; the other one goes on."""
+    pack, lock, count = ShardSender._pack, threading.Lock(), iter(range(10**6))
+
+    def dying(self, *args):
+        with lock:
+            if self._rank == 1 and next(count) == 2:
+                raise RuntimeError("this rank is gone")
+        return pack(self, *args)
+
+    monkeypatch.setattr(ShardSender, "_pack", dying)
+
+
+def stall_in_the_middle(monkeypatch) -> None:
+    """A sender sleeps past the limit of a message."""
+    pack, count = ShardSender._pack, iter(range(10**6))
+
+    def sleeping(self, *args):
+        if self._rank == 1 and next(count) == 2:
+            time.sleep(2.5)
+        return pack(self, *args)
+
+    monkeypatch.setattr(ShardSender, "_pack", sleeping)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (flip_a_bit, "arrived with digest"),
+        (die_in_the_middle, "parcel"),
+        (stall_in_the_middle, "Timed out|timed out|closed"),
+    ],
+)
+def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(wires, monkeypatch, fault: Callable, words):
+    w = wires()
+    old = weights(w, 0)
+    w.weights(old)
+    w.stage("a")
+    w.commit("a")
+    with monkeypatch.context() as patch:
+        fault(patch)
+        w.weights(weights(w, 1))
+        _, received = w.stage("b", stall=1.0)
+    failed = [report for report in received if report["state"] == "failed"]
+    assert failed, received
+    assert any(re.search(words, report["error"]) for report in failed), failed
+    for receiver, report in zip(w.receivers, received, strict=True):
+        if report["state"] == "failed":
+            with pytest.raises(SyncError, match=r"attempt 'b' is not staged here; 'b' is failed"):
+                receiver.check({"attempt": "b", "program": KIND})
+    assert w.serves(old)
+    w.mend()
+    new = weights(w, 2)
+    w.weights(new)
+    _, received = w.stage("c")
+    assert [report["state"] for report in received] == ["staged", "staged"], received
+    w.commit("c")
+    assert w.serves(new)
+
+
+def test_a_receiver_that_does_not_come_fails_the_sender_in_time(wires):
+    w = wires()
+    w.weights(weights(w, 0))
+    to_send, _ = w.requests("a", "", 1.0)
+    start = time.monotonic()
+    sent = w.send(to_send | {"timeout": 2.0})
+    assert all(isinstance(result, SyncError) for result in sent)
+    assert time.monotonic() - start < 8
+
+
+def test_nothing_is_committed_that_is_not_staged(wires):
+    w = wires()
+    with pytest.raises(SyncError, match=r"attempt 'x' is not staged here; nothing is"):
+        w.receivers[0].check({"attempt": "x", "program": KIND})
+    with pytest.raises(SyncError, match="no program, or another one"):
+        w.receivers[0].check({"attempt": "x", "program": "other"})
+    with pytest.raises(SyncError, match="unknown command 'fly'"):
+        w.receivers[0].handle("fly", {})
+
+
+def test_the_plan_of_one_kind_is_made_once(wires, monkeypatch):
+    w = wires()
+    monkeypatch.setattr(shard_sender, "plan_shards", None)
+    assert w.senders[0].prepare(KIND, []) == w.plan.nbytes

@@ -1,0 +1,20 @@
+"""Random weights of a layout, whole and as trainer ranks hold them."""
+
+from __future__ import annotations
+
+import torch
+
+from megasync.sync.layout import Layout
+from megasync.sync.shards import box_of
+
+
+def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in layout.hf_tensors.items()}
+
+
+def shards_of(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a trainer rank holds of the given Hugging Face tensors; vocabulary padding is NaN, so that it shows."""
+    shards = {name: torch.full(shape, torch.nan) for name, shape in layout.params(rank).items()}
+    for piece in layout.pieces(rank):
+        box_of(shards[piece.param], piece.param_box).copy_(box_of(whole[piece.hf_name], piece.hf_box))
+    return shards
