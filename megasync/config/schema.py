@@ -141,6 +141,12 @@ class TrainerConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    # Ranks among which the experts of a layer are dealt out; they are taken from the tensor and data ranks of a stage.
+    expert_parallel: int = 1
+    # Ranks that share one expert; null takes tensor_parallel, as Megatron does.
+    expert_tensor_parallel: int | None = None
+    # Chunks of layers per pipeline stage (interleaved schedule); 1 is the plain schedule.
+    virtual_pipeline: int = 1
     # Layers on the first and last pipeline stage when the split is uneven; null splits evenly.
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None

@@ -56,15 +56,22 @@ class ServerMemory:
 def stage_memory(config: Config, layout: Layout, buckets: BroadcastPlan, stage: int) -> RankMemory:
     """Memory of the fullest rank of a pipeline stage: the one that also sends the stage's buckets."""
     trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
-    elements = sum(prod(shape) for shape in layout.params(0, stage).values())
-    shards = trainer.data_parallel if trainer.distributed_optimizer else 1
+    topology = layout.topology
+    rank = topology.rank(0, 0, stage)
+    shapes = layout.params(rank)
+    experts = sum(prod(shapes[item.param]) for item in layout.of_rank(rank) if item.ep is not None)
+    elements = sum(prod(shape) for shape in shapes.values())
+    # Elements whose optimizer state this rank keeps; of experts there are fewer copies to spread it over.
+    kept = elements
+    if trainer.distributed_optimizer:
+        kept = -(-(elements - experts) // topology.data) - (-experts // topology.expert_data)
     state = ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
     last = stage == trainer.pipeline_parallel - 1
     largest = max(bucket.nbytes for bucket in buckets.of_stage(stage))
     return RankMemory(
         weights=elements * item,
         gradients=elements * GRAD_BYTES,
-        optimizer=-(-elements * state // shards),
+        optimizer=kept * state,
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         sync_buckets=BUCKETS * largest,
@@ -89,7 +96,7 @@ def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
     attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
     mlp = 4 * sizes.intermediate / tensor
     whole = 4 * hidden + attention + mlp
-    layers = len(layout.stages[stage])
+    layers = sum(len(chunk) for chunk in layout.stages[stage])
     in_flight = trainer.pipeline_parallel - stage
     if trainer.recompute == "full":  # layer inputs of all microbatches, and one layer at work
         per_token = layers * hidden * in_flight + whole

@@ -35,12 +35,12 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A trainer rank: its node, its coordinates, and the global layers of its pipeline stage."""
+    """A trainer rank: its node, its coordinates, and the global layers of its pipeline stage (one range per chunk)."""
 
     rank: int
     node: int
     coords: Coords
-    layers: range
+    layers: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,9 @@ def _place(config: Config) -> tuple[int, Pool, Pool]:
     return nodes, trainer, Pool(specs["rollout"], tuple(range(first, first + specs["rollout"].nodes)))
 
 
-def _rank(rank: int, pool: Pool, topology: Topology, stages: list[range]) -> Rank:
+def _rank(rank: int, pool: Pool, topology: Topology, stages: list[list[range]]) -> Rank:
     coords = topology.coords(rank)
-    return Rank(rank, pool.node_of(rank), coords, stages[coords.pp])
+    return Rank(rank, pool.node_of(rank), coords, tuple(stages[coords.pp]))
 
 
 def _model_name(config: Config, source: Path) -> str:

@@ -90,7 +90,7 @@ def _ranks(plan: Plan) -> Table:
             _span(ranks[0].coords.tp, ranks[-1].coords.tp),
             str(dp),
             str(pp),
-            _span(ranks[0].layers[0], ranks[0].layers[-1]),
+            ", ".join(_span(layers[0], layers[-1]) for layers in ranks[0].layers),
         )
     return table
 

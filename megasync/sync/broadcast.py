@@ -1,8 +1,8 @@
 """The trainer's side of a broadcast: gather a stage's pieces, pack a bucket, send it while the next one is packed.
 
-Every trainer rank has a `BroadcastSender`. The first tensor rank of each pipeline stage (of data replica 0) transmits;
-its tensor-parallel peers hand it their pieces over a private group; the other ranks have nothing to do. In the engine
-group the sender is rank 0 and the servers' ranks follow.
+Every trainer rank has a `BroadcastSender`. The first rank of each pipeline stage transmits; its peers in the plan (of the
+dense layers its tensor-parallel ones, of experts also data-parallel ones) hand it their pieces over a private group; the
+other ranks have nothing to do. In the engine group the sender is rank 0 and the servers' ranks follow.
 
 Two buckets of memory, allocated at `join` and reused, plus one peer's contribution. `send` has one deadline for all that
 happens in it, and any failure closes this rank's groups before it is raised, so whoever waits for this rank is woken.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megasync.errors import SyncError
 from megasync.sync.groups import Deadline, Group, join_store, open_store
 from megasync.sync.layout import Layout, Piece
-from megasync.sync.plan import BroadcastPlan, Bucket, group_name
+from megasync.sync.plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
 from megasync.sync.shards import box_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class BroadcastSender:
     Args:
         plan: the same on every rank and in the driver.
         rank: this trainer rank, global.
-        params: live local parameters by name; read at each `send`, cast to the plan's dtype while packing.
+        params: live local parameters by name; read at each `send`, cast to the bucket's dtype while packing.
         host: address of this rank that servers can reach; the sender listens there and nowhere else.
 
     Raises:
@@ -62,17 +62,15 @@ class BroadcastSender:
         device: Device,
         host: str = "127.0.0.1",
     ) -> None:
-        topology = layout.topology
-        coords = topology.coords(rank)
-        _check_params(layout, layout.params(coords.tp, coords.pp), params)
+        stage = layout.topology.coords(rank).pp
+        _check_params(layout, layout.params(rank), params)
         self._rank = rank
-        self._stage = coords.pp
-        self._buckets = plan.of_stage(coords.pp) if coords.dp == 0 else ()
-        self._members = [topology.rank(tp, 0, coords.pp) for tp in range(topology.tensor)]
-        self._takes_part = coords.dp == 0
-        self._sends = self._takes_part and coords.tp == 0
+        self._stage = stage
+        self._members = plan.members(stage)
+        self._takes_part = rank in self._members
+        self._sends = rank == self._members[0]
+        self._buckets = plan.of_stage(stage) if self._takes_part else ()
         self._params = params
-        self._dtype: torch.dtype = getattr(torch, plan.dtype)
         self._device = device
         self._host = host
         self._store: dist.Store | None = None
@@ -125,15 +123,15 @@ class BroadcastSender:
         self._allocate()
 
     def _allocate(self) -> None:
-        def room(elements: int) -> torch.Tensor:
-            return torch.empty(elements, dtype=self._dtype, device=self._device.torch_device)
+        def room(nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
         others = [rank for rank in self._members if rank != self._rank] if self._sends else [self._rank]
-        largest = max((_elements(bucket, rank) for bucket in self._buckets for rank in others), default=0)
+        largest = max((_nbytes(bucket, rank) for bucket in self._buckets for rank in others), default=0)
         self._staging = room(largest)
         if self._sends:
             count = min(2, len(self._buckets))
-            self._buffers = [room(max(b.nbytes for b in self._buckets) // self._dtype.itemsize) for _ in range(count)]
+            self._buffers = [room(max(bucket.nbytes for bucket in self._buckets)) for _ in range(count)]
 
     def send(self, version: int, timeout: float) -> dict[str, float]:
         """Sends all of this stage's buckets, in plan order, within ``timeout`` seconds.
@@ -182,19 +180,20 @@ class BroadcastSender:
         """Peer: hands its pieces of each bucket to the sender, one message a bucket."""
         peers = self._joined(self._peers)
         for bucket in self._buckets:
-            pieces = bucket.contributions.get(self._rank)
-            if not pieces:
+            if self._rank not in bucket.contributions:
                 continue
             with _clock(seconds, "pack"):
-                message = self._collect(pieces)
+                message = self._collect(bucket)
             with _clock(seconds, "wire"), _named("handing over pieces", bucket):
                 peers.send(message, 0, deadline)
 
     @torch.no_grad()
     def _pack(self, bucket: Bucket, buffer: torch.Tensor, deadline: Deadline) -> torch.Tensor:
         """Fills ``buffer`` with a bucket and returns its bytes, [nbytes] uint8."""
+        dtype = _dtype(bucket)
+        elements = buffer[: bucket.nbytes].view(dtype)
         whole = {
-            entry.name: buffer[entry.offset // self._dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
+            entry.name: elements[entry.offset // dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
             for entry in bucket.tensors
         }
         for rank, pieces in bucket.contributions.items():
@@ -202,7 +201,7 @@ class BroadcastSender:
                 for piece in pieces:
                     box_of(whole[piece.hf_name], piece.hf_box).copy_(self._part(piece))
                 continue
-            message = self._staging[: _elements(bucket, rank)]
+            message = self._staging[: _nbytes(bucket, rank)].view(dtype)
             with _named(f"pieces from trainer rank {rank}", bucket):
                 self._joined(self._peers).receive(message, self._members.index(rank), deadline)
             offset = 0
@@ -210,17 +209,18 @@ class BroadcastSender:
                 target = box_of(whole[piece.hf_name], piece.hf_box)
                 target.copy_(message[offset : offset + target.numel()].view(target.shape))
                 offset += target.numel()
-        return buffer[: bucket.nbytes // self._dtype.itemsize].view(torch.uint8)
+        return buffer[: bucket.nbytes]
 
     @torch.no_grad()
-    def _collect(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """This rank's pieces behind each other, as one flat tensor."""
+    def _collect(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's pieces of a bucket behind each other, as one flat tensor."""
+        message = self._staging[: _nbytes(bucket, self._rank)].view(_dtype(bucket))
         offset = 0
-        for piece in pieces:
+        for piece in bucket.contributions[self._rank]:
             part = self._part(piece)
-            self._staging[offset : offset + part.numel()].view(part.shape).copy_(part)
+            message[offset : offset + part.numel()].view(part.shape).copy_(part)
             offset += part.numel()
-        return self._staging[:offset]
+        return message
 
     def _part(self, piece: Piece) -> torch.Tensor:
         return box_of(self._params[piece.param].detach(), piece.param_box)
@@ -243,8 +243,14 @@ class BroadcastSender:
                 log.warning("trainer rank %d could not close a sync group: %s", self._rank, error)
 
 
-def _elements(bucket: Bucket, rank: int) -> int:
-    return sum(piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions.get(rank, ()))
+def _dtype(bucket: Bucket) -> torch.dtype:
+    return getattr(torch, bucket.dtype)
+
+
+def _nbytes(bucket: Bucket, rank: int) -> int:
+    """Bytes of what one rank hands over."""
+    elements = sum(piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions.get(rank, ()))
+    return elements * ITEM_BYTES[bucket.dtype]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """What travels in which bucket, from whom: a pure function of layout, bucket size and dtype.
 
 Each Hugging Face tensor is in exactly one bucket, and the contributions of a bucket cover its bytes exactly once, so
-every rank and the driver derive the same plan without talking. The tensor-parallel peers of a pipeline stage hand their
-pieces to the stage's sender; buckets of different senders alternate, so that one packs while another transmits.
+every rank and the driver derive the same plan without talking. Of the ranks that hold the same piece the first hands it
+to the sender of their pipeline stage; buckets of different senders alternate, so that one packs while another transmits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from megasync.sync.layout import Layout, Piece
+from megasync.sync.layout import Layout, Piece, Placed
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -26,7 +26,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of one stage, as one message of ``nbytes`` bytes from ``sender`` (a global trainer rank).
+    """Consecutive tensors of one stage and one dtype, as one message of ``nbytes`` bytes from ``sender`` (a global
+    trainer rank).
 
     ``contributions`` maps each rank that holds something to its pieces, in the order in which it hands them over.
     """
@@ -35,19 +36,16 @@ class Bucket:
     sender: int
     tensors: tuple[Entry, ...]
     nbytes: int
+    dtype: str
     contributions: dict[int, tuple[Piece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastPlan:
-    """All buckets in wire order. ``dtype`` is the served dtype's torch name."""
+    """All buckets in wire order. ``dtype`` is the served dtype's torch name; `Layout.hf_dtype` knows the exceptions."""
 
     buckets: tuple[Bucket, ...]
     dtype: str
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +56,11 @@ class BroadcastPlan:
     def senders(self) -> tuple[int, ...]:
         """The sending rank of each pipeline stage."""
         return tuple(dict(sorted((bucket.stage, bucket.sender) for bucket in self.buckets)).values())
+
+    def members(self, stage: int) -> tuple[int, ...]:
+        """The ranks that take part in sending a pipeline stage, ascending; the sender is the first."""
+        found = {rank for bucket in self.of_stage(stage) for rank in (bucket.sender, *bucket.contributions)}
+        return tuple(sorted(found))
 
     def of_stage(self, stage: int) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if bucket.stage == stage)
@@ -83,10 +86,17 @@ def group_name(name: str, stage: int) -> str:
 
 
 def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[Bucket]:
-    buckets, names, size = [], [], 0
+    """Tensors of the model's dtype first; the few of another dtype have buckets of their own."""
+    kinds: dict[str, list[Placed]] = {dtype: []}
     for item in layout.placed(stage):
-        if item.copy:
-            continue
+        if not item.copy:
+            kinds.setdefault(item.dtype or dtype, []).append(item)
+    return [bucket for kind, items in kinds.items() for bucket in _fill(layout, stage, items, limit, kind)]
+
+
+def _fill(layout: Layout, stage: int, items: list[Placed], limit: int, dtype: str) -> list[Bucket]:
+    buckets, names, size = [], [], 0
+    for item in items:
         nbytes = sum(_nbytes(shape, dtype) for _, shape in item.tensors)
         if names and size + nbytes > limit:
             buckets.append(_bucket(layout, stage, names, dtype))
@@ -104,13 +114,14 @@ def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:
         shape = layout.hf_tensors[name]
         entries.append(Entry(name, shape, offset))
         offset += _nbytes(shape, dtype)
-        for tp, pp, piece in layout.holders[name]:
-            contributions.setdefault(topology.rank(tp, 0, pp), []).append(piece)
+        for piece, ranks in layout.holders[name]:
+            contributions.setdefault(ranks[0], []).append(piece)
     return Bucket(
         stage=stage,
         sender=topology.rank(0, 0, stage),
         tensors=tuple(entries),
         nbytes=offset,
+        dtype=dtype,
         contributions={rank: tuple(contributions[rank]) for rank in sorted(contributions)},
     )
 

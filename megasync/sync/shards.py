@@ -112,19 +112,19 @@ class HfFolder:
 
 
 def load_shards(
-    hf_dir: str | Path, layout: Layout, tp: int, pp: int, dtype: torch.dtype = torch.float32
+    hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """This rank's parameters from a Hugging Face folder, as CPU tensors of ``dtype`` with the layout's local shapes.
+    """A global rank's parameters from a Hugging Face folder, as CPU tensors of ``dtype`` with their local shapes.
 
     Raises:
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
     """
-    shards = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.params(tp, pp).items()}
+    shards = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.params(rank).items()}
     shapes = layout.hf_tensors
     filled = dict.fromkeys(shards, 0)
     with HfFolder(hf_dir) as folder:
         readers: dict[str, Callable[[Box], torch.Tensor]] = {}
-        for piece in layout.pieces(tp, pp):
+        for piece in layout.pieces(rank):
             if piece.hf_name not in readers:
                 readers[piece.hf_name] = folder.reader(piece.hf_name, shapes[piece.hf_name])
             target = box_of(shards[piece.param], piece.param_box)
@@ -137,23 +137,69 @@ def load_shards(
     return shards
 
 
-def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int, int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """One whole Hugging Face tensor from the shards of the ranks that hold it.
+def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """One whole Hugging Face tensor from the shards of the ranks that hold it; of equal ones, the first rank's.
 
     Args:
-        shards_of: (tp, pp) -> that rank's parameters by local name.
+        shards_of: global rank -> that rank's parameters by local name.
     """
     holders = layout.holders[hf_name]
-    sample = shards_of(holders[0].tp, holders[0].pp)[holders[0].piece.param]
+    sample = shards_of(holders[0].ranks[0])[holders[0].piece.param]
     whole = torch.empty(layout.hf_tensors[hf_name], dtype=sample.dtype)
-    for tp, pp, piece in holders:
-        box_of(whole, piece.hf_box).copy_(box_of(shards_of(tp, pp)[piece.param], piece.param_box))
+    for piece, ranks in holders:
+        box_of(whole, piece.hf_box).copy_(box_of(shards_of(ranks[0])[piece.param], piece.param_box))
     return whole
 
 
-def shard_file(tp: int, pp: int) -> str:
-    """Name of a rank's model file inside a checkpoint."""
-    return f"model-tp{tp}-pp{pp}.safetensors"
+# Sharded checkpoints
+
+
+def shard_file(rank: int) -> str:
+    """Name of a global rank's model file inside a checkpoint: the parameters of which it is the first holder."""
+    return f"model-{rank:05d}.safetensors"
+
+
+def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
+    """Writes those of a rank's parameters of which it is the first holder, if there are any."""
+    mine = {
+        name: params[name].detach().cpu().contiguous()
+        for name, writer in layout.writers(rank).items()
+        if writer == rank
+    }
+    if mine:
+        save_file(mine, Path(checkpoint_dir) / shard_file(rank))
+
+
+class ShardFiles:
+    """The model files of a checkpoint, opened when they are asked for and mapped until closed."""
+
+    def __init__(self, checkpoint_dir: str | Path) -> None:
+        self._path = Path(checkpoint_dir)
+        self._stack = ExitStack()
+        self._files: dict[int, _ShardFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def of(self, rank: int) -> Mapping[str, torch.Tensor]:
+        """What a global rank wrote, by parameter name. Raises CheckpointError for a missing or damaged file."""
+        if rank not in self._files:
+            path = self._path / shard_file(rank)
+            if not path.is_file():
+                raise CheckpointError(f"checkpoint file {path} is missing")
+            try:
+                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            self._files[rank] = _ShardFile(path, handle)
+        return self._files[rank]
+
+    def load(self, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+        """All parameters of a global rank, each from the file of its first holder."""
+        return {name: self.of(writer)[name] for name, writer in layout.writers(rank).items()}
 
 
 def describe(layout: Layout, dtype: str) -> dict[str, Any]:
@@ -209,9 +255,8 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     try:
         draft.mkdir(parents=True)
         _write_companions(source, draft, dtype)
-        with ExitStack() as stack:
-            shards = _open_shards(Path(checkpoint_dir), layout, stack)
-            _write_weights(draft, layout, shards, getattr(torch, dtype))
+        with ShardFiles(checkpoint_dir) as files:
+            _write_weights(draft, layout, files.of, dtype)
         if out.exists():
             out.rmdir()
         draft.rename(out)
@@ -242,44 +287,32 @@ class _ShardFile(Mapping[str, torch.Tensor]):
         return len(self._handle.keys())
 
 
-def _open_shards(
-    checkpoint: Path, layout: Layout, stack: ExitStack
-) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
-    files = {}
-    for pp in range(layout.topology.pipeline):
-        for tp in range(layout.topology.tensor):
-            path = checkpoint / shard_file(tp, pp)
-            if not path.is_file():
-                raise CheckpointError(f"checkpoint file {path} is missing")
-            files[tp, pp] = _ShardFile(path, stack.enter_context(safe_open(path, framework="pt")))
-    return lambda tp, pp: files[tp, pp]
-
-
 def _write_weights(
-    out: Path, layout: Layout, shards: Callable[[int, int], Mapping[str, torch.Tensor]], dtype: torch.dtype
+    out: Path, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]], dtype: str
 ) -> None:
-    """Writes the tensors in checkpoint order, as one file or as numbered files with an index."""
-    parts = _split_by_bytes(layout.hf_tensors, dtype.itemsize)
+    """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
+    dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
+    nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
+    parts = _split_by_bytes(nbytes)
     names = [WEIGHTS] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
-        tensors = {name: assemble(name, layout, shards).to(dtype) for name in part}
+        tensors = {name: assemble(name, layout, shards_of).to(dtypes[name]) for name in part}
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
-        total = sum(_numel(shape) for shape in layout.hf_tensors.values()) * dtype.itemsize
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where}
+        (out / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _split_by_bytes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
+def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
     parts: list[list[str]] = [[]]
     room = MAX_FILE_BYTES
-    for name, shape in shapes.items():
-        nbytes = _numel(shape) * itemsize
-        if nbytes > room and parts[-1]:
+    for name, size in nbytes.items():
+        if size > room and parts[-1]:
             parts.append([])
             room = MAX_FILE_BYTES
         parts[-1].append(name)
-        room -= nbytes
+        room -= size
     return parts
 
 

@@ -1,7 +1,8 @@
-"""Where each trainer rank stands: tensor, data and pipeline coordinates, and the layers of each pipeline stage.
+"""Where each trainer rank stands, in the dense layers and in the experts, and which layers each pipeline stage has.
 
-The order is Megatron's default ``tp-dp-pp``: tensor ranks are neighbours, pipeline stages are furthest apart. Each
-answer is a pure function of the topology, so every process computes the same one without communication.
+The order is Megatron's default ``tp-dp-pp``: tensor ranks are neighbours, pipeline stages are furthest apart. Experts
+are spread over the same ranks of a stage in an order of their own, ``etp-ep-edp``. Each answer is a pure function of the
+topology, so every process computes the same one without communication.
 """
 
 from __future__ import annotations
@@ -21,20 +22,50 @@ class Coords(NamedTuple):
     pp: int
 
 
+class ExpertCoords(NamedTuple):
+    """Place of a rank among those that share its stage's experts: ``edp`` counts copies of the same slices."""
+
+    etp: int
+    ep: int
+    edp: int
+
+
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel dimensions; ``first_stage_layers``/``last_stage_layers`` make the pipeline's ends uneven."""
+    """Sizes of the parallel dimensions; ``first_stage_layers``/``last_stage_layers`` make the pipeline's ends uneven.
+
+    ``expert`` ranks share the experts of a layer, and ``expert_tensor`` ranks each expert (None: as many as ``tensor``).
+    With ``virtual`` > 1 each rank has so many chunks of layers, and the pipeline runs through all ranks as many times.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "data"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"trainer.{key}_parallel is {getattr(self, key)}; it must be at least 1")
+        for name in ("tensor", "pipeline", "data", "expert", "expert_tensor"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"trainer.{name}_parallel is {size}; it must be at least 1")
+        if self.virtual < 1:
+            raise ConfigError(f"trainer.virtual_pipeline is {self.virtual}; it must be at least 1")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"trainer.virtual_pipeline={self.virtual} interleaves pipeline stages, but trainer.pipeline_parallel=1; "
+                f"raise pipeline_parallel or set virtual_pipeline=1"
+            )
+        if (self.tensor * self.data) % (self.expert * self.expert_tensor_size):
+            etp = f"{self.expert_tensor}" if self.expert_tensor else f"{self.tensor} (as trainer.tensor_parallel)"
+            raise ConfigError(
+                f"trainer.expert_parallel={self.expert} x trainer.expert_tensor_parallel={etp} must divide the "
+                f"{self.tensor * self.data} ranks of a pipeline stage (trainer.tensor_parallel={self.tensor} x "
+                f"trainer.data_parallel={self.data}); change one of them"
+            )
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig) -> Topology:
@@ -44,28 +75,69 @@ class Topology:
             data=trainer.data_parallel,
             first_stage_layers=trainer.first_stage_layers,
             last_stage_layers=trainer.last_stage_layers,
+            expert=trainer.expert_parallel,
+            expert_tensor=trainer.expert_tensor_parallel,
+            virtual=trainer.virtual_pipeline,
         )
 
     @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share one expert."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_data(self) -> int:
+        """Copies of each expert's slices within a stage."""
+        return self.tensor * self.data // (self.expert * self.expert_tensor_size)
+
     def coords(self, rank: int) -> Coords:
+        self._check(rank)
+        return Coords(rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data))
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """Of the same rank; its pipeline stage is that of `coords`."""
+        self._check(rank)
+        within, etp = rank % (self.tensor * self.data), self.expert_tensor_size
+        return ExpertCoords(within % etp, within // etp % self.expert, within // (etp * self.expert))
+
+    def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside this topology of {self.world} ranks")
-        return Coords(rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data))
 
     def rank(self, tp: int, dp: int, pp: int) -> int:
         return (pp * self.data + dp) * self.tensor + tp
 
-    def stage_layers(self, num_layers: int) -> list[range]:
-        """Global layer indices of each pipeline stage, as Megatron assigns them.
+    def stage_ranks(self, pp: int) -> range:
+        """All ranks of a pipeline stage."""
+        return range(self.rank(0, 0, pp), self.rank(0, 0, pp + 1))
 
-        The given end stages take their share; the stages between them split the rest evenly.
+    def stage_layers(self, num_layers: int) -> list[list[range]]:
+        """Global layer indices of each pipeline stage, one range per virtual stage, as Megatron assigns them.
+
+        The given end stages take their share; the stages between them split the rest evenly. With virtual stages each
+        stage's share is cut into equal chunks, and the first chunks of all stages come before the second ones.
 
         Raises:
             ConfigError: the layers cannot be split that way.
         """
+        sizes = self._stage_sizes(num_layers)
+        for size in sizes:
+            if size % self.virtual:
+                raise ConfigError(
+                    f"trainer.virtual_pipeline={self.virtual} does not divide the layers of each pipeline stage: "
+                    f"{sizes} of {num_layers}; choose a divisor, or other stage sizes"
+                )
+        chunks = [size // self.virtual for size in sizes]
+        starts = [
+            [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(self.virtual)] for stage in range(self.pipeline)
+        ]
+        return [[range(start, start + chunk) for start in turns] for turns, chunk in zip(starts, chunks, strict=True)]
+
+    def _stage_sizes(self, num_layers: int) -> list[int]:
         first, last = self.first_stage_layers, self.last_stage_layers
         if self.pipeline == 1:
             if first is not None or last is not None:
@@ -73,7 +145,7 @@ class Topology:
                     "trainer.first_stage_layers and trainer.last_stage_layers need trainer.pipeline_parallel > 1; "
                     "leave them null"
                 )
-            return [range(num_layers)]
+            return [num_layers]
         counts: list[int | None] = [None] * self.pipeline
         counts[0], counts[-1] = first, last
         rest = num_layers - sum(count for count in counts if count is not None)
@@ -85,9 +157,14 @@ class Topology:
                 f"{open_stages} stages (trainer.first_stage_layers={first}, trainer.last_stage_layers={last})"
             )
         sizes = [share if count is None else count for count in counts]
+        if not open_stages and self.virtual > 1:
+            # Megatron divides by the number of stages in between.
+            raise ConfigError(
+                f"trainer.virtual_pipeline={self.virtual} with trainer.pipeline_parallel=2 cannot take both "
+                f"trainer.first_stage_layers={first} and trainer.last_stage_layers={last}; give only one of them"
+            )
         if min(sizes) < 1:
             raise ConfigError(
                 f"trainer.pipeline_parallel={self.pipeline} leaves a stage without a layer: {sizes} of {num_layers}"
             )
-        starts = [sum(sizes[:stage]) for stage in range(self.pipeline)]
-        return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        return sizes

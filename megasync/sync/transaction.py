@@ -214,7 +214,7 @@ class WeightSync:
                 raise SyncError("stopped, because the publish failed elsewhere")
             body = {
                 "names": [entry.name for entry in bucket.tensors],
-                "dtypes": [self._plan.dtype] * len(bucket.tensors),
+                "dtypes": [bucket.dtype] * len(bucket.tensors),
                 "shapes": [list(entry.shape) for entry in bucket.tensors],
                 "group_name": group_name(name, bucket.stage),
                 "load_format": "flattened_bucket",

@@ -4,7 +4,7 @@ All ranks write into ``<path>.partial``; only when every rank has finished does 
 rename the folder. Whatever goes wrong before that leaves earlier checkpoints as they were, and no folder with the
 final name. Tensors are read back without unpickling objects.
 
-    <path>/model-tp{t}-pp{p}.safetensors    weights, written by data-parallel rank 0
+    <path>/model-{rank}.safetensors         weights, each written by the first of the ranks that hold it
     <path>/optimizer-{rank}.pt              moments, main weights and random state of each rank
     <path>/layout.json                      topology, layer spec, dtype and the model's config.json
     <path>/state.json                       what the caller wants back
@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from megasync.errors import CheckpointError
 from megasync.sync.layout import Layout
-from megasync.sync.shards import LAYOUT, describe, read_layout, shard_file
+from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
 from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)
@@ -131,10 +130,7 @@ def _make_room(path: Path, partial: Path) -> None:
 
 
 def _write_shard(partial: Path, shard: Shard) -> None:
-    coords = shard.layout.topology.coords(shard.rank)
-    if coords.dp == 0:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.params.items()}
-        save_file(tensors, partial / shard_file(coords.tp, coords.pp))
+    save_written(partial, shard.layout, shard.rank, shard.params)
     saved = {"optimizer": shard.optimizer, "random": torch.get_rng_state()}
     torch.save(saved, partial / _optimizer_file(shard.rank))
 
@@ -177,8 +173,8 @@ def load(
     def read() -> None:
         found["state"] = read_state(path)
         _check_same(path, layout, dtype)
-        coords = layout.topology.coords(rank)
-        found["params"] = load_file(path / shard_file(coords.tp, coords.pp))
+        with ShardFiles(path) as files:
+            found["params"] = files.load(layout, rank)
         saved = torch.load(path / _optimizer_file(rank), map_location="cpu", weights_only=True)
         found["optimizer"] = saved["optimizer"]
         torch.set_rng_state(saved["random"])

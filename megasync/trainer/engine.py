@@ -112,7 +112,7 @@ class MegatronEngine:
         model = build_model(self.layout, config, self.device, self.dtype)
         model.config.finalize_model_grads_func = _finalize_summed_grads
         self._params = dict(model.named_parameters())
-        weights = load_shards(self.model_config.path, self.layout, self.coords.tp, self.coords.pp, torch.float32)
+        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32)
         self._write(weights)
         self._model = DistributedDataParallel(
             model.config,

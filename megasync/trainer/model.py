@@ -83,7 +83,7 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
         ConfigError: the layout table does not describe the model that Megatron built.
     """
     config = transformer_config(layout, trainer, device, dtype)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
+    rank = torch.distributed.get_rank()
     model = PolicyModel(
         config,
         _layer_specs(config, layout, rank, device.spec),
@@ -102,7 +102,7 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
 
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's description of the model and of how this run splits it."""
-    sizes, params = layout.sizes, layout.params(tp=0, pp=0)
+    sizes, params = layout.sizes, layout.params(0)
     fused = device.spec == "te"
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -147,7 +147,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
 
 
 def _layer_specs(
-    config: TransformerConfig, layout: Layout, stage: int, flavour: str
+    config: TransformerConfig, layout: Layout, rank: int, flavour: str
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Megatron's layer, with this package's norm and attention in the local flavour."""
     if flavour == "te":
@@ -158,28 +158,27 @@ def _layer_specs(
     attention.core_attention = TreeAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * len(layout.stages[stage]), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * len(layout.stages[layout.topology.coords(rank).pp][0]), layer_norm=RMSNorm
+    )
 
 
-def _check_parameters(model: PolicyModel, layout: Layout, stage: int) -> None:
+def _check_parameters(model: PolicyModel, layout: Layout, rank: int) -> None:
     """The layout table and Megatron must agree on every name and shape, or weights would go astray silently."""
     built = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    planned = {
-        name: tuple(shape)
-        for name, shape in layout.params(parallel_state.get_tensor_model_parallel_rank(), stage).items()
-    }
+    planned = layout.params(rank)
     if built != planned:
         differing = sorted(set(built.items()) ^ set(planned.items()))
         raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
 
 
-def _mark_split_parameters(model: PolicyModel, layout: Layout, stage: int) -> None:
+def _mark_split_parameters(model: PolicyModel, layout: Layout, rank: int) -> None:
     """Tells Megatron which parameters differ between tensor ranks: the gradient norm counts all others only once.
 
     Megatron marks them while it draws initial weights, which this package skips because it loads every weight.
     """
     params = dict(model.named_parameters())
-    for item in layout.placed(stage):
+    for item in layout.of_rank(rank):
         param = params[item.param]
         if item.split is not Split.REPLICATED and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, 1 if item.split is Split.ROW else 0, 1)

@@ -48,7 +48,9 @@ def test_four_nodes_are_two_for_training_and_two_for_servers():
     assert (plan.trainer.nodes, plan.rollout.nodes) == ((0, 1), (2, 3))
     assert [plan.rollout.node_of(server) for server in range(8)] == [2, 2, 2, 2, 3, 3, 3, 3]
     assert {rank.node for rank in plan.ranks if rank.coords.pp == 0} == {0}
-    assert [layer for rank in plan.ranks if rank.coords.tp == 0 for layer in rank.layers] == list(range(64))
+    assert [layer for rank in plan.ranks if rank.coords.tp == 0 for chunk in rank.layers for layer in chunk] == list(
+        range(64)
+    )
 
 
 def test_one_node_is_shared_by_both_pools():
@@ -87,7 +89,7 @@ def parts(config):
 def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     config = load("qwen3_8b_math", "trainer.tensor_parallel=2", "trainer.data_parallel=2")
     layout, buckets = parts(config)
-    elements = sum(prod(shape) for shape in layout.params(0, 0).values())
+    elements = sum(prod(shape) for shape in layout.params(0).values())
     memory = stage_memory(config, layout, buckets, 0)
     assert memory.weights == 2 * elements
     assert memory.gradients == 4 * elements
@@ -100,7 +102,7 @@ def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
 def test_float32_weights_need_no_second_copy_in_the_optimizer():
     config = load("qwen3_8b_math", "model.dtype=float32")
     layout, buckets = parts(config)
-    elements = sum(prod(shape) for shape in layout.params(0, 0).values())
+    elements = sum(prod(shape) for shape in layout.params(0).values())
     assert stage_memory(config, layout, buckets, 0).optimizer == 8 * elements
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from megasync.errors import ConfigError
 from megasync.sync import shards as shards_module
-from megasync.sync.families import Split
+from megasync.sync.families import FAMILIES, Split
+from megasync.sync.families.experts import SPARSE
 from megasync.sync.layout import Layout, padded_vocab
 from megasync.sync.shards import assemble, load_shards
 from megasync.sync.topology import Topology
@@ -22,14 +24,17 @@ SLOW_OK = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 @st.composite
 def cases(draw):
     """(config of a tiny model, topology) that Megatron can build."""
+    kind = draw(st.sampled_from(sorted(FAMILIES)))
     tensor = draw(st.sampled_from([1, 2, 4]))
+    data = draw(st.sampled_from([1, 2]))
     pipeline = draw(st.integers(1, 3))
+    virtual = draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
     groups = draw(st.sampled_from([1, 2, 4, 8]))
     heads = groups * draw(st.sampled_from([1, 2, 3])) * (tensor if groups < tensor else 1)
-    counts = [draw(st.integers(1, 2)) for _ in range(pipeline)]
-    counts[1:-1] = [1] * len(counts[1:-1])
+    counts = [virtual * draw(st.integers(1, 2)) for _ in range(pipeline)]
+    counts[1:-1] = [virtual] * len(counts[1:-1])
     config = {
-        "model_type": draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        "model_type": kind,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "hidden_size": heads * 4,
@@ -39,83 +44,122 @@ def cases(draw):
         "num_hidden_layers": sum(counts),
         "tie_word_embeddings": draw(st.booleans()),
     }
-    if config["model_type"] == "qwen2":
+    split = {}
+    if kind in SPARSE:
+        splits = [(1, None), (1, 1), (2, 1), (2, 2), (4, 1), (1, tensor * data)]
+        fits = [(ep, etp) for ep, etp in splits if tensor * data % (ep * (etp or tensor)) == 0]
+        split["expert"], split["expert_tensor"] = draw(st.sampled_from(fits))
+        config |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 12,
+            "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+            "mlp_only_layers": draw(st.sampled_from([[], [1]])),
+        }
+    elif kind == "mistral":
+        config["sliding_window"] = None
+    elif kind == "glm4":
+        config |= {"attention_bias": draw(st.booleans()), "pad_token_id": None}
+    if kind.startswith("qwen2"):
         del config["head_dim"]
-    uneven = {"first_stage_layers": counts[0], "last_stage_layers": counts[-1]} if pipeline > 1 else {}
-    return config, Topology(tensor, pipeline, draw(st.integers(1, 2)), **uneven)
+    uneven = {"first_stage_layers": counts[0]} if pipeline > 1 else {}
+    if pipeline > 2:
+        uneven["last_stage_layers"] = counts[-1]
+    return config, Topology(tensor, pipeline, data, virtual=virtual, **uneven, **split)
 
 
-def expected_shard(item, whole, layout, tp):
+def expected_shard(item, whole, layout, rank):
     """What Megatron holds, written with reshape and chunk instead of rectangles."""
-    sizes, parts = layout.sizes, layout.topology.tensor
+    sizes, topology = layout.sizes, layout.topology
+    part, parts = topology.coords(rank).tp, topology.tensor
+    if item.ep is not None:
+        part, parts = topology.expert_coords(rank).etp, topology.expert_tensor_size
     tensors = [whole[name] for name, _ in item.tensors]
     match item.split:
         case Split.REPLICATED:
             return tensors[0]
         case Split.ROW:
-            return tensors[0].chunk(parts, dim=1)[tp]
+            return tensors[0].chunk(parts, dim=1)[part]
         case Split.VOCAB:
             rows = torch.zeros(layout.padded_vocab, tensors[0].shape[1])
             rows[: sizes.vocab] = tensors[0]
-            return rows.chunk(parts)[tp]
+            return rows.chunk(parts)[part]
         case Split.GATED:
-            return torch.cat([tensor.chunk(parts)[tp] for tensor in tensors])
+            halves = tensors if len(tensors) == 2 else tensors[0].chunk(2)
+            return torch.cat([half.chunk(parts)[part] for half in halves])
         case Split.QKV:
             q, k, v = (tensor.reshape(sizes.groups, -1, *tensor.shape[1:]) for tensor in tensors)
-            return torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(parts)[tp]
+            return torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(parts)[part]
 
 
 @SLOW_OK
 @given(case=cases(), spec=st.sampled_from(["local", "te"]))
 def test_shards_are_megatrons_and_give_the_checkpoint_back_bitwise(case, spec, make_model, save_model):
     config, topology = case
-    model = make_model(**config)
-    whole = model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
-        layout = Layout(save_model(model, Path(folder)), topology, spec)
-        held = {
-            (tp, pp): load_shards(folder, layout, tp, pp)
-            for tp in range(topology.tensor)
-            for pp in range(topology.pipeline)
-        }
-    for (tp, pp), shard in held.items():
-        assert {name: tuple(tensor.shape) for name, tensor in shard.items()} == layout.params(tp, pp)
-        for item in layout.placed(pp):
-            assert torch.equal(shard[item.param], expected_shard(item, whole, layout, tp)), (item.param, tp, pp)
-    back = {name: assemble(name, layout, lambda tp, pp: held[tp, pp]) for name in layout.hf_tensors}
-    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    assert back.keys() == whole.keys() - tied
+        layout = Layout(save_model(make_model(**config), Path(folder)), topology, spec)
+        whole = load_file(Path(folder) / "model.safetensors")
+        held = [load_shards(folder, layout, rank) for rank in range(topology.world)]
+    for rank, shard in enumerate(held):
+        assert {name: tuple(tensor.shape) for name, tensor in shard.items()} == layout.params(rank)
+        for item in layout.of_rank(rank):
+            assert torch.equal(shard[item.param], expected_shard(item, whole, layout, rank)), (item.param, rank)
+    back = {name: assemble(name, layout, held.__getitem__) for name in layout.hf_tensors}
+    assert back.keys() == whole.keys()
     assert all(torch.equal(back[name], whole[name]) for name in back)
 
 
 @SLOW_OK
 @given(case=cases())
-def test_every_element_is_written_exactly_once_except_padding(case):
+def test_every_element_is_held_exactly_once_except_padding(case):
     config, topology = case
     layout = Layout(config, topology)
     whole = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in layout.hf_tensors.items()}
     for holders in layout.holders.values():
-        for _, _, piece in holders:
+        for piece, _ in holders:
             shards_module.box_of(whole[piece.hf_name], piece.hf_box).add_(1)
     assert all((count == 1).all() for count in whole.values())
-    for pp in range(topology.pipeline):
-        for tp in range(topology.tensor):
-            held = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in layout.params(tp, pp).items()}
-            for piece in layout.pieces(tp, pp):
-                assert piece.hf_box.rows == piece.param_box.rows
-                assert piece.hf_box.cols == piece.param_box.cols
-                shards_module.box_of(held[piece.param], piece.param_box).add_(1)
-            for item in layout.placed(pp):
-                count = held[item.param]
-                if item.split is Split.VOCAB:
-                    real = max(0, min(len(count), layout.sizes.vocab - tp * len(count)))
-                    assert (count[real:] == 0).all()
-                    count = count[:real]
-                assert (count == 1).all(), item.param
+    for rank in range(topology.world):
+        held = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in layout.params(rank).items()}
+        for piece in layout.pieces(rank):
+            assert piece.hf_box.rows == piece.param_box.rows
+            assert piece.hf_box.cols == piece.param_box.cols
+            shards_module.box_of(held[piece.param], piece.param_box).add_(1)
+        for item in layout.of_rank(rank):
+            count = held[item.param]
+            if item.split is Split.VOCAB:
+                real = max(0, min(len(count), layout.sizes.vocab - topology.coords(rank).tp * len(count)))
+                assert (count[real:] == 0).all()
+                count = count[:real]
+            assert (count == 1).all(), item.param
+
+
+@SLOW_OK
+@given(case=cases())
+def test_holders_name_every_rank_that_has_the_piece_and_writers_the_first(case):
+    config, topology = case
+    layout = Layout(config, topology)
+    having = {}
+    for rank in range(topology.world):
+        copies = {item.param for item in layout.of_rank(rank) if item.copy}
+        for piece in layout.pieces(rank):
+            if piece.param not in copies:
+                having.setdefault(piece, []).append(rank)
+    assert {piece: ranks for holders in layout.holders.values() for piece, ranks in holders} == {
+        piece: tuple(ranks) for piece, ranks in having.items()
+    }
+    for rank in range(topology.world):
+        writers = layout.writers(rank)
+        assert writers.keys() == layout.params(rank).keys()
+        for piece in layout.pieces(rank):
+            if piece in having:
+                assert writers[piece.param] == having[piece][0]
 
 
 def test_a_rank_reads_only_its_own_slices(make_model, save_model, tmp_path, monkeypatch):
-    layout = Layout(save_model(make_model(), tmp_path), Topology(tensor=2, pipeline=2))
+    topology = Topology(tensor=2, pipeline=2)
+    layout = Layout(save_model(make_model(), tmp_path), topology)
     read = []
     reader = shards_module.HfFolder.reader
 
@@ -130,7 +174,7 @@ def test_a_rank_reads_only_its_own_slices(make_model, save_model, tmp_path, monk
         return read_box
 
     monkeypatch.setattr(shards_module.HfFolder, "reader", counting)
-    held = load_shards(tmp_path, layout, 1, 1)
+    held = load_shards(tmp_path, layout, topology.rank(tp=1, dp=0, pp=1))
     padding = held["output_layer.weight"].shape[0] * 2 - layout.sizes.vocab
     assert sum(count for _, count in read) == sum(t.numel() for t in held.values()) - padding * layout.sizes.hidden
     assert not any(name.startswith(("model.layers.0", "model.embed")) for name, _ in read)
@@ -146,14 +190,14 @@ def test_padded_vocabulary_is_the_smallest_multiple_of_64_per_rank(vocab, tp):
 def test_a_tied_embedding_stands_on_both_ends_and_is_taken_from_the_first():
     config = json.loads(LLAMA) | {"tie_word_embeddings": True}
     layout = Layout(config, Topology(tensor=2, pipeline=2))
-    assert "output_layer.weight" in layout.params(0, 1)
+    assert "output_layer.weight" in layout.params(2)
     assert "lm_head.weight" not in layout.hf_tensors
-    assert {holder.pp for holder in layout.holders["model.embed_tokens.weight"]} == {0}
-    assert "output_layer.weight" not in Layout(config, Topology(tensor=2)).params(0, 0)
+    assert [holder.ranks for holder in layout.holders["model.embed_tokens.weight"]] == [(0,), (1,)]
+    assert "output_layer.weight" not in Layout(config, Topology(tensor=2)).params(0)
 
 
 def test_specs_differ_only_in_the_names_of_two_norms():
-    local, te = (set(Layout(json.loads(LLAMA), Topology(), spec).params(0, 0)) for spec in ("local", "te"))
+    local, te = (set(Layout(json.loads(LLAMA), Topology(), spec).params(0)) for spec in ("local", "te"))
     assert {name.split(".", 3)[-1] for name in local - te} == {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
     assert {name.split(".", 3)[-1] for name in te - local} == {
         "self_attention.linear_qkv.layer_norm_weight",
@@ -161,6 +205,12 @@ def test_specs_differ_only_in_the_names_of_two_norms():
     }
 
 
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 9,
+}
 LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 12,
  "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 65}"""
 
@@ -168,7 +218,7 @@ LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "i
 @pytest.mark.parametrize(
     ("change", "topology", "words"),
     [
-        ({"model_type": "gpt2"}, {}, "'gpt2'.*llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, {}, "'gpt2'.*llama, .*qwen3"),
         ({"attention_bias": True}, {}, "attention_bias=True"),
         ({"hidden_size": None}, {}, "'hidden_size'"),
         ({"num_key_value_heads": 4}, {}, "num_attention_heads=6.*num_key_value_heads=4"),
@@ -177,6 +227,13 @@ LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "i
         ({}, {"tensor": 3}, "num_key_value_heads=2.*tensor_parallel=3"),
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}, {"tensor": 3}, "20 rows"),
         ({}, {"pipeline": 3}, "pipeline_parallel=3"),
+        ({}, {"data": 2, "expert": 2}, "expert_parallel=2 deals out experts, but the model has none"),
+        ({}, {"data": 2, "expert_tensor": 2}, "expert_tensor_parallel=2 deals out experts"),
+        (MOE, {"data": 4, "expert": 4}, "6 experts are not divisible by trainer.expert_parallel=4"),
+        (MOE, {"data": 2, "expert_tensor": 2}, "moe_intermediate_size=9.*expert_tensor_parallel=2"),
+        (MOE | {"num_experts": None}, {}, "no 'num_experts'"),
+        ({"model_type": "mistral"}, {}, "sliding_window=4096 in config.json is not supported for mistral"),
+        (MOE | {"model_type": "qwen2_moe", "qkv_bias": False}, {}, "qkv_bias=False"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(change, topology, words):

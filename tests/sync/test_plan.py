@@ -1,7 +1,10 @@
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.sync.families import FAMILIES
 from megasync.sync.layout import Layout
 from megasync.sync.plan import ITEM_BYTES, plan_broadcast
 from megasync.sync.topology import Topology
@@ -14,6 +17,14 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 101,
+}
+
+MOE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "head_dim": 4,
 }
 
 topologies = st.builds(
@@ -52,7 +63,45 @@ def test_contributions_fill_each_bucket_exactly_and_come_from_ranks_that_hold_th
         for rank, pieces in bucket.contributions.items():
             coords = topology.coords(rank)
             assert (coords.dp, coords.pp) == (0, bucket.stage)
-            assert set(pieces) <= set(layout.pieces(coords.tp, coords.pp))
+            assert set(pieces) <= set(layout.pieces(rank))
+
+
+@pytest.mark.parametrize(
+    ("topology", "members"),
+    [
+        (Topology(tensor=2, pipeline=2, data=2, expert=2), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (Topology(data=4, expert=2), [(0, 1)]),
+        (Topology(tensor=2, data=2, expert=2, expert_tensor=1), [(0, 1)]),
+        (Topology(tensor=2, data=2, expert_tensor=1), [(0, 1)]),
+    ],
+)
+def test_experts_come_from_the_first_ranks_that_hold_them(topology, members):
+    layout = Layout(MOE, topology)
+    plan = plan_broadcast(layout, 4_000, "bfloat16")
+    assert [plan.members(stage) for stage in range(topology.pipeline)] == members
+    for bucket in plan.buckets:
+        elements = sum(p.hf_box.rows * p.hf_box.cols for pieces in bucket.contributions.values() for p in pieces)
+        assert elements * 2 == bucket.nbytes
+        for rank, pieces in bucket.contributions.items():
+            assert topology.coords(rank).pp == bucket.stage
+            assert set(pieces) <= set(layout.pieces(rank))
+
+
+def test_tensors_of_another_dtype_have_buckets_of_their_own(monkeypatch):
+    from megasync.sync.families import experts
+
+    router = dataclasses.replace(experts.ROUTER, dtype="float32")
+    rules = tuple(router if rule is experts.ROUTER else rule for rule in experts.SPARSE["qwen3_moe"].sparse)
+    family = dataclasses.replace(experts.SPARSE["qwen3_moe"], sparse=rules)
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", family)
+    layout = Layout(MOE, Topology())
+    plan = plan_broadcast(layout, 2**20, "bfloat16")
+    assert [bucket.dtype for bucket in plan.buckets] == ["bfloat16", "float32"]
+    routers = [entry.name for entry in plan.buckets[1].tensors]
+    assert routers == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
+    assert plan.buckets[1].nbytes == 4 * 4 * 16 * 4
+    assert {layout.hf_dtype(name, "bfloat16") for name in routers} == {"float32"}
+    assert layout.hf_dtype("lm_head.weight", "bfloat16") == "bfloat16"
 
 
 @settings(deadline=None)

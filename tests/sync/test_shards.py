@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from megasync.errors import CheckpointError
 from megasync.sync import shards
 from megasync.sync.layout import Layout
-from megasync.sync.shards import describe, export_checkpoint, load_shards, shard_file
+from megasync.sync.shards import describe, export_checkpoint, load_shards, save_written, shard_file
 from megasync.sync.topology import Topology
 
 
@@ -23,9 +23,8 @@ def folder(make_model, save_model, tmp_path):
 
 def write_checkpoint(path, hf_dir, layout, dtype="float32"):
     path.mkdir()
-    for pp in range(layout.topology.pipeline):
-        for tp in range(layout.topology.tensor):
-            save_file(load_shards(hf_dir, layout, tp, pp), path / shard_file(tp, pp))
+    for rank in range(layout.topology.world):
+        save_written(path, layout, rank, load_shards(hf_dir, layout, rank))
     (path / "layout.json").write_text(json.dumps(describe(layout, dtype)))
     return path
 
@@ -36,14 +35,14 @@ def test_a_folder_of_many_files_loads_like_one(make_model, save_model, tmp_path)
     save_model(model, tmp_path / "many", max_shard_size="8KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     layout = Layout(config, Topology(tensor=2))
-    one, many = (load_shards(tmp_path / name, layout, 1, 0) for name in ("one", "many"))
+    one, many = (load_shards(tmp_path / name, layout, 1) for name in ("one", "many"))
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 def test_shards_have_the_dtype_that_was_asked_for(folder):
     path, config, state = folder
-    held = load_shards(path, Layout(config, Topology()), 0, 0, torch.bfloat16)
+    held = load_shards(path, Layout(config, Topology()), 0, torch.bfloat16)
     assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
     assert torch.equal(held["decoder.final_layernorm.weight"], state["model.norm.weight"].bfloat16())
 
@@ -58,7 +57,7 @@ def test_a_missing_file_is_named(make_model, save_model, tmp_path):
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=gone.name):
-        load_shards(tmp_path, Layout(config, Topology()), 0, 0)
+        load_shards(tmp_path, Layout(config, Topology()), 0)
 
 
 def test_a_missing_tensor_is_named(folder):
@@ -66,21 +65,21 @@ def test_a_missing_tensor_is_named(folder):
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        load_shards(path, Layout(config, Topology()), 0, 0)
+        load_shards(path, Layout(config, Topology()), 0)
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(folder):
     path, config, _ = folder
     layout = Layout(config | {"vocab_size": 99}, Topology())
     with pytest.raises(CheckpointError, match=r"embed_tokens.*\[101, 16\].*\[99, 16\]"):
-        load_shards(path, layout, 0, 0)
+        load_shards(path, layout, 0)
 
 
 def test_a_damaged_file_is_named(folder):
     path, config, _ = folder
     (path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        load_shards(path, Layout(config, Topology()), 0, 0)
+        load_shards(path, Layout(config, Topology()), 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,8 +122,8 @@ def test_an_incomplete_checkpoint_leaves_no_output(folder, tmp_path):
     path, config, _ = folder
     layout = Layout(config, Topology(tensor=2))
     checkpoint = write_checkpoint(tmp_path / "step", path, layout)
-    (checkpoint / shard_file(1, 0)).unlink()
-    with pytest.raises(CheckpointError, match=r"model-tp1-pp0\.safetensors is missing"):
+    (checkpoint / shard_file(1)).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors is missing"):
         export_checkpoint(checkpoint, path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "step"]
 

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,8 +33,8 @@ def test_coordinates_of_a_rank_outside_are_refused():
 def test_uneven_ends_keep_their_share_and_the_middle_is_even(pipeline, share, first, last):
     layers = first + last + share * (pipeline - 2)
     stages = Topology(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last).stage_layers(layers)
-    assert [index for stage in stages for index in stage] == list(range(layers))
-    assert [len(stage) for stage in stages] == [first, *[share] * (pipeline - 2), last]
+    assert [index for (stage,) in stages for index in stage] == list(range(layers))
+    assert [len(stage) for (stage,) in stages] == [first, *[share] * (pipeline - 2), last]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,84 @@ def test_layers_that_do_not_fit_are_refused_by_key(topology, layers):
 
 
 def test_it_is_read_from_the_trainer_configuration():
-    config = TrainerConfig(tensor_parallel=2, pipeline_parallel=3, data_parallel=4, last_stage_layers=5)
-    assert Topology.from_config(config) == Topology(2, 3, 4, None, 5)
+    config = TrainerConfig(
+        tensor_parallel=2,
+        pipeline_parallel=3,
+        data_parallel=4,
+        last_stage_layers=5,
+        expert_parallel=4,
+        expert_tensor_parallel=1,
+        virtual_pipeline=2,
+    )
+    assert Topology.from_config(config) == Topology(2, 3, 4, None, 5, 4, 1, 2)
     with pytest.raises(ConfigError, match=r"trainer\.data_parallel is 0|trainer\.data"):
         Topology.from_config(TrainerConfig(data_parallel=0))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "pipeline", "expert", "expert_tensor"),
+    [(1, 4, 1, 2, 1), (2, 2, 2, 2, None), (2, 2, 1, 4, 1), (2, 4, 2, 2, 1), (1, 4, 2, 2, 2), (4, 2, 1, 2, 2)],
+)
+def test_expert_coordinates_are_megatrons(tensor, data, pipeline, expert, expert_tensor):
+    from megatron.core.parallel_state import RankGenerator
+
+    topology = Topology(tensor, pipeline, data, expert=expert, expert_tensor=expert_tensor)
+    sizes = {"tp": topology.expert_tensor_size, "ep": expert, "dp": topology.expert_data}
+    generator = RankGenerator(**sizes, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    for dimension, size in sizes.items():
+        for group in generator.get_ranks(dimension):
+            field = {"tp": "etp", "ep": "ep", "dp": "edp"}[dimension]
+            assert [getattr(topology.expert_coords(rank), field) for rank in group] == list(range(size))
+    for dimension, size in (("tp", tensor), ("dp", data), ("pp", pipeline)):
+        for group in dense.get_ranks(dimension):
+            assert [getattr(topology.coords(rank), dimension) for rank in group] == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "first", "last"),
+    [(2, 8, None, None), (2, 6, 2, None), (3, 12, None, None), (3, 10, 2, None), (3, 8, 4, 2), (4, 14, None, 2)],
+)
+def test_virtual_stages_have_megatrons_layers(pipeline, layers, first, last):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    topology = Topology(pipeline=pipeline, virtual=2, first_stage_layers=first, last_stage_layers=last)
+    stages = topology.stage_layers(layers)
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=2,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        pipeline_dtype=torch.float32,
+    )
+    for stage, chunks in enumerate(stages):
+        for turn, chunk in enumerate(chunks):
+            assert chunk.start == get_transformer_layer_offset(config, vp_stage=turn, pp_rank=stage)
+    assert sorted(layer for chunks in stages for chunk in chunks for layer in chunk) == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"virtual": 2}, r"virtual_pipeline=2.*pipeline_parallel=1"),
+        ({"virtual": 0}, r"virtual_pipeline is 0"),
+        ({"expert": 0}, r"expert_parallel is 0"),
+        ({"expert": 2}, r"expert_parallel=2 x trainer.expert_tensor_parallel=1.*divide the 1 ranks"),
+        ({"tensor": 2, "expert": 2}, r"expert_tensor_parallel=2 \(as trainer.tensor_parallel\)"),
+        ({"data": 2, "expert_tensor": 4}, r"expert_tensor_parallel=4 must divide the 2 ranks"),
+    ],
+)
+def test_expert_and_virtual_sizes_that_do_not_fit_are_refused_by_key(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        Topology(**sizes)
+
+
+def test_virtual_stages_must_divide_the_layers_of_each_stage():
+    with pytest.raises(ConfigError, match=r"virtual_pipeline=2.*\[3, 3\] of 6"):
+        Topology(pipeline=2, virtual=2).stage_layers(6)
+    with pytest.raises(ConfigError, match="only one of them"):
+        Topology(pipeline=2, virtual=2, first_stage_layers=4, last_stage_layers=2).stage_layers(6)

@@ -59,7 +59,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(bro
 def test_a_missing_shard_is_refused_on_every_rank_before_a_weight_changes(broken):
     for rank in broken:
         assert "rank 1: " in rank["missing"]
-        assert "model-tp1-pp0.safetensors" in rank["missing"]
+        assert "model-00001.safetensors" in rank["missing"]
         assert rank["kept"]
 
 

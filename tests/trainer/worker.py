@@ -321,7 +321,7 @@ def broken_checkpoints(model, folder):
     engine.save(checkpoint.step_path(run, 3), {"step": 3})
     dist.barrier()
     if dist.get_rank() == 0:
-        (checkpoint.step_path(run, 3) / "model-tp1-pp0.safetensors").unlink()
+        (checkpoint.step_path(run, 3) / "model-00001.safetensors").unlink()
     dist.barrier()
     before = weights(engine)
     missing = attempt(engine.load, checkpoint.step_path(run, 3))

@@ -1,0 +1,88 @@
+"""The dimensions of a model, read from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megasync.errors import ConfigError
+
+# Spellings of the number of experts; one family may be found with several.
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``sparse_layers`` are the global layers that have experts, ``topk`` of which see each token."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    topk: int = 0
+    moe_intermediate: int = 0
+    shared_intermediate: int = 0
+    sparse_layers: frozenset[int] = frozenset()
+
+    @property
+    def q_rows(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        return self.groups * self.head_dim
+
+    @property
+    def gate_up(self) -> int:
+        """Rows of a dense layer's gate and up projections together."""
+        return 2 * self.intermediate
+
+    def shape(self, names: tuple[str | int, ...]) -> tuple[int, ...]:
+        return tuple(name if isinstance(name, int) else getattr(self, name) for name in names)
+
+
+def read_sizes(config: Mapping[str, Any], sparse: bool) -> Sizes:
+    """Dimensions of the model in a config.json; ``sparse`` says that its family has experts.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
+    try:
+        heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+        return Sizes(
+            layers=layers,
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            groups=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim", hidden // heads),
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            **(_experts(config, layers) if sparse else {}),
+        )
+    except KeyError as error:
+        raise ConfigError(f"config.json has no {error.args[0]!r}") from None
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    key = next((key for key in EXPERT_KEYS if key in config), EXPERT_KEYS[0])
+    return {
+        "experts": config[key],
+        "topk": config["num_experts_per_tok"],
+        "moe_intermediate": config["moe_intermediate_size"],
+        "shared_intermediate": config.get("shared_expert_intermediate_size", 0),
+        "sparse_layers": _sparse_layers(config, layers),
+    }
+
+
+def _sparse_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Every ``decoder_sparse_step``-th layer from ``first_k_dense_replace`` on, but those in ``mlp_only_layers``."""
+    step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
+    dense = config.get("mlp_only_layers", ())
+    return frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)
