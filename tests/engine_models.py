@@ -1,0 +1,82 @@
+"""One tiny random model of each family that is served, with sizes that make the loaders pad, cut and fuse."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 301,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"head_dim": None},
+    "qwen3": {"tie_word_embeddings": True},
+    # Three groups over two ranks: SGLang pads heads on a CPU.
+    "mistral": {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "head_dim": None,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "glm4": {"partial_rotary_factor": 0.5},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def make_model(path: Path, family: str) -> AutoModelForCausalLM:
+    """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, so that a mix-up shows."""
+    sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return model
+
+
+def checkpoint_specs(path: Path) -> list[tuple[str, list[int]]]:
+    """Name and shape of each tensor in ``path``'s only weights file, from its header."""
+    with (path / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]

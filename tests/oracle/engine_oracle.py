@@ -1,0 +1,108 @@
+"""What an engine's real loader does with tensors whose every element is another number, against a replay of its trace.
+
+On the PYTHONPATH of an SGLang server this folder is a plugin of its own, so that megasync's plugin needs no test doors:
+``/weights_checker`` answers the action `ACTION` for each rank. The weights of that server are nonsense afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasync.sync.engine_layout import EngineRank
+
+log = logging.getLogger(__name__)
+
+ACTION = "oracle"
+UNTOUCHED = -7.0
+
+
+def painted(specs) -> dict[str, torch.Tensor]:
+    """Float32 tensors that count on from each other; exact up to 2**24 elements together."""
+    tensors, first = {}, 1
+    for name, shape in specs:
+        tensors[name] = torch.arange(first, first + math.prod(shape), dtype=torch.float32).reshape(shape)
+        first += math.prod(shape)
+    assert first <= 2**24
+    return tensors
+
+
+def replay(rank: EngineRank, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Write what the trace says, fills first."""
+    held = state(model)
+    for fill in rank.fills:
+        place(held[fill.param], fill.offset, fill[2:6]).fill_(fill.value)
+    for slot in rank.slots:
+        tensor, box = tensors[slot.hf_name], slot.hf_box
+        matrix = tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
+        part = matrix[box.row : box.row + box.rows, box.col : box.col + box.cols]
+        place(held[slot.param], slot.offset, (box.rows, box.cols, slot.row_stride, slot.col_stride)).copy_(part)
+
+
+def place(held: torch.Tensor, offset: int, shape_and_strides) -> torch.Tensor:
+    rows, cols, row_stride, col_stride = shape_and_strides
+    return held.as_strided((rows, cols), (row_stride, col_stride), held.storage_offset() + offset)
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes: values a model derives from its parameters."""
+    held = {name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        held |= {f"{path}.{name} (derived)": v for name, v in vars(module).items() if isinstance(v, torch.Tensor)}
+    return held
+
+
+def compare(model: nn.Module, specs, rank: EngineRank, post_load=lambda model: None) -> dict[str, Any]:
+    """Names of tensors that a real load and a replay leave different, and how much there was to compare."""
+
+    def after(load) -> dict[str, torch.Tensor]:
+        for name, tensor in state(model).items():
+            if name in rank.sizes or name.endswith("(derived)"):
+                tensor.fill_(UNTOUCHED)
+        load()
+        return {name: tensor.clone() for name, tensor in state(model).items()}
+
+    def replayed() -> None:
+        replay(rank, painted(specs), model)
+        post_load(model)
+
+    with torch.no_grad():
+        real = after(lambda: model.load_weights(iter(painted(specs).items())))
+        ours = after(replayed)
+    return {
+        "different": [name for name in real if not torch.equal(real[name], ours[name])],
+        "loaded": sum(int((real[name] > 0).sum()) for name in rank.sizes),
+        "filled": sum(int((real[name] == 0).sum()) for name in rank.sizes),
+        "derived": [name for name in real if name.endswith("(derived)")],
+    }
+
+
+def around_check(stock, checker, action, allow_quant_error=False, skip_tensor_list=None, *, role):
+    if action != ACTION:
+        return stock(checker, action, allow_quant_error, skip_tensor_list, role=role)
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    asked = json.loads(skip_tensor_list[0])
+    rank = EngineRank.from_json(asked["ranks"][checker._placement["tp_rank"]])
+    try:
+        answer = compare(checker._get_model(), asked["specs"], rank, post_load_weights)
+    except Exception as error:
+        # Raising would leave the other ranks waiting for this one's answer.
+        log.exception("the oracle failed")
+        answer = {"different": [repr(error)]}
+    return {
+        "checksums": {ACTION: json.dumps(answer)},
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info(role=role).model_dump(),
+    }
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", around_check, HookType.AROUND)

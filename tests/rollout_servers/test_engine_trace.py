@@ -1,0 +1,114 @@
+"""The trace of real SGLang servers against their real loaders, element by element, on every tensor-parallel rank."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import FAMILIES, checkpoint_specs, make_model
+from oracle import engine_oracle
+
+from megasync.config.schema import RolloutConfig
+from megasync.errors import ServerError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_control import EngineControl
+from megasync.rollout.engine_protocol import LOAD_FORMAT
+from megasync.rollout.server import SGLangServer
+
+pytestmark = pytest.mark.real
+
+LEAN = [("qwen3", 1), ("qwen3_moe", 2)]
+PROMPT = [5, 6, 7, 8, 250, 300]
+
+
+@asynccontextmanager
+async def serving(path: Path, tensor_parallel: int, dtype: str = "float32", **changes):
+    """Control of a server over the model folder ``path``, stopped at the end."""
+    rollout = RolloutConfig(
+        context_length=1024,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        mem_fraction=0.2,
+        tensor_parallel=tensor_parallel,
+        server_args={"--skip-tokenizer-init": True},
+    )
+    server = SGLangServer(path, rollout, dtype, "cpu", "127.0.0.1", 0, path.with_suffix(".log"), **changes)
+    control = ServerControl(await server.start(240))
+    try:
+        yield control
+    finally:
+        await control.close()
+        await server.stop()
+
+
+def logprobs(model, prompt: list[int]) -> list[float]:
+    with torch.no_grad():
+        found = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [float(found[i, token]) for i, token in enumerate(prompt[1:])]
+
+
+async def score(control: ServerControl, prompt: list[int]) -> list[float]:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = await control.post("/generate", body)
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+async def refused_commit_leaves_the_server_alone(control: ServerControl, ranks: int) -> None:
+    before = await score(control, PROMPT)
+    await control.post("/begin_weight_update")
+    body = {"names": ["{}"], "dtypes": [], "shapes": [], "group_name": "", "load_format": LOAD_FORMAT}
+    said = "; ".join(f"tp rank {rank}: .*" for rank in range(ranks))
+    with pytest.raises(ServerError, match=f"status 400.*not committed, the weights are as before: {said}"):
+        await control.post("/update_weights_from_distributed", body)
+    await control.post("/end_weight_update")
+    assert await score(control, PROMPT) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor_parallel"),
+    [
+        pytest.param(family, tp, marks=[] if (family, tp) in LEAN else pytest.mark.matrix)
+        for family in FAMILIES
+        for tp in (1, 2)
+    ],
+)
+async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace_says(
+    family, tensor_parallel, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(Path(engine_oracle.__file__).parent))
+    path = tmp_path / "model"
+    model = make_model(path, family)
+    async with serving(path, tensor_parallel) as control:
+        assert await score(control, PROMPT) == pytest.approx(logprobs(model, PROMPT), abs=1e-4)
+        engine = EngineControl(control)
+        hello = await engine.hello()
+        assert [rank["tp_rank"] for rank in hello] == list(range(tensor_parallel))
+        assert {(rank["tp_size"], rank["dtype"]) for rank in hello} == {(tensor_parallel, "float32")}
+        assert len({rank["pid"] for rank in hello}) == tensor_parallel
+        await refused_commit_leaves_the_server_alone(control, tensor_parallel)
+        with pytest.raises(ServerError, match="dance failed: tp rank 0: .*dance"):
+            await engine.call("dance")
+
+        specs = checkpoint_specs(path)
+        ranks = await engine.trace(specs)
+        # Tracing wrote nothing.
+        assert await score(control, PROMPT) == pytest.approx(logprobs(model, PROMPT), abs=1e-4)
+        assert ranks == await engine.trace(specs)
+        assert all(rank.unwritten == () for rank in ranks)
+        question = {"specs": specs, "ranks": [rank.to_json() for rank in ranks]}
+        body = {"action": engine_oracle.ACTION, "skip_tensor_list": [json.dumps(question)], "selector": "target"}
+        found = await control.post("/weights_checker", body)
+        answers = [json.loads(rank["checksums"][engine_oracle.ACTION]) for rank in found["ranks"]]
+        print(family, tensor_parallel, answers)
+        assert [answer["different"] for answer in answers] == [[]] * tensor_parallel
+        loaded = sum(box.rows * box.cols for rank in ranks for _, box, *_ in rank.slots)
+        assert sum(answer["loaded"] for answer in answers) == loaded
+        assert loaded >= sum(torch.Size(shape).numel() for _, shape in specs)
