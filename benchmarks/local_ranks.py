@@ -119,9 +119,9 @@ class Rank:
         import torch
 
         from megasync.device import Device
-        from megasync.sync.broadcast import BroadcastSender
+        from megasync.sync.broadcast_plan import plan_broadcast
+        from megasync.sync.broadcast_sender import BroadcastSender
         from megasync.sync.layout import Layout
-        from megasync.sync.plan import plan_broadcast
         from megasync.sync.shards import load_shards
 
         torch.set_num_threads(1)

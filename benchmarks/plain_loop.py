@@ -28,10 +28,10 @@ from megasync.rollout.evaluate import evaluate
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.server import SGLangServer
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Topology
-from megasync.sync.transaction import WeightSync
 from megasync.trainer.rank import TrainerRank
 from megasync.workload import Custom, prepare_workload, read_hf_config
 
@@ -77,7 +77,7 @@ class PlainLoop:
         self._client = RolloutClient(
             *(url, [control], work.vocab_size, work.context_length, config.rollout.sampling, 60.0, work.tokenizer)
         )
-        sync = WeightSync([control], self._rank, self._plan, 1, config.sync, config.timeouts, self._device)
+        sync = BroadcastSync([control], self._rank, self._plan, 1, config.sync, config.timeouts, self._device)
         try:
             ((host, port),) = await self._rank.call("rendezvous")
             await self._rank.call("start", host, port)

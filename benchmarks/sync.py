@@ -27,10 +27,10 @@ from megasync.rollout.control import ServerControl
 from megasync.rollout.ports import free_port
 from megasync.rollout.server import SGLangServer
 from megasync.sync.attempt import SyncReport
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Topology
-from megasync.sync.transaction import WeightSync
 
 PHASES = ("pause", "flush", "begin", "transfer", "end", "verify", "continue")
 
@@ -103,7 +103,7 @@ async def measure(args: argparse.Namespace) -> tuple[list[SyncReport], list[floa
         try:
             controls = [ServerControl(await server.start(300)) for server in servers]
             pause = SyncConfig(pause_mode=args.pause)
-            sync = WeightSync(controls, ranks, plan, 1, pause, TimeoutConfig(), Device("cpu"))
+            sync = BroadcastSync(controls, ranks, plan, 1, pause, TimeoutConfig(), Device("cpu"))
             await sync.connect()
             reports, seconds = [], []
             for version in range(args.rounds + 1):

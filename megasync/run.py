@@ -34,12 +34,12 @@ from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.publisher import Publisher
 from megasync.sync.shards import export_checkpoint
 from megasync.sync.topology import Topology
-from megasync.sync.transaction import WeightSync
 from megasync.trainer.checkpoint import latest, read_state
 from megasync.workload import Workload, read_hf_config
 
@@ -191,7 +191,9 @@ class Run:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
         plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        sync = WeightSync(controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device)
+        sync = BroadcastSync(
+            controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device
+        )
         stack.push_async_callback(sync.close)
         return Publisher(
             sync,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from megasync.config.schema import Config
+from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan
 from megasync.sync.layout import Layout
-from megasync.sync.plan import ITEM_BYTES, BroadcastPlan
 
 # Megatron keeps gradients in float32 whatever the parameters are, and Adam two float32 moments per parameter.
 GRAD_BYTES = 4

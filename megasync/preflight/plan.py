@@ -15,8 +15,8 @@ from megasync.config.check import model_layout
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs
 from megasync.config.schema import Config
 from megasync.preflight.memory import RankMemory, ServerMemory, microbatch_tokens, server_memory, stage_memory
+from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.families import Sizes
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Coords, Topology
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9

@@ -1,6 +1,6 @@
 """A published version is one that every server holds and that computes what the trainer computes.
 
-`WeightSync` moves the bytes; the publisher then asks trainer and servers for the log-probs of the same few tokens and
+`BroadcastSync` moves the bytes; the publisher then asks trainer and servers for the log-probs of the same few tokens and
 compares. It is the cheapest check that catches a wrong layout, a stale cache, a wrong scaling or a wrong kernel.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from megasync.config.schema import SyncConfig
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.parity import compare
-from megasync.sync.transaction import WeightSync
 
 # Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype. Prompts hold unlikely
 # tokens, where bfloat16 is coarse: 0.04 to 0.05 is usual for a 135M model; wrong weights give more than 1.
@@ -31,7 +31,7 @@ class Publisher:
 
     def __init__(
         self,
-        sync: WeightSync,
+        sync: BroadcastSync,
         *,
         config: SyncConfig,
         dtype: str,

@@ -17,9 +17,9 @@ from itertools import zip_longest
 from math import prod
 
 from megasync.errors import SyncError
+from megasync.sync.broadcast_plan import ITEM_BYTES
 from megasync.sync.engine_layout import EngineRank, Slot
 from megasync.sync.layout import Box, Holder, Layout, Piece
-from megasync.sync.plan import ITEM_BYTES
 
 # Messages are whole words, over which digests are taken.
 WORD_BYTES = 8

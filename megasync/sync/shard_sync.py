@@ -32,7 +32,7 @@ from megasync.sync.shard_plan import ShardPlan, plan_shards, receive_program
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
     from megasync.rollout.engine_control import EngineControl
-    from megasync.sync.transaction import TrainerRanks
+    from megasync.sync.broadcast_sync import TrainerRanks
 
 log = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ class TrainerRank:
         # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
         self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
         # Only now: these modules take names from Megatron, which the line above may have bent.
-        from megasync.sync.broadcast import BroadcastSender
-        from megasync.sync.plan import plan_broadcast
+        from megasync.sync.broadcast_plan import plan_broadcast
+        from megasync.sync.broadcast_sender import BroadcastSender
         from megasync.sync.shard_sender import ShardSender
         from megasync.trainer.engine import MegatronEngine
         from megasync.trainer.policy import PolicyTrainer

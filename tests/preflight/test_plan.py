@@ -11,8 +11,8 @@ from megasync.config import check_config, load_config
 from megasync.preflight.memory import server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import print_plan
+from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.layout import Layout
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Topology
 
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,11 @@ from megasync.device import Device
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.server import SGLangServer
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
 from megasync.sync.parity import compare
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Topology
-from megasync.sync.transaction import WeightSync
 
 pytestmark = pytest.mark.real
 
@@ -81,8 +81,8 @@ async def world(models, urls, local_ranks):
         plan = plan_broadcast(Layout(models[1], TOPOLOGY), BUCKET_BYTES, "float32")
         assert len(plan.buckets) > 3
         timeouts = TimeoutConfig(weight_sync=seconds)
-        sync = WeightSync(servers, ranks, plan, 1, SyncConfig(pause_mode=mode), timeouts, Device("cpu"))
-        # Group names count from one in each WeightSync; servers outlive the one of a test.
+        sync = BroadcastSync(servers, ranks, plan, 1, SyncConfig(pause_mode=mode), timeouts, Device("cpu"))
+        # Group names count from one in each BroadcastSync; servers outlive the one of a test.
         sync._connections = int(time.monotonic() * 1000)
         syncs.append(sync)
         return sync, ranks, servers

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from megasync.errors import SyncError
+from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
 from megasync.sync.groups import Deadline, Group, join_store, open_store
 from megasync.sync.layout import Layout, Piece
-from megasync.sync.plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
 from megasync.sync.shards import box_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
 from megasync.sync.attempt import NOT_RECEIVED, Attempt, PhaseFailed, Standing, SyncReport
-from megasync.sync.plan import BroadcastPlan, group_name
+from megasync.sync.broadcast_plan import BroadcastPlan, group_name
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -47,7 +47,7 @@ class TrainerRanks(Protocol):
         """Results in rank order; raises when a rank failed or the time (seconds) is up."""
 
 
-class WeightSync:
+class BroadcastSync:
     """Publishes versions to a fixed set of servers; one publish at a time.
 
     Args:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.sync.broadcast_plan import ITEM_BYTES, plan_broadcast
 from megasync.sync.families import FAMILIES
 from megasync.sync.layout import Layout
-from megasync.sync.plan import ITEM_BYTES, plan_broadcast
 from megasync.sync.topology import Topology
 
 CONFIG = {

@@ -8,10 +8,10 @@ from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import ServerError, SyncError
 from megasync.sync import transaction
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
-from megasync.sync.plan import plan_broadcast
 from megasync.sync.topology import Topology
-from megasync.sync.transaction import WeightSync
 
 CONFIG = {
     "model_type": "llama",
@@ -122,7 +122,7 @@ def world(monkeypatch):
         ranks = Ranks()
         servers = [Server(url, ranks) for url in ("http://a", "http://b")]
         timeouts = TimeoutConfig(weight_sync=seconds)
-        sync = WeightSync(servers, ranks, PLAN, 2, SyncConfig(pause_mode=pause_mode), timeouts, Device("cpu"))
+        sync = BroadcastSync(servers, ranks, PLAN, 2, SyncConfig(pause_mode=pause_mode), timeouts, Device("cpu"))
         return sync, servers, ranks
 
     return make

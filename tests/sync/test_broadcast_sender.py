@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megasync.errors import SyncError
+from megasync.sync.broadcast_plan import group_name, plan_broadcast
 from megasync.sync.layout import Layout
-from megasync.sync.plan import group_name, plan_broadcast
 from megasync.sync.topology import Topology
 
 RECEIVER = """
@@ -113,7 +113,7 @@ async def test_sending_without_a_group_and_foreign_parameters_are_refused(
 
 def test_a_model_that_is_not_the_layouts_is_refused_by_name(make_model, save_model, tmp_path):
     from megasync.device import Device
-    from megasync.sync.broadcast import BroadcastSender
+    from megasync.sync.broadcast_sender import BroadcastSender
     from megasync.sync.shards import load_shards
 
     layout = Layout(save_model(make_model(), tmp_path), Topology())
