@@ -34,8 +34,7 @@ from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
+from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout
 from megasync.sync.publisher import Publisher
 from megasync.sync.shards import export_checkpoint
@@ -135,7 +134,7 @@ class Run:
         rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
         stack.push_async_callback(rewards.close)
         seed = config.seed if config.rollout.deterministic else None
-        publisher = self._publisher(stack, device, ranks, controls, client)
+        publisher = await self._publisher(stack, device, ranks, controls, client, observer)
         rollouter = Rollouter(
             client,
             workload.source,
@@ -180,21 +179,20 @@ class Run:
         await pools.create(self.config.timeouts.server_start)
         return pools
 
-    def _publisher(
+    async def _publisher(
         self,
         stack: AsyncExitStack,
         device: Device,
         ranks: TrainerGroup,
         controls: list[ServerControl],
         client: RolloutClient,
+        observer: RunObserver,
     ) -> Publisher:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
-        plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        sync = BroadcastSync(
-            controls, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device
-        )
+        sync, why = await choose_sync(config, layout, ranks, controls, device)
         stack.push_async_callback(sync.close)
+        observer.message(why)
         return Publisher(
             sync,
             config=config.sync,

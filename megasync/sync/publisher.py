@@ -1,6 +1,6 @@
 """A published version is one that every server holds and that computes what the trainer computes.
 
-`BroadcastSync` moves the bytes; the publisher then asks trainer and servers for the log-probs of the same few tokens and
+A `WeightSync` moves the bytes; the publisher then asks trainer and servers for the log-probs of the same few tokens and
 compares. It is the cheapest check that catches a wrong layout, a stale cache, a wrong scaling or a wrong kernel.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from megasync.config.schema import SyncConfig
-from megasync.sync.broadcast_sync import BroadcastSync
+from megasync.sync.choose import WeightSync
 from megasync.sync.parity import compare
 
 # Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype. Prompts hold unlikely
@@ -31,7 +31,7 @@ class Publisher:
 
     def __init__(
         self,
-        sync: BroadcastSync,
+        sync: WeightSync,
         *,
         config: SyncConfig,
         dtype: str,
