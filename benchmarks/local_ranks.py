@@ -20,6 +20,8 @@ from typing import Any
 from megasync.errors import SyncError
 from megasync.sync.topology import Topology
 
+# The longest answer of a rank.
+LINE_BYTES = 2**24
 # How long reading a trapped parameter takes.
 SLOW_SECONDS = 3.0
 
@@ -51,6 +53,7 @@ class LocalRanks:
                     json.dumps(settings),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
+                    limit=LINE_BYTES,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 )
             )
@@ -122,6 +125,7 @@ class Rank:
         from megasync.sync.broadcast_plan import plan_broadcast
         from megasync.sync.broadcast_sender import BroadcastSender
         from megasync.sync.layout import Layout
+        from megasync.sync.shard_sender import ShardSender
         from megasync.sync.shards import load_shards
 
         torch.set_num_threads(1)
@@ -132,6 +136,15 @@ class Rank:
         self._params = Params(self._read(settings["folder"]))
         plan = plan_broadcast(layout, settings["bucket_bytes"], settings["dtype"])
         self._sender = BroadcastSender(plan, layout, settings["rank"], self._params, Device("cpu"))
+        self._shards = ShardSender(
+            layout,
+            settings["rank"],
+            self._params,
+            Device("cpu"),
+            "127.0.0.1",
+            settings["bucket_bytes"],
+            settings["dtype"],
+        )
 
     def ready(self) -> None:
         """Answered once the constructor is done."""
@@ -142,10 +155,14 @@ class Rank:
 
     def set_trap(self, param: str, kind: str) -> None:
         self._params.trap = (param, kind)
+        # What has been read once is not read again.
+        self._shards._copies.clear()
 
     def call(self, method: str, args: list[Any]) -> Any:
         if method.startswith("sync_"):
             return getattr(self._sender, method.removeprefix("sync_"))(*args)
+        if method.startswith("shard_"):
+            return getattr(self._shards, method.removeprefix("shard_"))(*args)
         return getattr(self, method)(*args)
 
 

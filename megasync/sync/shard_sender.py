@@ -95,8 +95,7 @@ class ShardSender:
                 (whether later attempts may send deltas against this one).
 
         Returns:
-            ``digests`` (kind -> engine rank -> tag -> digest of each of this rank's parcels), ``seconds`` by activity,
-            ``bytes`` on the wire.
+            The fields of an `Outcome`.
 
         Raises:
             SyncError: naming rank and parcel; this rank has then left all links.
@@ -155,7 +154,6 @@ class ShardSender:
         outcome: Outcome,
     ) -> None:
         """Packs parcel i + 1 while parcel i is on the wire; a buffer is packed again only when its message has left."""
-        digests = outcome.digests.setdefault(kind, {})
         sent = self._sent.setdefault(kind, {}) if given["keep"] else {}
         against = self._sent.get(kind, {}) if given["bases"].get(kind) else {}
         under_way: list[_Message | None] = [None, None]
@@ -167,7 +165,7 @@ class ShardSender:
                 header, payload = self._encode(packed, parcel, against.get(tag), value)
                 if given["keep"]:
                     sent[tag] = packed.to("cpu", copy=True)
-            digests.setdefault(parcel.target, {})[tag] = value
+            outcome.digests.append((kind, parcel.target, tag, value))
             to = len(plan.sources) + parcel.target
             works = []
             for link in links:
@@ -239,7 +237,8 @@ class ShardSender:
 class Outcome:
     """What `ShardSender.send` tells the driver."""
 
-    digests: dict[str, dict[int, dict[int, int]]] = field(default_factory=dict)
+    # (kind of engine, engine rank, tag, digest) of each parcel.
+    digests: list[tuple[str, int, int, int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"join": 0.0, "pack": 0.0, "wire": 0.0})
     bytes: int = 0
 

@@ -66,6 +66,8 @@ class ShardSync:
         self._config = config
         self._seconds = timeouts.weight_sync
         self._stall = timeouts.sync_stall
+        self._parcel_bytes = config.bucket_mb * 2**20
+        self._arena_bytes = None if config.arena_mb is None else config.arena_mb * 2**20
         self._engines: dict[str, Engine] = {}
         for server in servers:
             self.add(server)
@@ -156,8 +158,9 @@ class ShardSync:
         traced = await engine.trace(list(self._layout.hf_tensors.items()))
         kind = hashlib.sha256("".join(rank.digest() for rank in traced).encode()).hexdigest()[:16]
         if kind not in self._plans:
-            limit = self._config.bucket_mb * 2**20
-            self._plans[kind] = await asyncio.to_thread(plan_shards, self._layout, traced, limit, self._dtype)
+            self._plans[kind] = await asyncio.to_thread(
+                plan_shards, self._layout, traced, self._parcel_bytes, self._dtype
+            )
         found = [rank.to_json() for rank in traced]
         await self._ranks.call("shard_prepare", kind, found, timeout=self._seconds)
         program = {
@@ -165,7 +168,7 @@ class ShardSync:
             "parcels": [receive_program(self._plans[kind], tp) for tp in range(len(traced))],
             "fills": [rank["fills"] for rank in found],
             "arena": self._config.arena,
-            "arena_bytes": None if self._config.arena_mb is None else self._config.arena_mb * 2**20,
+            "arena_bytes": self._arena_bytes,
         }
         await engine.take_program(kind, program)
 
@@ -267,9 +270,8 @@ class ShardSync:
             attempt.note(activity, max(result["seconds"][activity] for result in results))
         found: dict[str, dict[int, dict[int, int]]] = {}
         for result in results:
-            for kind, by_rank in result["digests"].items():
-                for tp, digests in by_rank.items():
-                    found.setdefault(kind, {}).setdefault(tp, {}).update(digests)
+            for kind, tp, tag, value in result["digests"]:
+                found.setdefault(kind, {}).setdefault(tp, {})[tag] = value
         if self._config.delta:
             self._bases |= dict.fromkeys(found, name)
         return {kind: {tp: combine(parts) for tp, parts in sorted(by_tp.items())} for kind, by_tp in found.items()}

@@ -174,7 +174,7 @@ def test_versions_arrive_one_after_another_over_the_same_links(wires):
         assert [report["state"] for report in received] == ["staged", "staged"], received
         assert not w.serves(whole)
         for tp, report in enumerate(received):
-            parts = {tag: value for result in sent for tag, value in result["digests"][KIND].get(tp, {}).items()}
+            parts = {tag: value for result in sent for _, to, tag, value in result["digests"] if to == tp}
             assert report["digest"] == combine(parts)
         assert sum(result["bytes"] for result in sent) == w.plan.nbytes
         w.commit(f"v{version}")

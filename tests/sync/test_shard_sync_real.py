@@ -1,0 +1,217 @@
+"""Four trainer processes (TP2 x PP2) publish shard to shard into two real servers of different size (TP1 and TP2)."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
+from megasync.errors import SyncError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_control import EngineControl
+from megasync.rollout.server import SGLangServer
+from megasync.sync.layout import Layout
+from megasync.sync.parity import compare
+from megasync.sync.shard_sync import ShardSync
+from megasync.sync.topology import Topology
+
+pytestmark = pytest.mark.real
+
+TOPOLOGY = Topology(tensor=2, pipeline=2)
+PARCEL_BYTES = 16_384
+PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
+# A parameter of the last stage that the first parcels do not hold.
+LATE = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+@pytest.fixture(scope="module")
+def models(make_model, save_model, tmp_path_factory):
+    """Three models of one shape: (folder, model) by seed; the servers start with the first."""
+    found = []
+    for seed in range(3):
+        model = make_model(seed, **SIZES)
+        folder = tmp_path_factory.mktemp(f"model{seed}")
+        config = save_model(model, folder)
+        found.append((folder, model))
+    return found, config
+
+
+@pytest.fixture(scope="module")
+def urls(models, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+
+    def rollout(tp):
+        return RolloutConfig(
+            tensor_parallel=tp,
+            context_length=1024,
+            max_total_tokens=8192,
+            max_running_requests=32,
+            mem_fraction=0.2,
+            server_args={"--skip-tokenizer-init": True},
+        )
+
+    servers = [
+        SGLangServer(models[0][0][0], rollout(tp), "float32", "cpu", "127.0.0.1", 0, logs / f"tp{tp}.log")
+        for tp in (1, 2)
+    ]
+
+    async def start():
+        return await asyncio.gather(*(server.start(180) for server in servers))
+
+    async def stop():
+        await asyncio.gather(*(server.stop(5) for server in servers))
+
+    try:
+        yield asyncio.run(start())
+    finally:
+        asyncio.run(stop())
+
+
+@pytest.fixture
+async def world(models, urls, local_ranks):
+    """Makes (sync, ranks, servers)."""
+    servers = [ServerControl(url) for url in urls]
+    syncs = []
+
+    async def make(seconds=20.0, stall=5.0, **config):
+        ranks = await local_ranks(models[0][0][0], TOPOLOGY, PARCEL_BYTES)
+        sync = ShardSync(
+            [EngineControl(server) for server in servers],
+            ranks,
+            Layout(models[1], TOPOLOGY),
+            "float32",
+            "gloo",
+            SyncConfig(bucket_mb=1, **config),
+            TimeoutConfig(weight_sync=seconds, sync_stall=stall),
+        )
+        # Smaller than the configuration allows, so that a tiny model takes many parcels.
+        sync._parcel_bytes = PARCEL_BYTES
+        syncs.append(sync)
+        return sync, ranks, servers
+
+    yield make
+    for sync in syncs:
+        await sync.close()
+    for server in servers:
+        await server.close()
+
+
+async def generate(server, tokens, prompt=(3, 4, 5)):
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return (await server.post("/generate", body, timeout=60))["meta_info"]
+
+
+async def score(server, prompt):
+    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
+
+
+def reference(model, prompt):
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+
+
+async def checksums(server):
+    found = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
+    return [rank["checksums"] for rank in found["ranks"]]
+
+
+async def check_serves(servers, model, version):
+    ours = [reference(model, prompt) for prompt in PROMPTS]
+    for server in servers:
+        assert await server.weight_version() == version
+        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, mode):
+    sync, ranks, servers = await world(pause_mode=mode)
+    for version, seed in ((11, 1), (12, 2)):
+        folder, model = models[0][seed]
+        await ranks.call("load", str(folder), timeout=20)
+        traffic = [asyncio.create_task(generate(server, 400)) for server in servers for _ in range(4)]
+        await asyncio.sleep(0.3)
+        await sync.publish(version)
+        answers = await asyncio.gather(*traffic)
+        await check_serves(servers, model, version)
+        assert {answer["finish_reason"]["type"] for answer in answers} == {"length"}
+        spans = [[span["version"] for span in answer["weight_versions"]] for answer in answers]
+        assert all(span[-1] == str(version) for span in spans), spans
+        assert any(len(span) == 2 for span in spans), spans
+    published = [await checksums(server) for server in servers]
+    for server in servers:
+        await server.post("/update_weights_from_disk", {"model_path": str(models[0][2][0])}, timeout=60)
+    assert [await checksums(server) for server in servers] == published
+
+
+async def test_deltas_waves_and_a_small_arena_end_with_the_same_bits(world, models):
+    expected = None
+    for version, options in ((20, {"delta": True}), (30, {"wave": 1}), (40, {"arena_mb": 1, "arena": "host"})):
+        sync, ranks, servers = await world(**options)
+        if "arena_mb" in options:
+            # Less than a version takes, and less than the configuration allows to ask for.
+            sync._arena_bytes = 10_000
+        moved = []
+        for step in range(2):
+            await ranks.call("load", str(models[0][step][0]), timeout=20)
+            moved.append((await sync.publish(version + step)).bytes)
+        if "delta" in options:
+            again = await sync.publish(version + 2)
+            assert again.bytes < 0.05 * moved[0]
+        await check_serves(servers, models[0][1][1], version + (2 if "delta" in options else 1))
+        found = [await checksums(server) for server in servers]
+        assert found == (expected or found)
+        expected = found
+
+
+@pytest.mark.parametrize("fault", ["raise", "die", "slow"])
+async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, models, fault):
+    sync, ranks, servers = await world(seconds=10.0, stall=1.5)
+    await sync.publish(50)
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
+    traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'stage' failed: .*the version before"):
+        await sync.publish(51)
+    assert time.monotonic() - start < 45
+    assert sync.quarantined == {}
+    assert {answer["finish_reason"]["type"] for answer in await asyncio.gather(*traffic)} == {"length"}
+    await check_serves(servers, models[0][0][1], 50)
+    if fault == "die":
+        sync, ranks, servers = await world()
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await sync.publish(52)
+    await check_serves(servers, models[0][1][1], 52)
+
+
+async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_whole_version_came(world, models):
+    sync, ranks, servers = await world(seconds=10.0, stall=1.5, arena_mb=1)
+    sync._arena_bytes = 10_000
+    await sync.publish(60)
+    await ranks.call("load", str(models[0][2][0]), timeout=20)
+    await ranks.call_one(3, "set_trap", LATE, "raise", timeout=5)
+    with pytest.raises(SyncError, match=r"version 61 .*phase 'stream' failed: .*left paused, not to serve a mixture"):
+        await sync.publish(61)
+    assert set(sync.quarantined) == {server.url for server in servers}
+    waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
+    await asyncio.sleep(0.5)
+    assert not any(request.done() for request in waiting)
+    await sync.publish(62)
+    assert sync.quarantined == {}
+    assert {span["version"] for meta in await asyncio.gather(*waiting) for span in meta["weight_versions"]} == {"62"}
+    await check_serves(servers, models[0][2][1], 62)
