@@ -60,10 +60,10 @@ FAMILIES = {
 }
 
 
-def make_model(path: Path, family: str) -> AutoModelForCausalLM:
+def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, so that a mix-up shows."""
     sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

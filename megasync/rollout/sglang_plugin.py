@@ -21,6 +21,7 @@ import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from megasync.errors import ServerError
@@ -179,11 +180,9 @@ class Plugin:
         return self._receiver.handle(command, payload, rank)
 
     def _hello(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        import sglang
-
         return {
             "protocol": PROTOCOL,
-            "sglang": sglang.__version__,
+            "sglang": version("sglang"),
             "tp_rank": rank.tp_rank,
             "tp_size": rank.tp_size,
             "model": type(rank.model).__name__,

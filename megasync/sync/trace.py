@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,9 +72,10 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
     held, buffers = _parameters(model), _buffers(model)
     recorder = _Recorder(held | buffers, type(model).__name__)
     dtype = next((tensor.dtype for tensor in held.values() if tensor.is_floating_point()), torch.float32)
+    recorder.add(specs, dtype)
     with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_post_load(model), recorder:
         try:
-            model.load_weights(recorder.stand_ins(specs, dtype))
+            model.load_weights(recorder.checkpoint())
         except TraceError:
             raise
         except Exception as error:
@@ -118,12 +120,16 @@ class _Recorder(TorchDispatchMode):
             "constant_pad_nd": self._pad,
         }
 
-    def stand_ins(self, specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype) -> Iterator:
+    def add(self, specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype) -> None:
+        """Stand-ins of a checkpoint's tensors."""
         for name, shape in specs:
             tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
             self._sources[_storage(tensor)] = _Source(name, tensor)
-            self.loading = name
-            yield name, tensor
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for source in list(self._sources.values()):
+            self.loading = source.name
+            yield source.name, source.tensor
 
     def found(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> EngineRank:
         loaded = [slot for slots in self._slots.values() for slot in slots]
@@ -150,11 +156,10 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in self._handlers:
             return self._handlers[name](*args, **kwargs)
-        # In inference mode composite operations arrive whole.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if _composite(func):
+            # They arrive whole in inference mode, where SGLang's scheduler lives.
+            with self:
+                return func.decompose(*args, **kwargs)
         if (func.is_view or name in ("_unsafe_view", "_reshape_alias")) and func != torch.ops.aten.view.dtype:
             return func(*args, **kwargs)
         raise TraceError(
@@ -308,6 +313,11 @@ class _Recorder(TorchDispatchMode):
                 if overlap(fill, place):
                     raise TraceError(f"{self.loader} fills a part of {param!r} that it loaded from {slot.hf_name!r}")
             self._fills.append(fill)
+
+
+@cache
+def _composite(func: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,7 +1,10 @@
 """What an engine's real loader does with tensors whose every element is another number, against a replay of its trace.
 
-On the PYTHONPATH of an SGLang server this folder is a plugin of its own, so that megasync's plugin needs no test doors:
-``/weights_checker`` answers the action `ACTION` for each rank. The weights of that server are nonsense afterwards.
+On the PYTHONPATH of an SGLang server this folder is two plugins, so that megasync's own plugin needs no test doors.
+``SGLANG_PLUGINS`` chooses:
+
+- ``engine_oracle``: ``/weights_checker`` answers the action `ACTION` for each rank. Weights are nonsense afterwards.
+- ``engine_puppet``, instead of megasync's: a receiver that finds the weights of a commit in a folder, or fails as told.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import math
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from megasync.rollout.sglang_plugin import Plugin, ServingRank
 from megasync.sync.engine_layout import EngineRank
+from megasync.sync.trace import trace_load
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +106,27 @@ def around_check(stock, checker, action, allow_quant_error=False, skip_tensor_li
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }
+
+
+class Puppet:
+    """Commits the checkpoint ``model``; `check` fails on rank ``fail_check``, `commit` on rank ``fail_commit``."""
+
+    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+        return {"command": command, "payload": payload, "tp_rank": rank.tp_rank}
+
+    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
+        if request.get("fail_check") == rank.tp_rank:
+            raise ValueError("nothing is staged here")
+
+    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
+        if request.get("fail_commit") == rank.tp_rank:
+            raise ValueError("the copy broke")
+        tensors = load_file(request["model"])
+        replay(trace_load(rank.model, [(name, tensor.shape) for name, tensor in tensors.items()]), tensors, rank.model)
+
+
+def register_puppet() -> None:
+    Plugin(Puppet()).register()
 
 
 def register() -> None:
