@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,9 @@ class Rank:
         config = json.loads((Path(settings["folder"]) / "config.json").read_text())
         topology = Topology(**settings["topology"])
         layout = Layout(config, topology)
-        self._read = lambda folder: load_shards(folder, layout, settings["rank"])
+        dtype = getattr(torch, settings["dtype"])
+        self._read = lambda folder: load_shards(folder, layout, settings["rank"], dtype)
+        self._layout, self._number = layout, settings["rank"]
         self._params = Params(self._read(settings["folder"]))
         plan = plan_broadcast(layout, settings["bucket_bytes"], settings["dtype"])
         self._sender = BroadcastSender(plan, layout, settings["rank"], self._params, Device("cpu"))
@@ -146,6 +149,12 @@ class Rank:
             settings["dtype"],
         )
 
+    @cached_property
+    def _gather(self) -> Any:
+        from gather_sync import GatherPeer
+
+        return GatherPeer(self._layout, self._number, self._params)
+
     def ready(self) -> None:
         """Answered once the constructor is done."""
 
@@ -158,11 +167,21 @@ class Rank:
         # What has been read once is not read again.
         self._shards._copies.clear()
 
+    def perturb(self, fraction: float) -> None:
+        """Changes about so many of the elements."""
+        import torch
+
+        for tensor in self._params.values():
+            chosen = torch.rand(tensor.shape) < fraction
+            tensor.add_(chosen.to(tensor.dtype) * 0.25 * torch.rand_like(tensor).add_(1))
+
     def call(self, method: str, args: list[Any]) -> Any:
         if method.startswith("sync_"):
             return getattr(self._sender, method.removeprefix("sync_"))(*args)
         if method.startswith("shard_"):
             return getattr(self._shards, method.removeprefix("shard_"))(*args)
+        if method.startswith("gather_"):
+            return getattr(self._gather, method.removeprefix("gather_"))(*args)
         return getattr(self, method)(*args)
 
 

@@ -1,10 +1,12 @@
-"""Seconds of a weight sync by phase, against a plain gloo broadcast of the same bytes to as many processes.
+"""Weight sync on this machine: our transports, the way that gathers, and plain transfers of the same bytes, in one run.
 
-    python benchmarks/sync.py MODEL [--servers 2] [--tensor 1] [--pipeline 1] [--bucket-mb 64] [--rounds 5] [--pause retract]
+    python benchmarks/sync.py MODEL [--tensor 2] [--servers 1] [--engine-tensor 1] [--dtype bfloat16] [--rounds 5]
+    python benchmarks/sync.py --random-gb 1.0 ...        a Llama of random weights and that size instead of MODEL
 
 MODEL is a Hugging Face folder. Real SGLang servers on this machine's CPU receive from trainer ranks that only hold
-shards. Rounds of both kinds alternate, after one of each that is not counted; the table shows medians. The peer moves
-bytes from one process to the others and does nothing else: no gathering, no packing, no loading, no control calls.
+shards. Rounds of all kinds take turns, after one of each that is not counted; the tables show medians. "stands still" is
+the time for which a server generates nothing; `--traffic N` keeps N requests running on each server. `--deltas` also
+measures syncs in which 1 %, 10 % and all of the elements changed.
 """
 
 from __future__ import annotations
@@ -12,142 +14,263 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+from gather_sync import GatherSync
 from local_ranks import LocalRanks
+from random_model import make_random_model
+from raw_transfer import RawTransfer
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.rollout.control import ServerControl
-from megasync.rollout.ports import free_port
+from megasync.rollout.engine_control import EngineControl
 from megasync.rollout.server import SGLangServer
-from megasync.sync.attempt import SyncReport
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
+from megasync.sync.shard_plan import ShardPlan, plan_shards
+from megasync.sync.shard_sync import ShardSync
 from megasync.sync.topology import Topology
 
-PHASES = ("pause", "flush", "begin", "transfer", "end", "verify", "continue")
+# Phases of a broadcast during which servers stand still.
+PAUSED = ("pause", "flush", "begin", "transfer", "end", "verify", "continue")
+CHANGED = (0.01, 0.1, 1.0)
+
+# version -> (seconds in all, seconds of standing still)
+Publish = Callable[[int], Awaitable[tuple[float, float]]]
 
 
-def raw_process(pipe: Connection, rank: int, world: int, port: int, nbytes: int) -> None:
-    """One member of the plain broadcast; answers each request with its seconds."""
-    import torch
-    import torch.distributed as dist
+class Bench:
+    """One set of servers and ranks, and every way to move weights between them."""
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    message = torch.zeros(nbytes, dtype=torch.uint8)
-    while pipe.recv():
-        dist.barrier()
-        start = time.monotonic()
-        dist.broadcast(message, src=0)
-        dist.barrier()
-        pipe.send(time.monotonic() - start)
-    dist.destroy_process_group()
+    def __init__(self, args: argparse.Namespace, folder: Path, logs: Path) -> None:
+        self.args = args
+        self.folder = folder
+        self.logs = logs
+        self.topology = Topology(tensor=args.tensor, pipeline=args.pipeline)
+        self.layout = Layout(json.loads((folder / "config.json").read_text()), self.topology)
+        self.parcel_bytes = args.bucket_mb * 2**20
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.still: dict[str, list[float]] = defaultdict(list)
+        self.notes: dict[str, list[float]] = defaultdict(list)
+        self.memory: dict[str, tuple[float, float]] = {}
 
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            ways = await self._ways(stack)
+            version = 0
+            for round_ in range(self.args.rounds + 1):
+                for name, publish in ways.items():
+                    version += 1
+                    found = await self._measured(name, publish, version)
+                    if round_:
+                        self.seconds[name].append(found[0])
+                        self.still[name].append(found[1])
+            if self.args.deltas:
+                await self._deltas(version)
 
-class RawBroadcast:
-    """Processes that broadcast ``nbytes`` from the first to the ``receivers`` others."""
-
-    def __init__(self, nbytes: int, receivers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        port = free_port()
-        pairs = [context.Pipe() for _ in range(1 + receivers)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            context.Process(target=raw_process, args=(theirs, rank, 1 + receivers, port, nbytes), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def measure(self) -> float:
-        """Seconds of one broadcast, the slowest process's."""
-        for pipe in self._pipes:
-            pipe.send(True)
-        return max(pipe.recv() for pipe in self._pipes)
-
-    def stop(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(False)
-        for process in self._processes:
-            process.join(10)
-            process.kill()
-
-
-async def measure(args: argparse.Namespace) -> tuple[list[SyncReport], list[float], int]:
-    """(sync reports, seconds of plain broadcasts, buckets)."""
-    folder, topology = Path(args.model), Topology(tensor=args.tensor, pipeline=args.pipeline)
-    config = json.loads((folder / "config.json").read_text())
-    plan = plan_broadcast(Layout(config, topology), args.bucket_mb * 2**20, args.dtype)
-    rollout = RolloutConfig(
-        context_length=512,
-        max_total_tokens=4096,
-        max_running_requests=16,
-        server_args={"--skip-tokenizer-init": True},
-    )
-    with tempfile.TemporaryDirectory() as logs:
+    async def _start(self, stack: AsyncExitStack) -> None:
+        rollout = RolloutConfig(
+            tensor_parallel=self.args.engine_tensor,
+            context_length=2048,
+            max_total_tokens=8192,
+            max_running_requests=16,
+            server_args={"--skip-tokenizer-init": True},
+        )
+        dtype, folder = self.args.dtype, self.folder
         servers = [
-            SGLangServer(folder, rollout, args.dtype, "cpu", "127.0.0.1", 0, Path(logs) / f"{index}.log")
-            for index in range(args.servers)
+            SGLangServer(folder, rollout, dtype, "cpu", "127.0.0.1", 0, self.logs / f"{index}.log")
+            for index in range(self.args.servers)
         ]
-        controls: list[ServerControl] = []
-        raw = RawBroadcast(plan.nbytes, args.servers)
-        ranks = await LocalRanks.start(folder, topology, args.bucket_mb * 2**20, args.dtype)
-        try:
-            controls = [ServerControl(await server.start(300)) for server in servers]
-            pause = SyncConfig(pause_mode=args.pause)
-            sync = BroadcastSync(controls, ranks, plan, 1, pause, TimeoutConfig(), Device("cpu"))
-            await sync.connect()
-            reports, seconds = [], []
-            for version in range(args.rounds + 1):
-                seconds.append(raw.measure())
-                reports.append(await sync.publish(version))
-            await sync.close()
-        finally:
-            raw.stop()
-            await ranks.stop()
-            await asyncio.gather(*(control.close() for control in controls))
-            await asyncio.gather(*(server.stop(10) for server in servers))
-    return reports[1:], seconds[1:], len(plan.buckets)
+        self.ranks = await LocalRanks.start(folder, self.topology, self.parcel_bytes, dtype)
+        stack.push_async_callback(self.ranks.stop)
+        self.controls = []
+        for server in servers:
+            stack.push_async_callback(server.stop, 10)
+            self.controls.append(ServerControl(await server.start(600)))
+            stack.push_async_callback(self.controls[-1].close)
+
+    async def _ways(self, stack: AsyncExitStack) -> dict[str, Publish]:
+        """Every way to measure, connected; plain transfers first."""
+        shards = self._shard_sync(SyncConfig(pause_mode=self.args.pause))
+        await shards.connect()
+        stack.push_async_callback(shards.close)
+        engine = await EngineControl(self.controls[0]).trace(list(self.layout.hf_tensors.items()))
+        self.plan = plan_shards(self.layout, engine, self.parcel_bytes, self.args.dtype)
+        self.needed = self.args.servers * sum(rank_bytes(rank, self.args.dtype) for rank in engine)
+        links = RawTransfer(self.topology.world + self.args.servers * len(engine), self._messages(self.plan))
+        stack.callback(links.stop)
+        plan = plan_broadcast(self.layout, self.parcel_bytes, self.args.dtype)
+        whole = RawTransfer(1 + self.args.servers * len(engine), plan.nbytes)
+        stack.callback(whole.stop)
+        broadcast = BroadcastSync(
+            self.controls,
+            self.ranks,
+            plan,
+            len(engine),
+            SyncConfig(pause_mode=self.args.pause),
+            TimeoutConfig(),
+            Device("cpu"),
+        )
+        await broadcast.connect()
+        stack.push_async_callback(broadcast.close)
+
+        async def raw_links(version: int) -> tuple[float, float]:
+            return (await asyncio.to_thread(links.measure),) * 2
+
+        async def raw_broadcast(version: int) -> tuple[float, float]:
+            return (await asyncio.to_thread(whole.measure),) * 2
+
+        async def by_shards(version: int) -> tuple[float, float]:
+            report = await shards.publish(version)
+            for part in ("stage", "pack", "wire", "digest", "pause_call", "copy"):
+                self.notes[f"p2p, {part}"].append(report.seconds[part])
+            return report.seconds["stage"] + report.seconds["commit"], report.seconds["pause"]
+
+        async def by_broadcast(version: int) -> tuple[float, float]:
+            report = await broadcast.publish(version)
+            return (sum(report.seconds.get(phase, 0.0) for phase in PAUSED),) * 2
+
+        ways = {
+            "plain messages, same bytes as p2p": raw_links,
+            "plain broadcast, same bytes as broadcast": raw_broadcast,
+            "p2p": by_shards,
+            "broadcast": by_broadcast,
+        }
+        if self.args.pipeline == 1:
+            gather = GatherSync(self.ranks, self.controls, self.layout, self.args.dtype, len(engine))
+            await gather.connect()
+            stack.push_async_callback(gather.close)
+            ways["gather each, broadcast each"] = gather.publish
+        return ways
+
+    def _shard_sync(self, config: SyncConfig) -> ShardSync:
+        config.bucket_mb = self.args.bucket_mb
+        engines = [EngineControl(control) for control in self.controls]
+        return ShardSync(engines, self.ranks, self.layout, self.args.dtype, "gloo", config, TimeoutConfig())
+
+    def _messages(self, plan: ShardPlan) -> list[tuple[int, int, int]]:
+        world = self.topology.world
+        return [
+            (parcel.source, world + server * plan.engine_ranks + parcel.target, parcel.nbytes)
+            for parcel in plan.parcels
+            for server in range(self.args.servers)
+        ]
+
+    async def _measured(self, name: str, publish: Publish, version: int) -> tuple[float, float]:
+        traffic = []
+        if not name.startswith("plain") and self.args.traffic:
+            traffic = [
+                asyncio.create_task(self._generate(control))
+                for control in self.controls
+                for _ in range(self.args.traffic)
+            ]
+            await asyncio.sleep(2.0)
+        pids = [process.pid for process in self.ranks.processes]
+        before = peak_megabytes(pids, reset=True)
+        found = await publish(version)
+        after = peak_megabytes(pids)
+        self.memory[name] = (max(before), max(b - a for a, b in zip(before, after, strict=True)))
+        for task in traffic:
+            task.cancel()
+        await asyncio.gather(*traffic, return_exceptions=True)
+        for control in self.controls if traffic else ():
+            await control.post("/abort_request", {"abort_all": True})
+        return found
+
+    async def _generate(self, control: ServerControl) -> None:
+        parameters = {"temperature": 1.0, "max_new_tokens": 1500, "ignore_eos": True}
+        await control.post("/generate", {"input_ids": [1, 10, 11, 12], "sampling_params": parameters}, timeout=600)
+
+    async def _deltas(self, version: int) -> None:
+        sync = self._shard_sync(SyncConfig(pause_mode=self.args.pause, delta=True, delta_full_every=0))
+        full = (await sync.publish(version + 1)).bytes
+        print("\n| elements changed | bytes, of a full sync | stage, s | stands still, s |\n|---|---|---|---|")
+        for fraction in CHANGED:
+            found = []
+            for _ in range(self.args.rounds):
+                await self.ranks.call("perturb", fraction, timeout=60)
+                version += 1
+                report = await sync.publish(version + 1)
+                found.append((report.bytes / full, report.seconds["stage"], report.seconds["pause"]))
+            share, stage, pause = (statistics.median(column) for column in zip(*found, strict=True))
+            print(f"| {fraction:.0%} | {share:.1%} | {stage:.3f} | {pause:.3f} |")
+        await sync.close()
+
+    def report(self) -> str:
+        args = self.args
+        wire, least = self.plan.nbytes * args.servers, self.needed
+        base = {
+            "p2p": "plain messages, same bytes as p2p",
+            "broadcast": "plain broadcast, same bytes as broadcast",
+            "gather each, broadcast each": "plain broadcast, same bytes as broadcast",
+        }
+        lines = [
+            f"{self.folder.name}, {args.dtype}: trainer TP{args.tensor} PP{args.pipeline}, {args.servers} server(s) of "
+            + f"TP{args.engine_tensor}, messages of at most {args.bucket_mb} MiB, {args.traffic} requests running on "
+            + f"each server, medians of {args.rounds}",
+            f"p2p: {wire / 1e6:.0f} MB on the wire, {wire / least:.4f} of what the servers' ranks keep",
+            "",
+            "| | seconds | × plain | stands still, s | extra memory of a rank, MB |",
+            "|---|---|---|---|---|",
+        ]
+        for name, seconds in self.seconds.items():
+            median = statistics.median(seconds)
+            plain = statistics.median(self.seconds[base[name]]) if name in base else median
+            still = f"{statistics.median(self.still[name]):.3f}" if name in base else ""
+            extra = f"{self.memory[name][1]:.0f}" if name in base else ""
+            lines.append(f"| {name} | {median:.3f} | {median / plain:.2f} | {still} | {extra} |")
+        for name, seconds in self.notes.items():
+            lines.append(f"| {name} | {statistics.median(seconds[1:]):.3f} | | | |")
+        return "\n".join(lines)
 
 
-def table(reports: list[SyncReport], raw: list[float], buckets: int) -> str:
-    peer = statistics.median(raw)
-    lines = [
-        f"{reports[0].bytes / 1e6:.0f} MB in {buckets} buckets, medians of {len(reports)}",
-        "",
-        "| | seconds | × plain broadcast |",
-        "|---|---|---|",
-    ]
+def rank_bytes(rank, dtype: str) -> int:
+    """Bytes of all that an engine rank keeps, in the trainer's dtype."""
+    item = {"float32": 4, "bfloat16": 2}[dtype]
+    return item * sum(slot.hf_box.rows * slot.hf_box.cols for slot in rank.slots)
 
-    def row(name: str, seconds: float) -> None:
-        lines.append(f"| {name} | {seconds:.3f} | {seconds / peer:.2f} |")
 
-    row("plain broadcast", peer)
-    for phase in PHASES:
-        if phase in reports[0].seconds:
-            row(phase, statistics.median(report.seconds[phase] for report in reports))
-    row("all phases", statistics.median(sum(r.seconds[p] for p in PHASES if p in r.seconds) for r in reports))
-    for part in ("pack", "wire"):
-        row(f"of transfer, {part} (overlapping)", statistics.median(report.seconds[part] for report in reports))
-    return "\n".join(lines)
+def peak_megabytes(pids: list[int], reset: bool = False) -> list[float]:
+    """Peak resident memory of processes since the last reset; with ``reset``, what they hold now."""
+    found = []
+    for pid in pids:
+        if reset:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        status = Path(f"/proc/{pid}/status").read_text()
+        found.append(int(status.split("VmHWM:")[1].split()[0]) / 1000)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    for name, default in (("servers", 2), ("tensor", 1), ("pipeline", 1), ("bucket-mb", 64), ("rounds", 5)):
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--random-gb", type=float, help="size of a random model, in 10^9 bytes")
+    for name, default in (("servers", 1), ("engine-tensor", 1), ("tensor", 2), ("pipeline", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--pause", choices=["in_place", "retract", "abort"], default="retract")
-    print(table(*asyncio.run(measure(parser.parse_args()))))
+    for name, default in (("bucket-mb", 64), ("rounds", 5), ("traffic", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--pause", choices=["in_place", "retract", "abort"], default="in_place")
+    parser.add_argument("--deltas", action="store_true")
+    args = parser.parse_args()
+    if (args.model is None) == (args.random_gb is None):
+        parser.error("give either a model folder or --random-gb")
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = Path(scratch)
+        folder = Path(args.model) if args.model else make_random_model(scratch / "random", args.random_gb, args.dtype)
+        bench = Bench(args, folder, scratch)
+        start = time.monotonic()
+        asyncio.run(bench.run())
+        print(bench.report() + f"\n\n{time.monotonic() - start:.0f} s in all")
 
 
 if __name__ == "__main__":

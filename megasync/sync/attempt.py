@@ -20,7 +20,7 @@ NOT_RECEIVED = "Failed to receive weights"
 
 @dataclass(frozen=True)
 class SyncReport:
-    """A published version: bytes that each server received, and seconds by phase.
+    """A published version: bytes that all servers' ranks received together, and seconds by phase.
 
     ``pack`` and ``wire`` are the slowest sender's own times inside ``transfer``; they overlap.
     """

@@ -113,7 +113,8 @@ class BroadcastSync:
             attempt = await self._run(version, phases)
             self._quarantined.clear()
         log.info("published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, self._plan.nbytes, attempt.seconds)
+        received = self._plan.nbytes * len(self._servers) * self._engine_tp
+        return SyncReport(version, received, attempt.seconds)
 
     async def close(self) -> None:
         """Leaves the groups on both sides. Servers go on with what they serve."""

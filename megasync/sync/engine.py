@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 # For each step of the clean-up after a failure.
 RECOVERY_SECONDS = 10.0
-# First and longest wait between two questions whether a version is staged.
-POLL_SECONDS = (0.005, 0.1)
+# Between two questions whether a version is staged: while it is being sent, and after.
+SENDING_POLL_SECONDS = 1.0
+POLL_SECONDS = 0.01
 
 
 class Engine:
@@ -80,18 +81,21 @@ class Engine:
         """Starts to receive; returns at once."""
         await self.control.call("stage", dict(request), self._seconds)
 
-    async def staged(self, name: str) -> list[dict[str, Any]]:
-        """Waits until each rank holds the attempt; their reports. Raises SyncError with a rank's own reason."""
-        pause, longest = POLL_SECONDS
+    async def staged(self, name: str, sending: asyncio.Future) -> list[dict[str, Any]]:
+        """Waits until each rank holds the attempt; their reports. Raises SyncError with a rank's own reason.
+
+        A question costs the server a moment between two decoding steps, so there are few while ``sending`` goes on.
+        """
         while True:
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, longest)
+            if not sending.done():
+                await asyncio.wait([sending], timeout=SENDING_POLL_SECONDS)
             reports = await self.control.call("poll", {}, self._seconds)
             for tp, report in enumerate(reports):
                 if report["attempt"] != name or report["state"] == "failed":
                     raise SyncError(f"rank {tp} of the server could not stage: {report['error'] or report['state']}")
             if all(report["state"] == "staged" for report in reports):
                 return reports
+            await asyncio.sleep(POLL_SECONDS)
 
     # Commit
 
@@ -145,7 +149,7 @@ class Engine:
                 reports = await self.control.call("poll", {}, RECOVERY_SECONDS)
                 if all(report["state"] != "running" for report in reports):
                     break
-                await asyncio.sleep(POLL_SECONDS[1])
+                await asyncio.sleep(10 * POLL_SECONDS)
             await self.control.call("drop", {}, RECOVERY_SECONDS)
         except ServerError as error:
             log.warning("%s could not be told to drop a staged version: %s", self.url, error)

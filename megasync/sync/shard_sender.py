@@ -91,7 +91,7 @@ class ShardSender:
 
         Args:
             given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
-                ``engines`` ([{name, kind}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
+                ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
                 (whether later attempts may send deltas against this one).
 
         Returns:
@@ -118,9 +118,11 @@ class ShardSender:
         self._base.pop(kind, None)
         mine = plan.of_source(self._rank)
         if mine:
-            names = [engine["name"] for engine in given["engines"] if engine["kind"] == kind]
+            engines = [engine for engine in given["engines"] if engine["kind"] == kind]
             with outcome.clock("join"):
-                links = [self._join(name, plan, given["meeting_point"], deadline) for name in names]
+                links = {
+                    engine["url"]: self._join(engine, plan, given["meeting_point"], deadline) for engine in engines
+                }
             self._allocate(plan.largest)
             self._transmit(kind, mine, plan, links, given, deadline, outcome)
         if given["keep"]:
@@ -128,14 +130,20 @@ class ShardSender:
         else:
             self._sent.pop(kind, None)
 
-    def _join(self, name: str, plan: ShardPlan, meeting_point: tuple[str, int], deadline: Deadline) -> Links:
+    def _join(
+        self, engine: Mapping[str, str], plan: ShardPlan, meeting_point: tuple[str, int], deadline: Deadline
+    ) -> Links:
         """The links to one engine; those of the attempt before when the name is the same."""
+        name = engine["name"]
         if name not in self._links:
             timeout = deadline.left().total_seconds()
-            if self._store is None:
-                self._store = join_store(*meeting_point, timeout)
             index, size = plan.sources.index(self._rank), len(plan.sources) + plan.engine_ranks
-            self._links[name] = Links(self._store, name, index, size, self._device.backend, self._host, timeout)
+            try:
+                if self._store is None:
+                    self._store = join_store(*meeting_point, timeout)
+                self._links[name] = Links(self._store, name, index, size, self._device.backend, self._host, timeout)
+            except RuntimeError as error:
+                raise SyncError(f"no links to {engine['url']}: {error}") from error
         return self._links[name]
 
     def _allocate(self, nbytes: int) -> None:
@@ -148,7 +156,7 @@ class ShardSender:
         kind: str,
         mine: Sequence[tuple[int, Parcel]],
         plan: ShardPlan,
-        links: Sequence[Links],
+        links: Mapping[str, Links],
         given: Mapping[str, Any],
         deadline: Deadline,
         outcome: Outcome,
@@ -168,8 +176,8 @@ class ShardSender:
             outcome.digests.append((kind, parcel.target, tag, value))
             to = len(plan.sources) + parcel.target
             works = []
-            for link in links:
-                works += [link.send(header, to, 2 * tag), link.send(payload, to, 2 * tag + 1)]
+            for url, link in links.items():
+                works += [(url, link.send(header, to, 2 * tag)), (url, link.send(payload, to, 2 * tag + 1))]
                 outcome.bytes += payload.numel()
             under_way[index % 2] = _Message(tag, works, (header, payload))
         for message in under_way:
@@ -179,11 +187,11 @@ class ShardSender:
         if message is None:
             return
         with outcome.clock("wire"):
-            for work in message.works:
+            for url, work in message.works:
                 try:
                     work.wait(min(deadline.left(), timedelta(seconds=stall)))
                 except (RuntimeError, SyncError) as error:
-                    raise SyncError(f"parcel {message.tag}: {error}") from error
+                    raise SyncError(f"parcel {message.tag} to {url}: {error}") from error
 
     @torch.no_grad()
     def _pack(self, kind: str, index: int, tag: int, parcel: Parcel) -> torch.Tensor:
@@ -254,10 +262,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Message:
-    """A parcel on the wire; ``tensors`` must live until it has left."""
+    """A parcel on the wire to servers, by URL; ``tensors`` must live until it has left."""
 
     tag: int
-    works: list[Any]
+    works: list[tuple[str, dist.Work]]
     tensors: tuple[torch.Tensor, ...]
 
 

@@ -155,6 +155,8 @@ class ShardSync:
             await _each(self._engines.values(), prepare)
 
     async def _plan_for(self, engine: Engine) -> None:
+        # A driver that died may have left it receiving.
+        await engine.drop(self._stall + GRACE_SECONDS)
         traced = await engine.trace(list(self._layout.hf_tensors.items()))
         kind = hashlib.sha256("".join(rank.digest() for rank in traced).encode()).hexdigest()[:16]
         if kind not in self._plans:
@@ -197,7 +199,7 @@ class ShardSync:
         await self._start_sending(engines, name, bases, attempt)
         await _each(engines, lambda engine: engine.stage(self._request(engine, name, bases)))
         for engine in engines:
-            attempt.tasks[engine.url] = asyncio.ensure_future(engine.staged(name))
+            attempt.tasks[engine.url] = asyncio.ensure_future(engine.staged(name, attempt.tasks["trainer"]))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
         sent = self._note_sent(name, attempt)
         for engine in engines:
@@ -238,7 +240,7 @@ class ShardSync:
             "timeout": self._seconds,
             "stall": self._stall,
             "meeting_point": self._meeting_point,
-            "engines": [{"name": engine.links, "kind": engine.kind} for engine in engines],
+            "engines": [{"name": engine.links, "kind": engine.kind, "url": engine.url} for engine in engines],
             "bases": bases,
             "keep": self._config.delta,
         }

@@ -130,7 +130,7 @@ async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_ho
         traffic = [asyncio.create_task(generate(server, 600)) for server in servers for _ in range(4)]
         await asyncio.sleep(0.3)
         report = await sync.publish(version)
-        assert report.bytes == sum(p.numel() for p in model.parameters()) * 4
+        assert report.bytes == 2 * sum(p.numel() for p in model.parameters()) * 4
         answers = await asyncio.gather(*traffic)
         await check_serves(servers, model, version)
         kinds = {answer["finish_reason"]["type"] for answer in answers}

@@ -45,24 +45,22 @@ def models(make_model, save_model, tmp_path_factory):
     return found, config
 
 
+def make_server(folder, tp, logs, port=0):
+    rollout = RolloutConfig(
+        tensor_parallel=tp,
+        context_length=1024,
+        max_total_tokens=8192,
+        max_running_requests=32,
+        mem_fraction=0.6,
+        server_args={"--skip-tokenizer-init": True},
+    )
+    return SGLangServer(folder, rollout, "float32", "cpu", "127.0.0.1", port, logs / f"tp{tp}.log")
+
+
 @pytest.fixture(scope="module")
 def urls(models, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-
-    def rollout(tp):
-        return RolloutConfig(
-            tensor_parallel=tp,
-            context_length=1024,
-            max_total_tokens=8192,
-            max_running_requests=32,
-            mem_fraction=0.2,
-            server_args={"--skip-tokenizer-init": True},
-        )
-
-    servers = [
-        SGLangServer(models[0][0][0], rollout(tp), "float32", "cpu", "127.0.0.1", 0, logs / f"tp{tp}.log")
-        for tp in (1, 2)
-    ]
+    servers = [make_server(models[0][0][0], tp, logs) for tp in (1, 2)]
 
     async def start():
         return await asyncio.gather(*(server.start(180) for server in servers))
@@ -197,6 +195,52 @@ async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, mode
         await ranks.call("load", str(models[0][1][0]), timeout=20)
     await sync.publish(52)
     await check_serves(servers, models[0][1][1], 52)
+
+
+async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full_sync(world, models, tmp_path):
+    sync, ranks, servers = await world(stall=6.0, delta=True)
+    server = make_server(models[0][0][0], 1, tmp_path)
+    url = await server.start(120)
+    control = ServerControl(url)
+    try:
+        sync.add(EngineControl(control))
+        await sync.publish(70)
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        await ranks.call_one(3, "set_trap", LATE, "slow", timeout=5)
+        publish = asyncio.create_task(sync.publish(71))
+        await asyncio.sleep(1.5)
+        server.kill()
+        with pytest.raises(SyncError, match=rf"version 71 was not published: .*{url}"):
+            await publish
+        await check_serves(servers, models[0][0][1], 70)
+        await server.stop(5)
+        server = make_server(models[0][0][0], 1, tmp_path, port=int(url.rsplit(":", 1)[1]))
+        await server.start(120)
+        await sync.publish(72)
+        await check_serves([*servers, control], models[0][1][1], 72)
+        # Leaving is as simple as coming.
+        sync.remove(url)
+        await sync.publish(73)
+        assert await control.weight_version() == 72
+    finally:
+        await control.close()
+        await server.stop(5)
+
+
+async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(world, models):
+    sync, ranks, servers = await world(seconds=10.0, stall=3.0)
+    await sync.connect()
+    await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+    publish = asyncio.create_task(sync.publish(80))
+    await asyncio.sleep(1.0)
+    # As if the process had gone: no clean-up at all.
+    sync._abandon = lambda attempt: asyncio.sleep(0)
+    publish.cancel()
+    await asyncio.gather(publish, return_exceptions=True)
+    sync, ranks, servers = await world()
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await sync.publish(81)
+    await check_serves(servers, models[0][1][1], 81)
 
 
 async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_whole_version_came(world, models):

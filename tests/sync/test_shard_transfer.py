@@ -77,7 +77,7 @@ class Wires:
         common = {"attempt": attempt, "timeout": 10.0, "stall": stall}
         sender = common | {
             "meeting_point": self.meeting_point,
-            "engines": [{"name": self.links, "kind": KIND}],
+            "engines": [{"name": self.links, "kind": KIND, "url": "http://engine"}],
             "bases": {KIND: base} if base else {},
             "keep": True,
         }

@@ -1,0 +1,112 @@
+"""The way that gathers: for each parameter an all-gather over the tensor ranks, Hugging Face tensors put together,
+each broadcast by itself, while every server is paused. What most systems began with, written without handicap.
+
+`GatherPeer` runs on every tensor rank, `GatherSync` in the driver. One pipeline stage, one data replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megasync.device import Device
+from megasync.rollout.control import ServerControl
+from megasync.sync.groups import Deadline, Group, join_store, open_store
+from megasync.sync.layout import Layout
+from megasync.sync.shards import assemble
+
+GROUP = "gather"
+SECONDS = 300.0
+
+
+class GatherPeer:
+    def __init__(self, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._params = params
+        # Hugging Face tensors by the parameter that they come from, in the parameters' order.
+        self._names: dict[str, list[str]] = {}
+        for name, holders in layout.holders.items():
+            self._names.setdefault(holders[0].piece.param, []).append(name)
+
+    def listen(self) -> tuple[str, int] | None:
+        if self._rank:
+            return None
+        self._store = open_store("127.0.0.1", SECONDS)
+        return "127.0.0.1", self._store.port
+
+    def join(self, address: tuple[str, int], engine_ranks: int) -> None:
+        ranks = self._layout.topology.world
+        store = self._store if self._rank == 0 else join_store(*address, SECONDS)
+        self._peers = dist.ProcessGroupGloo(dist.PrefixStore("peers", store), self._rank, ranks)
+        if self._rank == 0:
+            self._engines = Group(store, GROUP, 0, 1 + engine_ranks, Device("cpu").backend, SECONDS, SECONDS)
+
+    def send(self) -> None:
+        ranks = self._layout.topology.world
+        for param, names in self._names.items():
+            shard = self._params[param]
+            shards = [torch.empty_like(shard) for _ in range(ranks)]
+            self._peers.allgather([shards], [shard]).wait()
+            for name in names:
+                whole = assemble(name, self._layout, lambda rank: {param: shards[rank]})  # noqa: B023
+                if self._rank == 0:
+                    self._engines.broadcast(whole, Deadline(SECONDS))
+
+
+class GatherSync:
+    def __init__(self, ranks, servers: Sequence[ServerControl], layout: Layout, dtype: str, engine_tp: int) -> None:
+        self._ranks, self._servers, self._dtype, self._engine_tp = ranks, servers, dtype, engine_tp
+        order: dict[str, list[str]] = {}
+        for name, holders in layout.holders.items():
+            order.setdefault(holders[0].piece.param, []).append(name)
+        self._tensors = [(name, list(layout.hf_tensors[name])) for names in order.values() for name in names]
+
+    async def connect(self) -> None:
+        address = (await self._ranks.call("gather_listen", timeout=SECONDS))[0]
+        engine_ranks = len(self._servers) * self._engine_tp
+        bodies = [
+            {
+                "master_address": address[0],
+                "master_port": address[1],
+                "rank_offset": 1 + index * self._engine_tp,
+                "world_size": 1 + engine_ranks,
+                "group_name": GROUP,
+                "backend": "gloo",
+            }
+            for index in range(len(self._servers))
+        ]
+        await asyncio.gather(
+            self._ranks.call("gather_join", address, engine_ranks, timeout=SECONDS),
+            *(
+                server.post("/init_weights_update_group", body, timeout=SECONDS)
+                for server, body in zip(self._servers, bodies, strict=True)
+            ),
+        )
+
+    async def publish(self, version: int) -> tuple[float, float]:
+        """(seconds in all, seconds that servers stand still)."""
+        start = time.monotonic()
+        await self._all("/pause_generation", {"mode": "in_place"})
+        await self._all("/begin_weight_update", {})
+        sending = asyncio.ensure_future(self._ranks.call("gather_send", timeout=SECONDS))
+        for name, shape in self._tensors:
+            body = {"names": [name], "dtypes": [self._dtype], "shapes": [shape], "group_name": GROUP}
+            if name == self._tensors[-1][0]:
+                body["weight_version"] = str(version)
+            await self._all("/update_weights_from_distributed", body | {"flush_cache": False})
+        await sending
+        await self._all("/end_weight_update", {})
+        await self._all("/continue_generation", {"torch_empty_cache": False})
+        seconds = time.monotonic() - start
+        return seconds, seconds
+
+    async def close(self) -> None:
+        await self._all("/destroy_weights_update_group", {"group_name": GROUP})
+
+    async def _all(self, path: str, body: dict) -> None:
+        await asyncio.gather(*(server.post(path, body, timeout=SECONDS) for server in self._servers))

@@ -1,0 +1,51 @@
+"""A Llama of random weights and a wanted size, as a Hugging Face folder without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megasync.sync.layout import Layout
+from megasync.sync.topology import Topology
+
+
+def make_random_model(folder: Path, gigabytes: float, dtype: str) -> Path:
+    """Writes about so many gigabytes (10^9 bytes) of weights, as layers of 1,536 hidden units."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": dtype,
+    }
+    item = getattr(torch, dtype).itemsize
+
+    def size(layers: int) -> int:
+        shapes = Layout(config | {"num_hidden_layers": layers}, Topology()).hf_tensors.values()
+        return item * sum(torch.Size(shape).numel() for shape in shapes)
+
+    layers = max(1, round((gigabytes * 1e9 - size(1)) / (size(2) - size(1)) + 1))
+    config["num_hidden_layers"] = layers
+    torch.manual_seed(0)
+    tensors = {
+        name: (torch.randn(shape) * 0.02).to(getattr(torch, dtype))
+        for name, shape in Layout(config, Topology()).hf_tensors.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
