@@ -56,6 +56,21 @@ FAMILIES = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
+        # What published checkpoints say and Hugging Face's class leaves out.
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        # On a CPU, SGLang has only this kind for DeepSeek.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
 }
 
