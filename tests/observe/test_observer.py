@@ -12,7 +12,7 @@ from megasync.observe import names
 from megasync.observe.curve import CURVE_FILE, plot_curve, points
 from megasync.observe.metrics import MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver
-from megasync.observe.samples import answers_table, append_answers, before_and_after, read_answers
+from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
 
 METRICS = {
     names.REWARD: 0.5,
@@ -162,6 +162,15 @@ def test_points_skip_gaps_and_are_in_order():
 def test_the_configured_number_of_answers_is_kept(observer, tmp_path):
     observer.answers(0, 0, [(f"p{n}", "t", 0.0) for n in range(5)])
     assert [answer.prompt for answer in read_answers(tmp_path)] == ["p0", "p1"]
+
+
+def test_a_torn_answer_is_dropped_and_the_next_one_is_whole(tmp_path):
+    append_answers(tmp_path, 0, 0, [("p\u2028q", "ü", 0.0)])
+    whole = (tmp_path / SAMPLES_FILE).read_bytes()
+    (tmp_path / SAMPLES_FILE).write_bytes(whole + whole[: whole.index("ü".encode()) + 1])
+    assert [answer.step for answer in read_answers(tmp_path)] == [0]
+    append_answers(tmp_path, 4, 4, [("p\u2028q", "v", 1.0)])
+    assert [(answer.step, answer.prompt) for answer in read_answers(tmp_path)] == [(0, "p\u2028q"), (4, "p\u2028q")]
 
 
 def test_first_and_last_answers_to_a_prompt_are_paired(tmp_path):
