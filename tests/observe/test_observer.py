@@ -10,7 +10,7 @@ from rich.console import Console
 from megasync.config import load_config
 from megasync.observe import names
 from megasync.observe.curve import CURVE_FILE, plot_curve, points
-from megasync.observe.metrics import MetricsLog, read_metrics
+from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver
 from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
 
@@ -116,16 +116,22 @@ def test_the_curve_is_drawn_when_the_run_ends(observer, tmp_path):
     assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, monkeypatch, caplog):
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(MetricsLog, "log", full)
+def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, tmp_path, caplog):
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
             observer.step(step, step, METRICS)
-    assert caplog.text.count("could not write metrics: OSError: no space left on device") == 1
+    (warning,) = caplog.records
+    assert f"could not write metrics in {tmp_path}: OSError: [Errno 28] No space left" in warning.getMessage()
+    assert not warning.exc_info
     assert observer.snapshot().step == 3
+
+
+def test_a_defect_in_observing_keeps_its_traceback_and_training_goes_on(observer, monkeypatch, caplog):
+    monkeypatch.delattr(MetricsLog, "_open")
+    with caplog.at_level(logging.WARNING):
+        observer.step(1, 1, METRICS)
+    assert "AttributeError" in caplog.text and "Traceback" in caplog.text
 
 
 def test_an_error_of_the_run_passes_through(observer, tmp_path):
