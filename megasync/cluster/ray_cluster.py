@@ -47,9 +47,14 @@ class RayCluster:
                     **quiet,
                 )
                 self._owned = True
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # Ray's own processes may be slow, or their disk full; it raises Exception itself then
             where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
-            raise MegasyncError(f"could not {where}: {error}") from error
+            raise MegasyncError(
+                f"could not {where}: {type(error).__name__}: {error}; Ray's own logs are under "
+                f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray, and a machine that was only too busy needs another try"
+            ) from error
 
     def close(self) -> None:
         """Disconnects; a cluster that this run started ends with it."""
