@@ -18,7 +18,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*/COMPLETE"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_one_signal_finishes_the_step_and_saves(miniature, launch, the_run_dir, number: signal.Signals) -> None:
     run = launch("train", miniature(schedule=ENDLESS))
     run.wait_for("step 3/")
