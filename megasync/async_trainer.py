@@ -90,12 +90,12 @@ class AsyncTrainer:
             run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
             try:
                 run_dir.mkdir(parents=True)
+                save_config(self.config, run_dir / CONFIG_FILE)
+                (run_dir / CUSTOM_FILE).write_text(json.dumps(self._custom.names()))
             except FileExistsError:
                 continue
             except OSError as error:
                 raise ConfigError(f"run_root={self.config.run_root!r} cannot be written: {error}") from error
-            save_config(self.config, run_dir / CONFIG_FILE)
-            (run_dir / CUSTOM_FILE).write_text(json.dumps(self._custom.names()))
             return run_dir
         raise ConfigError(f"could not make a new run directory like {stem}")
 

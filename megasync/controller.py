@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.config import Config
-from megasync.errors import MegasyncError, ServerError, SyncError, TrainingError
+from megasync.errors import CheckpointError, MegasyncError, ServerError, SyncError, TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -337,8 +337,10 @@ class Controller:
         self._observer.message(f"checkpoint: {path}")
 
     async def _save_at_end(self, error: BaseException | None) -> None:
-        """Saves what was trained since the last checkpoint. A trainer that failed is not asked again."""
+        """Saves what was trained since the last checkpoint. What failed, a trainer or a save, is not asked for again."""
         if self._saved_step == self.progress.step or self.progress.step == 0 or not self._trainer_fit:
+            return
+        if isinstance(error, CheckpointError):
             return
         try:
             await self._save()

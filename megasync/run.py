@@ -174,6 +174,7 @@ class Run:
 
         stack.push_async_callback(disconnect)
         await asyncio.shield(connecting)
+        cluster.give_back_signals()
         pools = Pools(specs, device.kind)
         stack.callback(pools.remove)
         await pools.create(self.config.timeouts.server_start)

@@ -53,7 +53,7 @@ def _apply() -> None:
 PATCH = Patch(
     name="megatron-cuda-literals",
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=("0.16.1", "0.19.2"),
     reason='schedules, optimizers and gradient clipping create tensors with device="cuda"',
     apply=_apply,
 )

@@ -33,7 +33,7 @@ def _apply() -> None:
 PATCH = Patch(
     name="megatron-rng-state",
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=("0.16.1", "0.19.2"),
     reason="the random state tracker reads and writes the CUDA generator only",
     apply=_apply,
 )

@@ -45,7 +45,7 @@ def _apply() -> None:
 PATCH = Patch(
     name="megatron-tensor-types",
     package="megatron-core",
-    versions=("0.16.1",),
+    versions=("0.16.1", "0.19.2"),
     reason="the optimizers recognise dtypes by the names of CUDA tensor types",
     apply=_apply,
 )

@@ -1,8 +1,9 @@
 """Lets CPU ranks run code that asks torch for the current CUDA device.
 
 Megatron passes `torch.cuda.current_device()` as the device of its communication buffers, calls
-`torch.cuda.synchronize()` around them and moves a tied embedding with `Tensor.cuda()`. On a CPU the current device is
-the CPU, there is nothing to wait for, and a tensor is already where it belongs.
+`torch.cuda.synchronize()` around them, moves a tied embedding with `Tensor.cuda()` and, from 0.19 on, looks up the
+current stream before it reduces gradients. On a CPU the current device is the CPU, there is nothing to wait for, a
+tensor is already where it belongs, and the one stream is torch's for the CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def _apply() -> None:
         return self
 
     torch.cuda.current_device = current_device
+    torch.cuda.current_stream = torch.cpu.current_stream
     torch.cuda.synchronize = synchronize
     torch.Tensor.cuda = stay
 

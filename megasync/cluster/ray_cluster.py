@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 
 import ray
 
@@ -47,9 +49,26 @@ class RayCluster:
                     **quiet,
                 )
                 self._owned = True
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # Ray's own processes may be slow, or their disk full; it raises Exception itself then
             where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
-            raise MegasyncError(f"could not {where}: {error}") from error
+            raise MegasyncError(
+                f"could not {where}: {type(error).__name__}: {error}; Ray keeps its logs and "
+                f"sockets in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray, where there must be room; a machine that was "
+                "only too busy needs another try"
+            ) from error
+
+    @staticmethod
+    def give_back_signals() -> None:
+        """For the main thread, after `connect`: Ray's core takes SIGTERM, prints its stack and aborts the process on it.
+
+        Python still knows the handler that was there before; setting it again is enough.
+        """
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGTERM)
+            if handler is not None:
+                signal.signal(signal.SIGTERM, handler)
 
     def close(self) -> None:
         """Disconnects; a cluster that this run started ends with it."""

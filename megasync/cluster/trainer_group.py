@@ -11,7 +11,7 @@ from megasync.buffer.trajectory import Group
 from megasync.cluster.actors import Actors
 from megasync.cluster.pools import Pools
 from megasync.config import Config
-from megasync.errors import MegasyncError
+from megasync.errors import CheckpointError, MegasyncError
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,24 @@ class TrainerGroup:
         return (await self._actors.call("logprobs", sequences, timeout=self._timeouts.train_step))[0]
 
     async def save(self, step: int, state: dict) -> Path:
-        """Writes the checkpoint of a step and removes older ones beyond `checkpoint.keep`. Raises CheckpointError."""
+        """Writes the checkpoint of a step and removes older ones beyond `checkpoint.keep`.
+
+        Raises:
+            CheckpointError: it could not be written; says which earlier one the run can go on from.
+        """
         from megasync.trainer import checkpoint
 
         path = checkpoint.step_path(self._run_dir, step)
-        await self._actors.call("save", str(path), state, timeout=self._timeouts.train_step)
+        try:
+            await self._actors.call("save", str(path), state, timeout=self._timeouts.train_step)
+        except CheckpointError as error:
+            kept = checkpoint.latest(self._run_dir)
+            way_on = (
+                f"once it can be written, `megasync resume {self._run_dir}` goes on from {kept.name}"
+                if kept
+                else "there is no earlier one to go on from"
+            )
+            raise CheckpointError(f"{error}; {way_on}") from error
         await asyncio.to_thread(checkpoint.prune, self._run_dir, self._keep)
         return path
 

@@ -71,11 +71,12 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; empty when there is none."""
+    """The lines of a file of JSON lines; empty when there is none."""
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Bytes: text would be split at Unicode's own line ends too, which JSON strings may hold.
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))

@@ -179,4 +179,8 @@ class RunObserver:
         except Exception as error:  # observing must not end training; said once, with its cause
             if what not in self._failed:
                 self._failed.add(what)
-                log.warning("could not %s: %s: %s", what, type(error).__name__, error, exc_info=True)
+                # What the system refuses (a full disk) needs no traceback; anything else is a defect and gets one.
+                trace = not isinstance(error, OSError)
+                log.warning(
+                    "could not %s in %s: %s: %s", what, self._run_dir, type(error).__name__, error, exc_info=trace
+                )

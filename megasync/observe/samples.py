@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
+
+from megasync.observe.metrics import read_rows
 
 SAMPLES_FILE = "samples.jsonl"
 # Longer texts keep their beginning and end in the table; the file always has them whole.
@@ -31,16 +34,17 @@ def append_answers(
 ) -> list[Answer]:
     """Adds (prompt, text, reward) triples to the run's file, and returns them as written."""
     found = [Answer(step, version, *answer) for answer in answers]
-    with (Path(run_dir) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+    path = Path(run_dir) / SAMPLES_FILE
+    if path.is_file():
+        # A line that was torn by a full disk or a killed process would swallow the next one.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found)
     return found
 
 
 def read_answers(run_dir: Path) -> list[Answer]:
-    path = Path(run_dir) / SAMPLES_FILE
-    if not path.is_file():
-        return []
-    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Answer(**row) for row in read_rows(Path(run_dir) / SAMPLES_FILE)]
 
 
 def before_and_after(answers: Iterable[Answer]) -> list[tuple[Answer, Answer]]:

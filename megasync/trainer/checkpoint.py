@@ -132,7 +132,16 @@ def _make_room(path: Path, partial: Path) -> None:
 def _write_shard(partial: Path, shard: Shard) -> None:
     save_written(partial, shard.layout, shard.rank, shard.params)
     saved = {"optimizer": shard.optimizer, "random": torch.get_rng_state()}
-    torch.save(saved, partial / _optimizer_file(shard.rank))
+    _write_objects(saved, partial / _optimizer_file(shard.rank))
+
+
+def _write_objects(saved: dict[str, Any], path: Path) -> None:
+    """`torch.save` that raises the OSError of a failed write; torch itself tells only that a position is wrong."""
+    with path.open("wb") as file:
+        try:
+            torch.save(saved, file)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def _optimizer_file(rank: int) -> str:

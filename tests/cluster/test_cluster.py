@@ -59,6 +59,17 @@ def test_a_role_without_a_method_is_refused_by_name() -> None:
         check_capabilities({"trainer": broken})
 
 
+@pytest.mark.parametrize("cause", [OSError(28, "No space left on device"), Exception("The node timed out.")])
+def test_whatever_keeps_ray_from_starting_is_told(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+    def fail(**_: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(MegasyncError, match=f"could not start Ray on this machine: {type(cause).__name__}: ") as caught:
+        RayCluster(Config(), devices_needed=4).connect()
+    assert str(cause) in str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     session = RayCluster(Config(), devices_needed=4)

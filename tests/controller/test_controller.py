@@ -67,6 +67,7 @@ class FakeTrainer:
     def __init__(self, fail_at: int | None = None, disk_full: bool = False) -> None:
         self.steps: list[tuple[int, int, list[str]]] = []
         self.saved: list[dict] = []
+        self.save_calls = 0
         self._fail_at = fail_at
         self._disk_full = disk_full
 
@@ -78,6 +79,7 @@ class FakeTrainer:
         return {"train/loss": 0.5}
 
     async def save(self, step: int, state: dict) -> Path:
+        self.save_calls += 1
         if self._disk_full:
             raise CheckpointError("no space left on device")
         self.saved.append(state)
@@ -300,3 +302,10 @@ async def test_a_full_disk_at_the_end_is_an_error_and_does_not_hide_an_earlier_o
         await Rig(trainer=FakeTrainer(disk_full=True)).run()
     with pytest.raises(DataError, match="reward function"):
         await Rig(trainer=FakeTrainer(disk_full=True), total_steps=1000, rollout={"fail_after": 9}).run()
+
+
+async def test_a_save_that_failed_is_not_tried_again_at_the_end() -> None:
+    rig = Rig(trainer=FakeTrainer(disk_full=True), checkpoint_every=2)
+    with pytest.raises(CheckpointError, match="no space left"):
+        await rig.run()
+    assert (rig.trainer.save_calls, len(rig.trainer.steps)) == (1, 2)

@@ -18,15 +18,17 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*/COMPLETE"))
 
 
-def test_one_interrupt_finishes_the_step_and_saves(miniature, launch, the_run_dir) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_one_signal_finishes_the_step_and_saves(miniature, launch, the_run_dir, number: signal.Signals) -> None:
     run = launch("train", miniature(schedule=ENDLESS))
     run.wait_for("step 3/")
-    run.signal(signal.SIGINT)
+    run.signal(number)
     assert run.wait() == 0, run.output
     (marker,) = checkpoints(the_run_dir())
     state = json.loads((marker.parent / "state.json").read_text())
     assert state["step"] >= 3
-    assert "SIGINT" in run.output
+    assert f"stopping: {number.name}" in run.output
+    assert "*** SIG" not in run.output
     assert run.survivors() == []
 
 

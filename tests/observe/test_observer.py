@@ -10,9 +10,9 @@ from rich.console import Console
 from megasync.config import load_config
 from megasync.observe import names
 from megasync.observe.curve import CURVE_FILE, plot_curve, points
-from megasync.observe.metrics import MetricsLog, read_metrics
+from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver
-from megasync.observe.samples import answers_table, append_answers, before_and_after, read_answers
+from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
 
 METRICS = {
     names.REWARD: 0.5,
@@ -116,16 +116,22 @@ def test_the_curve_is_drawn_when_the_run_ends(observer, tmp_path):
     assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, monkeypatch, caplog):
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(MetricsLog, "log", full)
+def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, tmp_path, caplog):
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
             observer.step(step, step, METRICS)
-    assert caplog.text.count("could not write metrics: OSError: no space left on device") == 1
+    (warning,) = caplog.records
+    assert f"could not write metrics in {tmp_path}: OSError: [Errno 28] No space left" in warning.getMessage()
+    assert not warning.exc_info
     assert observer.snapshot().step == 3
+
+
+def test_a_defect_in_observing_keeps_its_traceback_and_training_goes_on(observer, monkeypatch, caplog):
+    monkeypatch.delattr(MetricsLog, "_open")
+    with caplog.at_level(logging.WARNING):
+        observer.step(1, 1, METRICS)
+    assert "AttributeError" in caplog.text and "Traceback" in caplog.text
 
 
 def test_an_error_of_the_run_passes_through(observer, tmp_path):
@@ -162,6 +168,15 @@ def test_points_skip_gaps_and_are_in_order():
 def test_the_configured_number_of_answers_is_kept(observer, tmp_path):
     observer.answers(0, 0, [(f"p{n}", "t", 0.0) for n in range(5)])
     assert [answer.prompt for answer in read_answers(tmp_path)] == ["p0", "p1"]
+
+
+def test_a_torn_answer_is_dropped_and_the_next_one_is_whole(tmp_path):
+    append_answers(tmp_path, 0, 0, [("p\u2028q", "ü", 0.0)])
+    whole = (tmp_path / SAMPLES_FILE).read_bytes()
+    (tmp_path / SAMPLES_FILE).write_bytes(whole + whole[: whole.index("ü".encode()) + 1])
+    assert [answer.step for answer in read_answers(tmp_path)] == [0]
+    append_answers(tmp_path, 4, 4, [("p\u2028q", "v", 1.0)])
+    assert [(answer.step, answer.prompt) for answer in read_answers(tmp_path)] == [(0, "p\u2028q"), (4, "p\u2028q")]
 
 
 def test_first_and_last_answers_to_a_prompt_are_paired(tmp_path):

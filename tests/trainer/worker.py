@@ -308,10 +308,14 @@ def broken_checkpoints(model, folder):
             return str(error)
         return None
 
+    engine.forward_backward(to_samples([{"prompt": [1, 2], "response": [3, 4]}]), cross_entropy(2))
+    engine.update(1, loss_is_finite=True)
     engine.save(checkpoint.step_path(run, 1), {"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        # Room for the weights, not for the optimizer's two moments.
+        weight_bytes = sum(tensor.nbytes for tensor in engine.params().values())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * weight_bytes // 2, limits[1]))
     full = attempt(engine.save, checkpoint.step_path(run, 2))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = sorted(path.name for path in (run / "checkpoints").iterdir())

@@ -1,0 +1,58 @@
+"""A checkpoint that cannot be written whole ends the run; the one before it stays, and the run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasync.trainer import checkpoint
+
+pytestmark = pytest.mark.real
+
+# The weights of a rank of the miniature are smaller (0.2 MB), the state of its optimizer is larger (0.4 MB).
+ROOM = 300_000
+EVERY = 20
+
+
+def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniature, launch, the_run_dir) -> None:
+    schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+    run = launch("train", miniature(schedule=schedule, checkpoint={"every_steps": EVERY, "export": False}))
+    run.wait_for("checkpoint: ")
+    # Stands for a full disk, which needs a file system of its own: rank 1 may write no file beyond this size.
+    (rank,) = [p for p in ranks(run.family()) if writes_to(p, the_run_dir() / "logs" / "trainer-1.log")]
+    rank.rlimit(psutil.RLIMIT_FSIZE, (ROOM, resource.RLIM_INFINITY))
+
+    assert run.wait() == 2, run.output
+    run_dir = the_run_dir()
+    kept = checkpoint.complete(run_dir)
+    failed = checkpoint.step_path(run_dir, step_of(kept[-1]) + EVERY)
+    assert sorted((run_dir / "checkpoints").iterdir()) == kept, "nothing is left of the broken one"
+    error = run.output.splitlines()[-1]
+    assert error.startswith(f"CheckpointError: could not write checkpoint {failed}: rank 1: OSError: ")
+    assert "File too large" in error
+    assert f"megasync resume {run_dir}` goes on from {kept[-1].name}" in error
+    assert run.output.count("could not write checkpoint") == 1
+    assert run.survivors() == []
+
+    more = launch("resume", run_dir, f"schedule.total_steps={step_of(failed)}")
+    assert more.wait() == 0, more.output
+    assert checkpoint.latest(run_dir) == failed
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "time/step" in row] == list(range(1, step_of(failed) + 1))
+    assert more.survivors() == []
+
+
+def ranks(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in family if p.is_running() and "TrainerRank" in " ".join(p.cmdline())]
+
+
+def writes_to(process: psutil.Process, path: Path) -> bool:
+    return str(path) in {file.path for file in process.open_files()}
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

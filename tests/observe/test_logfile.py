@@ -1,0 +1,50 @@
+"""A log that cannot be written is spoken of once, and nothing fails because of it."""
+
+import logging
+
+import pytest
+
+from megasync.observe.logfile import log_to_file
+
+LOGGER = logging.getLogger("megasync")
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Opens the log at logs/<name> of a run, and gives the logger back as it was."""
+    before = LOGGER.level, LOGGER.propagate
+    opened = []
+
+    def start(name):
+        opened.append(log_to_file(tmp_path / "logs" / name))
+        return opened[-1]
+
+    yield start
+    for handler in opened:
+        LOGGER.removeHandler(handler)
+        handler.close()
+    LOGGER.level, LOGGER.propagate = before
+
+
+def test_records_are_in_the_file_at_once(log, tmp_path):
+    log("trainer-0.log")
+    logging.getLogger("megasync.trainer").info("rank %d is up", 0)
+    assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("INFO megasync.trainer: rank 0 is up\n")
+
+
+def test_a_full_disk_is_said_once(log, tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
+    handler = log("controller.log")
+    for number in range(3):
+        LOGGER.info("message %d", number)
+    handler.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "controller.log: [Errno 28] No space left on device" in line
+    assert handler.stream is None
+
+
+def test_a_record_that_cannot_be_formatted_keeps_its_traceback(log, capsys):
+    log("controller.log")
+    LOGGER.info("message %d", "not a number")
+    assert "Traceback" in capsys.readouterr().err
