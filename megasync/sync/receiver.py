@@ -336,12 +336,13 @@ class Receiver:
     def commit(self, given: Mapping[str, Any]) -> None:
         """Copies the staged ``attempt`` into the live parameters; `check` must have passed on every rank."""
         program, params = self._ready(given["program"]), self._params()
+        # A loader may fill more than stays filled.
+        for fill in program.fills:
+            Place(*fill[:-1]).of(params[fill.param]).fill_(fill.value)
         if given.get("stream"):
             self._stream(program, given, params)
         else:
             torch._foreach_copy_(*self._copies(program, params))
-        for fill in program.fills:
-            Place(*fill[:-1]).of(params[fill.param]).fill_(fill.value)
 
     def _copies(
         self, program: Program, params: Mapping[str, torch.Tensor]
