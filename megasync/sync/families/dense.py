@@ -115,7 +115,8 @@ DENSE: dict[str, Family] = {
         **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, qkv("bias", when="attention_bias"), OUTPUT, *GLM4_OUTPUT_NORMS),
         dense=GLM4_MLP,
-        defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+        defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},
         interleaved_rotary=True,
+        partial_rotary=True,
     ),
 }
