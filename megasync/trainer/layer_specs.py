@@ -13,8 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,23 +35,15 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _NormedOutput:
-    """Mixed into a module: its output is normed before it is added to the residual (GLM-4)."""
+    """Mixed into the linear layer that ends attention or an MLP: what is added to the residual is normed (GLM-4)."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
         self.output_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
         return self.output_layernorm(output), bias
-
-
-class NormedAttention(_NormedOutput, SelfAttention):
-    pass
-
-
-class NormedMLP(_NormedOutput, MLP):
-    pass
 
 
 def chunk_specs(
@@ -80,8 +70,9 @@ def _layer_spec(config: TransformerConfig, layout: Layout, sparse: bool, flavour
     if sparse:
         spec.submodules.mlp.submodules.router = PolicyRouter
     if _has_output_norms(layout):
-        spec.submodules.self_attention.module = NormedAttention
-        spec.submodules.mlp.module = NormedMLP
+        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+        attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
+        mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
     return spec
 
 

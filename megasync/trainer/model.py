@@ -98,7 +98,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
         # Megatron makes a router's and a shared expert's gate on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     _check_parameters(chunks, layout, rank)
-    _mark_split_parameters(chunks, layout, rank)
+    _mark_parameters(chunks, layout, rank)
     return chunks
 
 
@@ -207,13 +207,18 @@ def _check_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) 
         raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
 
 
-def _mark_split_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
-    """Tells Megatron which parameters differ between tensor ranks: the gradient norm counts all others only once.
+def _mark_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
+    """Tells Megatron which parameters differ between tensor ranks, and which belong to experts.
 
-    Megatron marks them while it draws initial weights, which this package skips because it loads every weight.
+    The gradient norm counts parameters that are equal on tensor ranks only once; Megatron marks the others while it
+    draws initial weights, which this package skips because it loads every weight. Gradients of experts are summed over
+    the ranks that hold the same experts; Megatron marks those only when there is expert parallelism, and would leave
+    copies on tensor ranks apart when each expert stands whole on each of them.
     """
     weights = named_weights(chunks)
     for item in layout.of_rank(rank):
         param = weights[item.param]
         if item.split is not Split.REPLICATED and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, 1 if item.split is Split.ROW else 0, 1)
+        if item.ep is not None:
+            param.allreduce = False

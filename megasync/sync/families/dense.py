@@ -82,9 +82,12 @@ GLM4_MLP = (
 GLM4_OUTPUT_NORMS = (
     norm(
         "model.layers.{layer}.post_self_attn_layernorm.weight",
-        "decoder.layers.{layer}.self_attention.output_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
     ),
-    norm("model.layers.{layer}.post_mlp_layernorm.weight", "decoder.layers.{layer}.mlp.output_layernorm.weight"),
+    norm(
+        "model.layers.{layer}.post_mlp_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight",
+    ),
 )
 ENDS = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
 
