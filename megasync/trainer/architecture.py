@@ -7,12 +7,14 @@ layers compute. An option that is not listed here is one that does not change th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megasync.config.schema import TrainerConfig
 from megasync.errors import ConfigError
 from megasync.sync.families import family_of
-from megasync.sync.layout import Layout
+
+if TYPE_CHECKING:
+    from megasync.config.schema import TrainerConfig
+    from megasync.sync.layout import Layout
 
 # Options that change the computation, and the only value that is implemented; absent means that value.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}

@@ -90,7 +90,8 @@ def hugging_face(models, rows):
     return {family: reference(models[family], rows) for family in FAMILIES}
 
 
-def reference(path, rows):
+def reference(path, rows, balance=0.0):
+    """With ``balance``, the loss has that much of Switch Transformer's load-balancing loss, summed over layers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -98,12 +99,23 @@ def reference(path, rows):
     logprobs, loss = [], 0.0
     for row in rows:
         ids = torch.tensor([row["prompt"] + row["response"]])
-        log_p = model(ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+        output = model(ids, output_router_logits=True) if balance else model(ids)
+        log_p = output.logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
         logprobs.append(log_p.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0])
         entropy = -(log_p.exp() * log_p).sum(-1)
         loss = loss - (logprobs[-1].sum() + 0.1 * entropy.sum()) / tokens
+        if balance:
+            # The last token is never fed to the engine's model.
+            loss = loss + balance * sum(switch_loss(logits[:-1], 2) for logits in output.router_logits)
     loss.backward()
     return torch.cat(logprobs).detach(), loss.item(), dict(gradients(model))
+
+
+def switch_loss(logits, topk):
+    """Equation 4 of https://arxiv.org/abs/2101.03961, for top-k routing: experts x sum of load share x mean weight."""
+    weights = logits.softmax(-1)
+    chosen = torch.zeros_like(weights).scatter(1, weights.topk(topk).indices, 1.0)
+    return weights.shape[1] * (chosen.mean(0) / topk * weights.mean(0)).sum()
 
 
 def gradients(model):
@@ -172,6 +184,42 @@ def test_interleaved_schedules_have_a_multiple_of_the_stages(results):
     for (_, layout), ranks in results[0].items():
         if "vpp2" in layout:
             assert all(rank["microbatches"] % 2 == 0 for rank in ranks)
+
+
+# One response, so that every layout has one microbatch that counts; others are masked copies, and most are padded.
+BALANCED = {
+    1: {"one": {}},
+    2: {
+        "ep2": {"data_parallel": 2, "expert_parallel": 2, **WHOLE},
+        "tp2-ep2-etp1-recompute": SPARSE_LAYOUTS[2]["tp2-ep2-etp1"],
+        "pp2-vpp2": INTERLEAVED,
+    },
+    4: {"tp2-pp2": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}},
+}
+
+
+def test_the_balancing_loss_is_switch_transformers_and_ignores_padding_and_masked_copies(
+    run_ranks, models, rows, tmp_path_factory
+):
+    row = rows[3]
+    assert (len(row["prompt"]) + len(row["response"]) - 1) % 2
+    path = models["qwen2_moe"]
+    _, _, plain = reference(path, [row])
+    _, _, expected = reference(path, [row], balance=0.5)
+    router = "model.layers.1.mlp.gate.weight"
+    assert (expected[router] - plain[router]).abs().max() > 1e-3
+    for world, layouts in BALANCED.items():
+        options = {label: {**layout, "moe_aux_loss": 0.5} for label, layout in layouts.items()}
+        folder = str(tmp_path_factory.mktemp("balanced"))
+        ranks = run_ranks("layouts", world, models={"m": path}, rows=[row], layouts=options, folder=folder)
+        for label in layouts:
+            map_ = layout_of(path, options[label])
+            held = [rank["m", label]["gradients"] for rank in ranks]
+            for name in map_.hf_tensors:
+                found = assemble(name, map_, held.__getitem__)
+                torch.testing.assert_close(
+                    found, expected[name], atol=1e-5, rtol=1e-4, msg=lambda text, at=(label, name): f"{at}: {text}"
+                )
 
 
 def layout_of(path, options):
