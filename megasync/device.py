@@ -43,6 +43,11 @@ class Device:
         """Flavour of Megatron's layers: "te" (Transformer Engine) on GPUs that have it, "local" everywhere else."""
         return "te" if self.kind == "cuda" and find_spec("transformer_engine") else "local"
 
+    @property
+    def expert_dispatcher(self) -> str:
+        """Megatron's way to bring tokens to experts. Over gloo, its all-to-all gets tensors where it needs numbers."""
+        return "allgather" if self.kind == "cpu" else "alltoall"
+
     def prepare_process(self, local_rank: int) -> None:
         """Makes this process a trainer rank: selects its device and bends upstream packages before they are used.
 

@@ -47,6 +47,7 @@ MODULES = (
     "megatron_rng_state",
     "megatron_cuda_literals",
     "megatron_tensor_types",
+    "megatron_router_gemm",
 )
 
 _active: list[str] = []

@@ -7,6 +7,17 @@ from pathlib import Path
 import torch
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# What each family needs beside the common sizes.
+FAMILIES = {
+    "llama": {"head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "glm4": {"head_dim": 16},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "norm_topk_prob": True},
+}
 
 
 def make_tiny_model(
@@ -19,22 +30,9 @@ def make_tiny_model(
     tokenizer: bool = True,
     **overrides,
 ) -> Path:
-    """A float32 `family` (qwen2, qwen3 or llama) model; `overrides` replace config values. Ids 0-2 are pad, bos, eos."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    """A float32 `family` model, one of `FAMILIES`; `overrides` replace config values. Ids 0-2 are pad, bos, eos."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    classes = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }
-    config_class, model_class = classes[family]
     values = {
         "vocab_size": 300,
         "hidden_size": 64,
@@ -50,19 +48,16 @@ def make_tiny_model(
         # Larger than the usual 0.02, so that the logits of a random model are far from uniform.
         "initializer_range": 0.2,
     }
-    if family != "qwen2":
-        values["head_dim"] = 16
-    config = config_class(**(values | overrides))
+    config = AutoConfig.for_model(family, **(values | FAMILIES[family] | overrides))
     path = Path(path)
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     try:
-        model = model_class(config).to(torch.float32)
-        if family == "qwen2":
-            # Hugging Face starts biases at zero, which would hide a bias that is not loaded.
-            for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):
-                    torch.nn.init.normal_(parameter, std=0.2)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Hugging Face starts biases at zero, which would hide a bias that is not loaded.
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
     finally:
         torch.set_rng_state(generator_state)
     model.save_pretrained(path)

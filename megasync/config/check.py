@@ -19,6 +19,7 @@ from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
+from megasync.trainer.architecture import check_experts
 
 # Server arguments that have a key of their own here, or that a run must decide itself.
 RESERVED_SERVER_ARGS = {
@@ -266,7 +267,9 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
     """
     values, source = read_hf_config(config.model, planning=planning)
     try:
-        return Layout(values, Topology.from_config(config.trainer)), source
+        layout = Layout(values, Topology.from_config(config.trainer))
+        check_experts(layout, config.trainer)
+        return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -289,7 +292,8 @@ def _check_context(config: Config, limit: int | None, source: Path) -> None:
 
 def _check_server_split(tensor: int, sizes: Sizes, source: Path) -> None:
     """SGLang's rules for cutting a decoder over the tensor-parallel ranks of one server."""
-    for name, count in (("num_attention_heads", sizes.heads), ("intermediate_size", sizes.intermediate)):
+    experts = {"moe_intermediate_size": sizes.moe_intermediate} if sizes.sparse_layers else {}
+    for name, count in {"num_attention_heads": sizes.heads, **sizes.widths, **experts}.items():
         if count % tensor:
             raise ConfigError(
                 f"rollout.tensor_parallel={tensor} does not divide the model's {name}={count} ({source}); choose a "

@@ -84,6 +84,7 @@ RANGES: dict[str, Range] = {
     "trainer.optimizer.eps": POSITIVE,
     "trainer.optimizer.weight_decay": NOT_NEGATIVE,
     "trainer.optimizer.clip_grad": NOT_NEGATIVE,
+    "trainer.moe_aux_loss": NOT_NEGATIVE,
     "trainer.max_skipped_steps": NOT_NEGATIVE,
     "algorithm.clip_low": PART,
     "algorithm.clip_high": POSITIVE,

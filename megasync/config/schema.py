@@ -159,6 +159,8 @@ class TrainerConfig:
     # null or "full" (recompute each layer's activations in the backward pass).
     recompute: str | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Weight of the loss that balances load over experts, in the loss of each step; 0 trains the policy's loss alone.
+    moe_aux_loss: float = 0.0
     # Non-finite steps that may be skipped in a row before the run stops.
     max_skipped_steps: int = 3
 

@@ -94,7 +94,7 @@ def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
     tensor = trainer.tensor_parallel
     hidden = sizes.hidden / (tensor if trainer.sequence_parallel else 1)
     attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
-    mlp = 4 * sizes.intermediate / tensor
+    mlp = 4 * sizes.active_width / tensor
     whole = 4 * hidden + attention + mlp
     layers = sum(len(chunk) for chunk in layout.stages[stage])
     in_flight = trainer.pipeline_parallel - stage

@@ -301,12 +301,7 @@ def _check_divisible(sizes: Sizes, tensor: int) -> None:
     """
     if sizes.heads % sizes.groups:
         raise ConfigError(f"num_attention_heads={sizes.heads} is no multiple of num_key_value_heads={sizes.groups}")
-    divided = [("num_attention_heads", sizes.heads)]
-    if len(sizes.sparse_layers) < sizes.layers:
-        divided.append(("intermediate_size", sizes.intermediate))
-    if sizes.shared_intermediate:
-        divided.append(("the shared expert's width", sizes.shared_intermediate))
-    for key, size in divided:
+    for key, size in {"num_attention_heads": sizes.heads, **sizes.widths}.items():
         if size % tensor:
             raise ConfigError(f"{key}={size} is not divisible by trainer.tensor_parallel={tensor}")
     if sizes.groups % tensor and tensor % sizes.groups:

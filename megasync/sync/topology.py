@@ -8,6 +8,7 @@ topology, so every process computes the same one without communication.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from megasync.errors import ConfigError
@@ -103,6 +104,11 @@ class Topology:
         self._check(rank)
         within, etp = rank % (self.tensor * self.data), self.expert_tensor_size
         return ExpertCoords(within % etp, within // etp % self.expert, within // (etp * self.expert))
+
+    def expert_peers(self, dp: int) -> range:
+        """Data-parallel coordinates of the ranks that exchange tokens on the way to experts with those of ``dp``."""
+        period = lcm(self.tensor, self.expert * self.expert_tensor_size) // self.tensor
+        return range(dp // period * period, (dp // period + 1) * period)
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world:

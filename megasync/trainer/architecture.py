@@ -7,9 +7,14 @@ layers compute. An option that is not listed here is one that does not change th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ConfigError
+from megasync.sync.families import family_of
+
+if TYPE_CHECKING:
+    from megasync.config.schema import TrainerConfig
+    from megasync.sync.layout import Layout
 
 # Options that change the computation, and the only value that is implemented; absent means that value.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
@@ -38,6 +43,8 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: no base frequency, or a kind of scaling that is not implemented or lacks a constant.
     """
+    family = family_of(hf_config)
+    hf_config = {**family.defaults, **hf_config}
     found = dict(hf_config.get("rope_scaling") or {})
     found |= hf_config.get("rope_parameters") or {}
     found.setdefault("rope_theta", hf_config.get("rope_theta"))
@@ -49,7 +56,18 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [key for key in ROPE_TYPES[kind] if key not in found]
     if missing:
         raise ConfigError(f"rope_type {kind!r} in config.json needs {', '.join(missing)}")
-    partial = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial = found.setdefault("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0 and not family.partial_rotary:
         raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
     return found
+
+
+def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
+    """Raises ConfigError for a split of expert layers that Megatron does not train."""
+    if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        raise ConfigError(
+            f"the model has experts, and trainer.tensor_parallel={trainer.tensor_parallel} then needs "
+            f"trainer.sequence_parallel=true: Megatron deals tokens out to experts by tensor-parallel rank"
+        )
+    if trainer.moe_aux_loss and not layout.sizes.experts:
+        raise ConfigError(f"trainer.moe_aux_loss={trainer.moe_aux_loss} balances experts, but the model has none")

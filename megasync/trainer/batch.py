@@ -35,7 +35,8 @@ class Batch:
     """One microbatch on its device.
 
     Shapes: ``ids`` [1, tokens]; ``targets`` [targets], grouped by sample in the order of ``samples``, whose
-    ``counts`` say how many targets each has. ``counted`` false marks a masked copy.
+    ``counts`` say how many targets each has. ``counted`` false marks a masked copy; the last ``padding`` tokens fill
+    the microbatch up.
     """
 
     ids: torch.Tensor
@@ -44,6 +45,13 @@ class Batch:
     counts: tuple[int, ...]
     packed: PackedTokens
     counted: bool
+    padding: int
+
+    @property
+    def uncounted(self) -> torch.Tensor:
+        """[1, tokens], true at padding, and everywhere in a masked copy."""
+        counted = self.ids.shape[1] - self.padding if self.counted else 0
+        return (torch.arange(self.ids.shape[1], device=self.ids.device) >= counted)[None]
 
     @property
     def segments(self) -> torch.Tensor:
@@ -97,14 +105,16 @@ class _Layout:
 def make_batch(
     microbatch: Microbatch, samples: Sequence[Sample], *, multiple: int, device: torch.device, flavour: str
 ) -> Batch:
-    """Tensors of one microbatch; the token count is padded to a ``multiple`` by a segment that nothing reads.
+    """Tensors of one microbatch; the token count is padded to its room, and to a ``multiple``, by a segment that nothing
+    reads.
 
     ``flavour`` is the layer spec's: "te" for plain sequences, "local" for trees.
     """
     layout = _Layout()
     for tree in microbatch.trees:
         layout.add_tree(tree, samples)
-    padding = -len(layout.ids) % multiple
+    padding = max(microbatch.room - len(layout.ids), 0)
+    padding += -(len(layout.ids) + padding) % multiple
     if padding:
         layout.add_segment([0] * padding)
 
@@ -135,4 +145,5 @@ def make_batch(
         counts=tuple(layout.counts),
         packed=packed,
         counted=microbatch.counted,
+        padding=padding,
     )

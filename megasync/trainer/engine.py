@@ -38,13 +38,13 @@ from megasync.sync.layout import Layout
 from megasync.sync.shards import load_shards
 from megasync.sync.topology import Topology
 from megasync.trainer import checkpoint
-from megasync.trainer.architecture import check_architecture
+from megasync.trainer.architecture import check_architecture, check_experts
 from megasync.trainer.batch import Batch, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.logprobs import token_logprobs
-from megasync.trainer.model import PolicyModel, build_model
+from megasync.trainer.model import PolicyModel, build_chunks, named_weights, set_step_tokens
 from megasync.trainer.optimizer import Optimizer, Update
-from megasync.trainer.packing import Microbatch, Sample, pack
+from megasync.trainer.packing import Microbatch, Sample, level, pack
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class MegatronEngine:
         hf_config = read_hf_config(model.path)
         self.layout = Layout(hf_config, self.topology, device.spec)
         check_architecture(hf_config)
+        check_experts(self.layout, trainer)
         self._total_steps = total_steps
         self._seed = seed
         self._reference: dict[str, torch.Tensor] = {}
@@ -103,27 +104,30 @@ class MegatronEngine:
             CheckpointError: the folder's weights do not fit its config.
         """
         config = self.trainer_config
+        virtual = self.topology.virtual
         parallel_state.initialize_model_parallel(
-            config.tensor_parallel, config.pipeline_parallel, create_gloo_process_groups=False
+            config.tensor_parallel,
+            config.pipeline_parallel,
+            virtual if virtual > 1 else None,
+            expert_model_parallel_size=self.topology.expert,
+            expert_tensor_parallel_size=self.topology.expert_tensor_size,
+            create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(self._seed)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._data_group = parallel_state.get_data_parallel_group()
-        model = build_model(self.layout, config, self.device, self.dtype)
-        model.config.finalize_model_grads_func = _finalize_summed_grads
-        self._params = dict(model.named_parameters())
+        self._chunks = build_chunks(self.layout, config, self.device, self.dtype)
+        self._params = named_weights(self._chunks)
         weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32)
         self._write(weights)
-        self._model = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
-            ),
-            model,
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
         )
+        self._models = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self._chunks]
+        self._chunks[0].config.finalize_model_grads_func = _finalize_summed_grads
         self._optimizer = Optimizer(
-            self._model, config.optimizer, self._total_steps, self.dtype, self.device.torch_device
+            self._models, config.optimizer, self._total_steps, self.dtype, self.device.torch_device
         )
         self._optimizer.start_from(self._params, weights)
         log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
@@ -141,16 +145,28 @@ class MegatronEngine:
 
     def microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """This data-parallel rank's share of the samples; as many microbatches as every other rank has."""
+        return self._share(self._pack(samples))
+
+    def _pack(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
+        """Every data-parallel rank's microbatches."""
         sizes = self.layout.sizes
-        linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.intermediate)
-        dealt = pack(
+        linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
+        return pack(
             samples,
             ranks=self.topology.data,
             budget=self.trainer_config.tokens_per_microbatch,
             attention_cost=2 * sizes.q_rows / linear,
             share_prompts=self.device.spec == "local",
+            rounds=self.topology.pipeline if self.topology.virtual > 1 else 1,
         )
-        return dealt[self.coords.dp]
+
+    def _share(self, dealt: list[list[Microbatch]]) -> list[Microbatch]:
+        """This rank's own; level with those it exchanges tokens with, where the dispatcher cannot do without."""
+        dp = self.coords.dp
+        if not self.layout.sizes.experts or self.device.expert_dispatcher != "allgather":
+            return dealt[dp]
+        peers = self.topology.expert_peers(dp)
+        return level(dealt, peers)[dp - peers.start]
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: LossFunction, temperature: float = 1.0
@@ -163,7 +179,8 @@ class MegatronEngine:
         Returns:
             Each sum that ``loss`` reports, over all microbatches and data-parallel ranks, with "loss" among them.
         """
-        self._model.zero_grad_buffer()
+        for model in self._models:
+            model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
         def evaluate(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -209,11 +226,17 @@ class MegatronEngine:
 
     def _run(self, samples: Sequence[Sample], evaluate: Callable, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only."""
-        microbatches = self.microbatches(samples)
+        dealt = self._pack(samples)
+        counted = sum(item.tokens for mine in dealt for item in mine if item.counted)
+        set_step_tokens(self._chunks, counted)
+        microbatches = self._share(dealt)
+        balanced = self.trainer_config.moe_aux_loss > 0
+        interleaved = self.topology.virtual > 1
+        batches = [self._batches(microbatches, samples) for _ in self._models]
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, evaluate),
-            data_iterator=self._batches(microbatches, samples),
-            model=self._model,
+            forward_step_func=partial(_forward_step, evaluate, balanced),
+            data_iterator=batches if interleaved else batches[0],
+            model=self._models if interleaved else self._models[0],
             num_microbatches=len(microbatches),
             # Shapes travel with the tensors between stages, as microbatches differ in length.
             seq_length=1,
@@ -319,10 +342,16 @@ class _Borrowed:
             del self._own
 
 
-def _forward_step(evaluate: Callable, batches: Iterator[Batch], model: PolicyModel) -> tuple[torch.Tensor, Callable]:
-    """Megatron's forward step: this stage's output, and what turns the last stage's logits into a loss."""
+def _forward_step(
+    evaluate: Callable, balanced: bool, batches: Iterator[Batch], model: PolicyModel
+) -> tuple[torch.Tensor, Callable]:
+    """Megatron's forward step: this stage's output, and what turns the last stage's logits into a loss.
+
+    ``balanced``: there is a loss on the balance of experts, which needs to know the tokens that count.
+    """
     batch = next(batches)
-    output = model(batch.ids, None, None, packed_seq_params=batch.packed)
+    uncounted = batch.uncounted if balanced else None
+    output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
 
     def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, report = evaluate(batch, logits)

@@ -1,26 +1,21 @@
-"""A Hugging Face config.json as a Megatron GPTModel.
+"""A Hugging Face config.json as Megatron GPTModels, one for each chunk of layers that a rank holds.
 
-The parameters of the model built here are exactly those that `sync.layout.Layout.params` names for the rank;
-`build_model` checks that before it returns, so a model can neither miss a weight nor keep a random one.
+The parameters of the models built here are exactly those that `sync.layout.Layout.params` names for the rank;
+`build_chunks` checks that before it returns, so a model can neither miss a weight nor keep a random one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
@@ -30,21 +25,10 @@ from megasync.errors import ConfigError
 from megasync.sync.families import Split
 from megasync.sync.layout import Layout
 from megasync.trainer.architecture import rope_parameters
-from megasync.trainer.attention import TreeAttention
 from megasync.trainer.batch import PackedTokens
+from megasync.trainer.layer_specs import chunk_specs
 from megasync.trainer.rotary import PackedRotary
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm, marked so that Megatron reduces its weight's gradient under sequence parallelism.
-
-    Megatron's own wrapper around torch's norms refuses sequence parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel
+from megasync.trainer.routing import PolicyRouter
 
 
 class PolicyModel(GPTModel):
@@ -62,6 +46,14 @@ class PolicyModel(GPTModel):
             self.output_layer.allreduce_dgrad = False
             self.output_layer.disable_grad_reduce = True
 
+    def forward(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """``padding_mask`` [1, tokens] is true where a token does not count for the balance of experts."""
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            # Megatron scatters it together with the embeddings, which only the first stage has.
+            rank, size = parallel_state.get_tensor_model_parallel_rank(), self.config.tensor_model_parallel_size
+            padding_mask = padding_mask.chunk(size, dim=1)[rank]
+        return super().forward(*args, padding_mask=padding_mask, **kwargs)
+
     def _postprocess(self, hidden_states: torch.Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> torch.Tensor:
         """Logits [wanted rows, padded vocabulary / tensor ranks], or the hidden states on stages before the last."""
         if not self.post_process:
@@ -74,8 +66,8 @@ class PolicyModel(GPTModel):
         return logits.squeeze(1)
 
 
-def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> PolicyModel:
-    """This rank's stage and shard, with uninitialised parameters of ``dtype`` on the device.
+def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> list[PolicyModel]:
+    """This rank's shard of each of its chunks, with uninitialised parameters of ``dtype`` on the device.
 
     Needs initialised Megatron process groups.
 
@@ -84,28 +76,58 @@ def build_model(layout: Layout, trainer: TrainerConfig, device: Device, dtype: t
     """
     config = transformer_config(layout, trainer, device, dtype)
     rank = torch.distributed.get_rank()
-    model = PolicyModel(
-        config,
-        _layer_specs(config, layout, rank, device.spec),
-        vocab_size=layout.padded_vocab,
-        max_sequence_length=layout.hf_config.get("max_position_embeddings", 0),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=layout.sizes.tied,
-    )
-    model.rotary_pos_emb = PackedRotary(rope_parameters(layout.hf_config), layout.sizes.head_dim, device.torch_device)
-    _check_parameters(model, layout, rank)
-    _mark_split_parameters(model, layout, rank)
-    return model
+    stages, stage = layout.stages, layout.topology.coords(rank).pp
+    last = (len(stages) - 1, layout.topology.virtual - 1)
+    rope = rope_parameters(layout.hf_config)
+    chunks = []
+    for turn, layers in enumerate(stages[stage]):
+        model = PolicyModel(
+            config,
+            chunk_specs(config, layout, layers, device.spec),
+            vocab_size=layout.padded_vocab,
+            max_sequence_length=layout.hf_config.get("max_position_embeddings", 0),
+            pre_process=(stage, turn) == (0, 0),
+            post_process=(stage, turn) == last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=layout.sizes.tied,
+            vp_stage=turn if layout.topology.virtual > 1 else None,
+        )
+        model.rotary_pos_emb = PackedRotary(
+            rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
+        )
+        # Megatron makes a router's and a shared expert's gate on the CPU and moves them at their first use.
+        chunks.append(model.to(device.torch_device))
+    _check_parameters(chunks, layout, rank)
+    _mark_parameters(chunks, layout, rank)
+    return chunks
+
+
+def named_weights(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, under the names of `Layout.params`: parameters, and a router's bias (a
+    buffer, since no gradient trains it)."""
+    found = {}
+    for turn, chunk in enumerate(chunks):
+        prefix = f"{turn}." if len(chunks) > 1 else ""
+        found |= {prefix + name: param for name, param in chunk.named_parameters()}
+        found |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+    return found
+
+
+def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
+    """Tells every router how many tokens the step has; see `PolicyRouter`."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, PolicyRouter):
+                module.step_tokens = tokens
 
 
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's description of the model and of how this run splits it."""
     sizes, params = layout.sizes, layout.params(0)
     fused = device.spec == "te"
+    virtual = layout.topology.virtual
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
         ffn_hidden_size=sizes.intermediate,
@@ -129,56 +151,74 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         num_layers_in_first_pipeline_stage=trainer.first_stage_layers,
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
         sequence_parallel=trainer.sequence_parallel and trainer.tensor_parallel > 1,
-        variable_seq_lengths=True,
-        # Dense models have no experts, but Megatron checks that their dispatcher could take variable lengths.
-        moe_token_dispatcher_type="alltoall",
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        # Between the same two ranks, batched messages of an interleaved schedule could be taken for one another.
+        overlap_p2p_comm=virtual > 1,
+        batch_p2p_comm=virtual == 1,
         # The loss arrives normalised by the global token count, so Megatron must not average it over anything.
         calculate_per_token_loss=True,
         use_cpu_initialization=device.kind == "cpu",
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not layout.family.interleaved_rotary,
+        rotary_interleaved=layout.family.interleaved_rotary,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **(recompute if trainer.recompute == "full" else {}),
+        **_expert_options(layout, trainer, device),
     )
+    # Set behind the back of Megatron's check, which forbids it to the allgather dispatcher: microbatches differ in
+    # length, but those that meet in a dispatcher are padded to the same (`packing.level`).
+    config.variable_seq_lengths = True
+    return config
 
 
-def _layer_specs(
-    config: TransformerConfig, layout: Layout, rank: int, flavour: str
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Megatron's layer, with this package's norm and attention in the local flavour."""
-    if flavour == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = TreeAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * len(layout.stages[layout.topology.coords(rank).pp][0]), layer_norm=RMSNorm
-    )
+def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> dict[str, Any]:
+    sizes = layout.sizes
+    if not sizes.experts:
+        return {}
+    return {
+        "num_moe_experts": sizes.experts,
+        "moe_router_topk": sizes.topk,
+        "moe_ffn_hidden_size": sizes.moe_intermediate,
+        "moe_layer_freq": [int(layer in sizes.sparse_layers) for layer in range(sizes.layers)],
+        "moe_shared_expert_intermediate_size": sizes.shared_intermediate or None,
+        "moe_shared_expert_gate": any("shared_experts.gate_weight" in rule.local for rule in layout.family.sparse),
+        # A softmax over all experts whose chosen ones are normalised again is a softmax over the chosen ones.
+        "moe_router_pre_softmax": not layout.hf_config.get("norm_topk_prob", False),
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if trainer.moe_aux_loss else "none",
+        "moe_aux_loss_coeff": trainer.moe_aux_loss,
+        "expert_model_parallel_size": layout.topology.expert,
+        "expert_tensor_parallel_size": layout.topology.expert_tensor_size,
+        "moe_grouped_gemm": device.spec == "te",
+        "moe_token_dispatcher_type": device.expert_dispatcher,
+    }
 
 
-def _check_parameters(model: PolicyModel, layout: Layout, rank: int) -> None:
+def _check_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
     """The layout table and Megatron must agree on every name and shape, or weights would go astray silently."""
-    built = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    built = {name: tuple(weight.shape) for name, weight in named_weights(chunks).items()}
     planned = layout.params(rank)
     if built != planned:
         differing = sorted(set(built.items()) ^ set(planned.items()))
         raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
 
 
-def _mark_split_parameters(model: PolicyModel, layout: Layout, rank: int) -> None:
-    """Tells Megatron which parameters differ between tensor ranks: the gradient norm counts all others only once.
+def _mark_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
+    """Tells Megatron which parameters differ between tensor ranks, and which belong to experts.
 
-    Megatron marks them while it draws initial weights, which this package skips because it loads every weight.
+    The gradient norm counts parameters that are equal on tensor ranks only once; Megatron marks the others while it
+    draws initial weights, which this package skips because it loads every weight. Gradients of experts are summed over
+    the ranks that hold the same experts; Megatron marks those only when there is expert parallelism, and would leave
+    copies on tensor ranks apart when each expert stands whole on each of them.
     """
-    params = dict(model.named_parameters())
+    weights = named_weights(chunks)
     for item in layout.of_rank(rank):
-        param = params[item.param]
+        param = weights[item.param]
         if item.split is not Split.REPLICATED and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, 1 if item.split is Split.ROW else 0, 1)
+        if item.ep is not None:
+            param.allreduce = False

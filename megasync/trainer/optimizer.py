@@ -7,7 +7,7 @@ before the first weight changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class Optimizer:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        models: Sequence[DistributedDataParallel],
         config: OptimizerConfig,
         total_steps: int,
         dtype: torch.dtype,
@@ -79,9 +79,9 @@ class Optimizer:
                 clip_grad=config.clip_grad,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
-                use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+                use_distributed_optimizer=models[0].ddp_config.use_distributed_optimizer,
             ),
-            [model],
+            list(models),
             use_gloo_process_groups=False,
         )
         for inner in self._inner():
@@ -119,7 +119,7 @@ class Optimizer:
         """Takes main weights anew from the model's, after those were written from outside."""
         self._optimizer.reload_model_params()
 
-    def start_from(self, params: Mapping[str, torch.nn.Parameter], weights: Mapping[str, torch.Tensor]) -> None:
+    def start_from(self, params: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
         """Gives the main weights the folder's own precision, where that is finer than the model's.
 
         A weight that starts on a bfloat16 value must move by half the distance to the next before the served model
@@ -129,13 +129,18 @@ class Optimizer:
         if not self._keeps_main_weights:
             return
         for name, param in params.items():
-            # None where another data-parallel rank holds all of this parameter's main weights.
-            if param.main_param is not None:
+            # None where another data-parallel rank holds all of this parameter's main weights; a buffer never has any.
+            if getattr(param, "main_param", None) is not None:
                 exact = weights[name].to(param.device)
                 if getattr(param, "main_param_sharded", False):
-                    held = self._optimizer.chained_optimizers[0]._get_model_param_range_map(param)["param"]
+                    held = self._range(param)
                     exact = exact.view(-1)[held.start : held.end]
                 param.main_param.data.copy_(exact)
+
+    def _range(self, param: torch.nn.Parameter) -> Any:
+        """The run of a parameter's elements whose main weights this rank holds; experts have an optimizer of their own."""
+        owner = next(part for part in self._optimizer.chained_optimizers if param in part.model_param_gbuf_map)
+        return owner._get_model_param_range_map(param)["param"]
 
     def state(self) -> dict[str, Any]:
         """Moments, step counts and main weights of this rank, as tensors and plain containers."""

@@ -5,14 +5,15 @@ exact because attention is causal. Trees are put into microbatches under a token
 data-parallel ranks by work. Guaranteed by `deal`: every tree is in exactly one counted microbatch; a microbatch holds
 more tokens than the budget only when it is a single tree of a single sequence; every rank gets the same number of
 microbatches, and none is empty (a masked copy of the cheapest tree fills a gap). Loads of any two ranks differ by at
-most the work of the largest microbatch (`_to_ranks`).
+most the work of the largest microbatch (`_to_ranks`). An interleaved pipeline asks for a number of microbatches that is
+a multiple of its stages (``rounds``).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,14 @@ class Tree:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Trees computed together; a masked copy (``counted`` false) keeps a rank in step and must not reach the loss."""
+    """Trees computed together; a masked copy (``counted`` false) keeps a rank in step and must not reach the loss.
+
+    ``room`` are the tokens to pad to, so that ranks in lockstep have as many; see `level`.
+    """
 
     trees: tuple[Tree, ...]
     counted: bool = True
+    room: int = 0
 
     @property
     def tokens(self) -> int:
@@ -60,7 +65,13 @@ class Microbatch:
 
 
 def pack(
-    samples: Sequence[Sample], *, ranks: int, budget: int, attention_cost: float, share_prompts: bool
+    samples: Sequence[Sample],
+    *,
+    ranks: int,
+    budget: int,
+    attention_cost: float,
+    share_prompts: bool,
+    rounds: int = 1,
 ) -> list[list[Microbatch]]:
     """Microbatches of each data-parallel rank.
 
@@ -68,21 +79,30 @@ def pack(
         budget: tokens per microbatch.
         attention_cost: work of one query-key pair, in units of one token's linear layers.
         share_prompts: grow trees; otherwise each sample is computed on its own.
+        rounds: every rank gets a multiple of so many microbatches.
     """
-    return deal(grow_trees(samples, ranks, budget, attention_cost, share_prompts), ranks, budget)
+    trees = grow_trees(samples, ranks * rounds, budget, attention_cost, share_prompts)
+    return deal(trees, ranks, budget, rounds)
+
+
+def level(dealt: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) -> list[list[Microbatch]]:
+    """The microbatches of some data-parallel ranks, with room for as many tokens as the largest of them in its turn."""
+    together = [dealt[rank] for rank in ranks]
+    rooms = [max(microbatch.tokens for microbatch in turn) for turn in zip(*together, strict=True)]
+    return [[replace(item, room=room) for item, room in zip(mine, rooms, strict=True)] for mine in together]
 
 
 def grow_trees(
-    samples: Sequence[Sample], ranks: int, budget: int, attention_cost: float, share_prompts: bool
+    samples: Sequence[Sample], parts: int, budget: int, attention_cost: float, share_prompts: bool
 ) -> list[Tree]:
-    """Every sample on one tree. A tree is cut at the budget, or where a rank would get no tree at all."""
+    """Every sample on one tree. A tree is cut at the budget, or where there would be less than one for each part."""
     families: dict[tuple, list[int]] = {}
     for index, sample in enumerate(samples):
         families.setdefault(tuple(sample.prompt) if share_prompts else (index,), []).append(index)
     shared = sum(
         len(samples[members[0]].prompt) + sum(samples[i].fed for i in members) for members in families.values()
     )
-    limit = min(budget, -(-shared // ranks))
+    limit = min(budget, -(-shared // parts))
     trees = []
     for members in families.values():
         prompt = samples[members[0]].prompt
@@ -111,8 +131,9 @@ def _tree(prompt: Sequence[int], members: list[int], samples: Sequence[Sample], 
     return Tree(prompt, tuple(members), tokens, tokens + attention_cost * pairs)
 
 
-def deal(trees: Sequence[Tree], ranks: int, budget: int) -> list[list[Microbatch]]:
-    """Trees into as few equal rounds of microbatches as the budget allows, balanced by work.
+def deal(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> list[list[Microbatch]]:
+    """Trees into as few equal rounds of microbatches as the budget allows, a ``multiple`` of some number, balanced by
+    work.
 
     Raises:
         ValueError: there are no trees.
@@ -122,9 +143,9 @@ def deal(trees: Sequence[Tree], ranks: int, budget: int) -> list[list[Microbatch
     order = sorted(trees, key=lambda tree: -tree.work)
     # No fewer microbatches can do: by volume, and because two trees of more than half the budget never share one.
     needed = max(-(-sum(tree.tokens for tree in trees) // budget), sum(2 * tree.tokens > budget for tree in trees))
-    rounds = max(1, -(-needed // ranks))
+    rounds = multiple * max(1, -(-needed // (ranks * multiple)))
     while (bins := _fill(order, rounds * ranks, budget)) is None:
-        rounds += 1
+        rounds += multiple
     filler = Microbatch((order[-1],), counted=False)
     return _to_ranks([Microbatch(tuple(content)) if content else filler for content in bins], ranks)
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair of channels, float32 [head_dim / 2]; ``rope`` comes from
-    `architecture.rope_parameters`.
+    """Angle per position of each pair of rotated channels, float32 [head_dim * partial_rotary_factor / 2]; ``rope``
+    comes from `architecture.rope_parameters`.
 
     Scaling of kind llama3 (Llama 3.1, "The Llama 3 Herd of Models", 2024): wavelengths longer than the original context
     are stretched by ``factor``, short ones kept, those between interpolated.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = int(head_dim * rope["partial_rotary_factor"])
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / rope["rope_theta"] ** exponents
     if rope["rope_type"] == "default":
         return plain
@@ -36,10 +37,16 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
 
 
 class PackedRotary(torch.nn.Module):
-    """Takes the place of ``GPTModel.rotary_pos_emb``, whose two calls it answers; it has no parameters."""
+    """Takes the place of ``GPTModel.rotary_pos_emb``, whose two calls it answers; it has no parameters.
 
-    def __init__(self, rope: Mapping[str, Any], head_dim: int, device: torch.device) -> None:
+    ``interleaved``: the two channels of a pair are neighbours, not one in each half of the rotated channels.
+    """
+
+    def __init__(
+        self, rope: Mapping[str, Any], head_dim: int, device: torch.device, *, interleaved: bool = False
+    ) -> None:
         super().__init__()
+        self._interleaved = interleaved
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedTokens) -> Any:
@@ -47,9 +54,10 @@ class PackedRotary(torch.nn.Module):
         return packed
 
     def forward(self, packed: PackedTokens, packed_seq: bool = True, cp_group: Any = None) -> torch.Tensor:
-        """Angles [rows, 1, 1, head_dim]: a row per token where tokens carry positions, else per position."""
+        """Angles [rows, 1, 1, rotated channels]: a row per token where tokens carry positions, else per position."""
         positions = packed.positions
         if positions is None:
             positions = torch.arange(packed.max_seqlen_q, device=self._frequencies.device)
         angles = torch.outer(positions.float(), self._frequencies)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        both = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]

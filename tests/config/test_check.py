@@ -28,6 +28,9 @@ CONTRADICTIONS = [
     (["trainer.optimizer.warmup_steps=101"], ["warmup_steps=101", "total_steps=100"]),
     (["trainer.optimizer.min_lr=1", "trainer.optimizer.decay=linear"], ["min_lr=1", "lr=1e-06"]),
     (["trainer.optimizer.min_lr=1e-7"], ["min_lr=1e-07", "decay=constant"]),
+    (["trainer.moe_aux_loss=0.01"], ["trainer.moe_aux_loss=0.01", "the model has none"]),
+    (["trainer.virtual_pipeline=2"], ["trainer.virtual_pipeline=2", "trainer.pipeline_parallel=1"]),
+    (["trainer.data_parallel=2", "trainer.expert_parallel=2"], ["trainer.expert_parallel=2", "the model has none"]),
     (["sync.parity_every=0", "sync.parity_threshold=0.1"], ["parity_threshold=0.1", "parity_every=0"]),
     (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
     (["data.eval=null", "eval.every_steps=5"], ["eval.every_steps=5", "data.eval is null"]),
@@ -155,6 +158,22 @@ def test_parts_that_a_folder_lacks_are_named(make, model):
     ):
         (model / name).unlink()
         assert part in refused(make())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainer.tensor_parallel=2"], ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"]),
+        (["trainer.data_parallel=3", "trainer.expert_parallel=3"], ["4 experts", "trainer.expert_parallel=3"]),
+        (["rollout.tensor_parallel=4", "rollout.servers=1"], ["rollout.tensor_parallel=4", "moe_intermediate_size=6"]),
+    ],
+)
+def test_splits_that_experts_do_not_take_are_refused(make, model, overrides, parts):
+    values = json.loads((model / "config.json").read_text())
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    (model / "config.json").write_text(json.dumps(values | experts))
+    message = refused(make(*overrides))
+    assert all(part in message for part in parts), message
 
 
 @pytest.mark.parametrize(

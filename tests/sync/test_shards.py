@@ -103,6 +103,38 @@ def test_an_exported_checkpoint_is_bitwise_the_model(make_model, save_model, tmp
     assert torch.equal(again(torch.tensor([[1, 2, 3]])).logits, model(torch.tensor([[1, 2, 3]])).logits)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+
+
+@pytest.mark.parametrize(
+    ("config", "topology"),
+    [
+        ({"model_type": "qwen3_moe", **EXPERTS}, Topology(tensor=2, data=2, pipeline=2, virtual=2, expert=2)),
+        ({"model_type": "qwen2_moe", **EXPERTS}, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
+        ({"model_type": "mistral", "sliding_window": None}, Topology(pipeline=2, virtual=2, data=2)),
+        ({"model_type": "glm4", "pad_token_id": None, "eos_token_id": None}, Topology(tensor=2, pipeline=2)),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_each_parameter_is_stored_once_and_exported_bitwise(make_model, save_model, tmp_path, config, topology):
+    source = tmp_path / "model"
+    saved_config = save_model(make_model(num_hidden_layers=4, shared_expert_intermediate_size=8, **config), source)
+    layout = Layout(saved_config, topology)
+    checkpoint = write_checkpoint(tmp_path / "step", source, layout)
+    stored = sum(tensor.numel() for file in checkpoint.glob("*.safetensors") for tensor in load_file(file).values())
+    padding = 2 * (layout.padded_vocab - layout.sizes.vocab) * layout.sizes.hidden
+    assert stored == sum(torch.Size(shape).numel() for shape in layout.hf_tensors.values()) + padding
+    with shards.ShardFiles(checkpoint) as files:
+        for rank in range(topology.world):
+            loaded, expected = files.load(layout, rank), load_shards(source, layout, rank)
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    export_checkpoint(checkpoint, source, tmp_path / "out")
+    written, saved = (load_file(path / "model.safetensors") for path in (tmp_path / "out", source))
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+
+
 def test_a_large_export_is_cut_into_files_with_an_index(folder, tmp_path, monkeypatch):
     path, config, state = folder
     monkeypatch.setattr(shards, "MAX_FILE_BYTES", 12_000)

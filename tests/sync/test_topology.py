@@ -135,3 +135,18 @@ def test_virtual_stages_must_divide_the_layers_of_each_stage():
         Topology(pipeline=2, virtual=2).stage_layers(6)
     with pytest.raises(ConfigError, match="only one of them"):
         Topology(pipeline=2, virtual=2, first_stage_layers=4, last_stage_layers=2).stage_layers(6)
+
+
+@given(tensor=st.sampled_from([1, 2, 4]), data=sizes, pipeline=st.sampled_from([1, 2]))
+def test_expert_peers_are_closed_under_sharing_experts_and_under_tensor_parallelism(tensor, data, pipeline):
+    divisors = [size for size in range(1, tensor * data + 1) if tensor * data % size == 0]
+    for shared in divisors:
+        topology = Topology(tensor, pipeline, data, expert=shared, expert_tensor=1)
+        copies = {}
+        for rank in topology.stage_ranks(pipeline - 1):
+            copies.setdefault(topology.expert_coords(rank).edp, set()).add(topology.coords(rank).dp)
+        for together in copies.values():
+            for dp in together:
+                peers = topology.expert_peers(dp)
+                assert together <= set(peers)
+                assert all(topology.expert_peers(peer) == peers for peer in peers)

@@ -65,6 +65,56 @@ MODELS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
     },
 }
+EXPERTS = {
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+# Families beside the first three: experts with and without a shared one, a dense layer among the sparse; each with a
+# number of layers that two stages of two chunks can share.
+MORE_MODELS = {
+    "qwen3_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": True,
+    },
+    "mistral": {
+        **BASE,
+        "num_hidden_layers": 4,
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 16,
+        "sliding_window": None,
+        "rope_theta": 10000.0,
+    },
+    "glm4": {
+        **BASE,
+        "num_hidden_layers": 4,
+        "model_type": "glm4",
+        "architectures": ["Glm4ForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+    },
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -83,7 +133,8 @@ def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {name: str(write_model(root / name, config, seed)) for seed, (name, config) in enumerate(MODELS.items())}
+    configs = {**MODELS, **MORE_MODELS}
+    return {name: str(write_model(root / name, config, seed)) for seed, (name, config) in enumerate(configs.items())}
 
 
 @pytest.fixture(scope="session")

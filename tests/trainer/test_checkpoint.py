@@ -8,13 +8,17 @@ import torch
 from megasync.errors import CheckpointError
 from megasync.trainer import checkpoint
 
+# World -> name -> (model, dtype, trainer options).
 RUNS = {
-    1: {"one": ("float32", {})},
+    1: {"one": ("qwen2", "float32", {})},
     2: {
-        "distributed-optimizer": ("float32", {"data_parallel": 2}),
-        "distributed-optimizer-bfloat16": ("bfloat16", {"data_parallel": 2}),
-        "tensor-parallel-bfloat16": ("bfloat16", {"tensor_parallel": 2}),
-        "pipeline": ("float32", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+        "distributed-optimizer": ("qwen2", "float32", {"data_parallel": 2}),
+        "distributed-optimizer-bfloat16": ("qwen2", "bfloat16", {"data_parallel": 2}),
+        "tensor-parallel-bfloat16": ("qwen2", "bfloat16", {"tensor_parallel": 2}),
+        "pipeline": ("qwen2", "float32", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+        "experts": ("qwen3_moe", "float32", {"data_parallel": 2, "expert_parallel": 2}),
+        "experts-bfloat16": ("qwen2_moe", "bfloat16", {"data_parallel": 2, "expert_parallel": 2}),
+        "experts-virtual-pipeline": ("qwen3_moe", "float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     },
 }
 
@@ -24,8 +28,8 @@ def resumed(run_ranks, models, tmp_path_factory):
     found = {}
     for world, runs in RUNS.items():
         runs = {
-            name: {"model": models["qwen2"], "dtype": dtype, "trainer": trainer}
-            for name, (dtype, trainer) in runs.items()
+            name: {"model": models[model], "dtype": dtype, "trainer": trainer}
+            for name, (model, dtype, trainer) in runs.items()
         }
         ranks = run_ranks("resume", world, runs=runs, folder=str(tmp_path_factory.mktemp("resume")))
         found |= {name: [rank[name] for rank in ranks] for name in runs}

@@ -42,7 +42,8 @@ def results(run_ranks, models, rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
     for world, layouts in LAYOUTS.items():
-        ranks = run_ranks("layouts", world, models=models, rows=rows, layouts=layouts, folder=str(folder))
+        mine = {family: models[family] for family in FAMILIES}
+        ranks = run_ranks("layouts", world, models=mine, rows=rows, layouts=layouts, folder=str(folder))
         found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
     return found, folder
 

@@ -30,12 +30,14 @@ def test_frequencies_are_hugging_faces(scaling):
     rope = {**scaling, "rope_theta": 500000.0}
     config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=rope)
     expected = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(inverse_frequencies(rope_parameters({"rope_parameters": rope}), 128), expected)
+    torch.testing.assert_close(
+        inverse_frequencies(rope_parameters({"model_type": "llama", "rope_parameters": rope}), 128), expected
+    )
 
 
 def test_old_and_new_spelling_of_rope_are_the_same():
-    old = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}
-    new = {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
+    old = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}
+    new = {"model_type": "llama", "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}
     assert torch.equal(inverse_frequencies(rope_parameters(old), 64), inverse_frequencies(rope_parameters(new), 64))
 
 
@@ -51,7 +53,18 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 )
 def test_other_kinds_of_rope_are_refused_by_name(config, message):
     with pytest.raises(ConfigError, match=message):
-        rope_parameters(config)
+        rope_parameters({"model_type": "llama", **config})
+
+
+@pytest.mark.parametrize("stated", [{}, {"partial_rotary_factor": 0.25}])
+def test_partial_frequencies_are_hugging_faces(stated):
+    from transformers import Glm4Config
+    from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **stated}
+    expected = Glm4RotaryEmbedding(Glm4Config(head_dim=64, rope_parameters=dict(rope))).inv_freq
+    found = inverse_frequencies(rope_parameters({"model_type": "glm4", "rope_parameters": rope}), 64)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_missing_model_folder_is_named(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.packing import Sample, deal, grow_trees, pack
+from megasync.trainer.packing import Sample, deal, grow_trees, level, pack
 
 
 @st.composite
@@ -30,8 +30,8 @@ arguments = {
 }
 
 
-def packed(samples, ranks, budget, share_prompts):
-    return pack(samples, ranks=ranks, budget=budget, attention_cost=0.01, share_prompts=share_prompts)
+def packed(samples, ranks, budget, share_prompts, rounds=1):
+    return pack(samples, ranks=ranks, budget=budget, attention_cost=0.01, share_prompts=share_prompts, rounds=rounds)
 
 
 @given(**arguments)
@@ -55,6 +55,27 @@ def test_ranks_have_equally_many_microbatches_and_none_is_empty(samples, ranks, 
     assert len(dealt) == ranks
     assert len({len(own) for own in dealt}) == 1
     assert all(item.trees and item.tokens > 0 for own in dealt for item in own)
+
+
+@given(**arguments, rounds=st.integers(1, 4))
+def test_rounds_are_kept_without_losing_or_doubling_a_sample(samples, ranks, budget, share_prompts, rounds):
+    dealt = packed(samples, ranks, budget, share_prompts, rounds)
+    (count,) = {len(own) for own in dealt}
+    assert count % rounds == 0
+    assert all(item.trees for own in dealt for item in own)
+    seen = [i for own in dealt for item in own if item.counted for tree in item.trees for i in tree.members]
+    assert sorted(seen) == list(range(len(samples)))
+
+
+@given(**arguments)
+def test_level_microbatches_have_room_for_the_largest_of_their_turn(samples, ranks, budget, share_prompts):
+    dealt = packed(samples, ranks, budget, share_prompts)
+    mine = level(dealt, range(ranks - 1, ranks))
+    assert [item.room for item in mine[0]] == [item.tokens for item in dealt[-1]]
+    together = level(dealt, range(ranks))
+    assert [[item.trees for item in own] for own in together] == [[item.trees for item in own] for own in dealt]
+    for turn in zip(*together, strict=True):
+        assert {item.room for item in turn} == {max(item.tokens for item in turn)}
 
 
 @given(**arguments)

@@ -84,12 +84,14 @@ def layouts(models, rows, layouts, folder):
             tokens = sum(len(sample.scored) for sample in samples)
             scores = engine.score(samples)
             sums = engine.forward_backward(samples, cross_entropy(tokens))
+            grads = gradients(engine)
             update = engine.update(1, loss_is_finite=True)
             engine.save(Path(folder) / f"{name}-{label}", {"step": 1})
             found[name, label] = {
                 "scores": torch.cat(scores),
                 "loss": sums["loss"],
                 "tokens": sums["tokens"],
+                "gradients": grads,
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
                 "after": torch.cat(engine.score(samples)),
@@ -97,6 +99,13 @@ def layouts(models, rows, layouts, folder):
             }
             close(engine)
     return found
+
+
+def gradients(engine):
+    """Gradients by parameter name; None where each data-parallel rank has only a part of their sum."""
+    if engine._models[0].ddp_config.use_distributed_optimizer:
+        return None
+    return {name: weight.main_grad.clone() for name, weight in engine._params.items()}
 
 
 def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):

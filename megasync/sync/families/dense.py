@@ -82,9 +82,12 @@ GLM4_MLP = (
 GLM4_OUTPUT_NORMS = (
     norm(
         "model.layers.{layer}.post_self_attn_layernorm.weight",
-        "decoder.layers.{layer}.self_attention.output_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
     ),
-    norm("model.layers.{layer}.post_mlp_layernorm.weight", "decoder.layers.{layer}.mlp.output_layernorm.weight"),
+    norm(
+        "model.layers.{layer}.post_mlp_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight",
+    ),
 )
 ENDS = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
 
@@ -115,7 +118,8 @@ DENSE: dict[str, Family] = {
         **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, qkv("bias", when="attention_bias"), OUTPUT, *GLM4_OUTPUT_NORMS),
         dense=GLM4_MLP,
-        defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True},
+        defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},
         interleaved_rotary=True,
+        partial_rotary=True,
     ),
 }

@@ -61,7 +61,7 @@ class Family:
     ``layer`` holds the rules of every layer, ``dense`` and ``sparse`` those that only layers without and with experts
     have. ``fixed`` names options whose other values change the parameters, and the only value supported; ``defaults``
     are the values of options that config.json leaves out. ``interleaved_rotary``: neighbouring channels are rotated
-    together, not the halves of a head.
+    together, not the halves of a head; ``partial_rotary``: config.json may leave a part of the channels unrotated.
     """
 
     embedding: Rule
@@ -73,3 +73,4 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     interleaved_rotary: bool = False
+    partial_rotary: bool = False

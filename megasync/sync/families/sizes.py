@@ -39,6 +39,20 @@ class Sizes:
         return self.groups * self.head_dim
 
     @property
+    def active_width(self) -> float:
+        """MLP channels that a token passes in a layer, on average over the layers."""
+        sparse = self.topk * self.moe_intermediate + self.shared_intermediate
+        share = len(self.sparse_layers) / self.layers
+        return share * sparse + (1 - share) * self.intermediate
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The inner widths that tensor parallelism cuts, by what config.json calls them; only those that occur."""
+        dense = {"intermediate_size": self.intermediate} if len(self.sparse_layers) < self.layers else {}
+        shared = {"shared_expert_intermediate_size": self.shared_intermediate} if self.shared_intermediate else {}
+        return dense | shared
+
+    @property
     def gate_up(self) -> int:
         """Rows of a dense layer's gate and up projections together."""
         return 2 * self.intermediate

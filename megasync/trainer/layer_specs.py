@@ -1,0 +1,90 @@
+"""Megatron's layers for each layer of a model chunk, in the local flavour or Transformer Engine's.
+
+In the local flavour norm and attention are this package's own, because Megatron's refuse sequence parallelism and
+packed tokens. The Transformer Engine flavour has its grouped experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megasync.sync.layout import Layout
+from megasync.trainer.attention import TreeAttention
+from megasync.trainer.routing import PolicyRouter
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's norm, marked so that Megatron reduces its weight's gradient under sequence parallelism.
+
+    Megatron's own wrapper around torch's norms refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class _NormedOutput:
+    """Mixed into the linear layer that ends attention or an MLP: what is added to the residual is normed (GLM-4)."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.output_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return self.output_layernorm(output), bias
+
+
+def chunk_specs(
+    config: TransformerConfig, layout: Layout, layers: range, flavour: str
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specs of a chunk's global ``layers``."""
+    kinds = [layer in layout.sizes.sparse_layers for layer in layers]
+    specs = {sparse: _layer_spec(config, layout, sparse, flavour) for sparse in set(kinds)}
+    if flavour == "te":
+        from megatron.core.extensions.transformer_engine import TENorm as final_norm
+    else:
+        final_norm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=final_norm)
+
+
+def _layer_spec(config: TransformerConfig, layout: Layout, sparse: bool, flavour: str) -> ModuleSpec:
+    experts = config.num_moe_experts if sparse else None
+    if flavour == "te":
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=sparse, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        spec = _local_spec(config, experts)
+    if sparse:
+        spec.submodules.mlp.submodules.router = PolicyRouter
+    if _has_output_norms(layout):
+        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+        attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
+        mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
+    return spec
+
+
+def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = TreeAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _has_output_norms(layout: Layout) -> bool:
+    return any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer)

@@ -1,0 +1,24 @@
+"""Lets Megatron's router compute without Transformer Engine.
+
+The router's linear layer asks whether ``te_general_gemm`` is None and then multiplies with torch, but the name is only
+defined where Transformer Engine could be imported. Here it is defined, as None.
+"""
+
+from __future__ import annotations
+
+from megasync_patches import Patch
+
+
+def _apply() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+
+
+PATCH = Patch(
+    name="megatron-router-gemm",
+    package="megatron-core",
+    versions=("0.16.1",),
+    reason="the router uses a name that only exists with Transformer Engine",
+    apply=_apply,
+)
