@@ -119,8 +119,9 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
     tensor = rollout.tensor_parallel
     total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
-    groups = max(1, sizes.groups // tensor)
-    per_token = 2 * sizes.layers * groups * sizes.head_dim * item
+    # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
+    channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
+    per_token = sizes.layers * channels * item
     weights = -(-total // tensor)
     if rollout.max_total_tokens is not None:
         return ServerMemory(weights, per_token, rollout.max_total_tokens, "rollout.max_total_tokens")

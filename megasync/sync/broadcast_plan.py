@@ -69,7 +69,8 @@ class BroadcastPlan:
 def plan_broadcast(layout: Layout, bucket_bytes: int, dtype: str) -> BroadcastPlan:
     """Fills buckets of at most ``bucket_bytes`` in checkpoint order, stage by stage.
 
-    A fused group (q, k, v; gate, up) stays in one bucket; when it alone is above the limit it gets one of its own.
+    A fused group (q, k, v; gate, up; what is `joined`) stays in one bucket; when it alone is above the limit it gets one
+    of its own.
     """
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r} cannot be served; known are {', '.join(ITEM_BYTES)}")
@@ -96,14 +97,24 @@ def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[B
 
 def _fill(layout: Layout, stage: int, items: list[Placed], limit: int, dtype: str) -> list[Bucket]:
     buckets, names, size = [], [], 0
-    for item in items:
-        nbytes = sum(_nbytes(shape, dtype) for _, shape in item.tensors)
+    for group in _groups(items):
+        nbytes = sum(_nbytes(shape, dtype) for _, shape in group)
         if names and size + nbytes > limit:
             buckets.append(_bucket(layout, stage, names, dtype))
             names, size = [], 0
-        names += [name for name, _ in item.tensors]
+        names += [name for name, _ in group]
         size += nbytes
     return [*buckets, _bucket(layout, stage, names, dtype)]
+
+
+def _groups(items: list[Placed]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the tensors that must travel together."""
+    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    for item in items:
+        if not (item.joined and groups):
+            groups.append([])
+        groups[-1] += item.tensors
+    return groups
 
 
 def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:

@@ -50,7 +50,7 @@ class Holder(NamedTuple):
 class Placed:
     """A rule applied to one stage: the local parameter's name, and its Hugging Face tensors with their shapes.
 
-    ``dtype`` is what an export stores them in, None for the model's own.
+    ``dtype`` is what an export stores them in, None for the model's own. ``joined``: see `Rule`.
     ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
     """
@@ -59,6 +59,7 @@ class Placed:
     param: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: str | None = None
+    joined: bool = False
     ep: int | None = None
     copy: bool = False
 
@@ -159,7 +160,7 @@ class Layout:
             (tensor.name.format(layer=layer, expert=expert), self.sizes.shape(tensor.shape)) for tensor in rule.tensors
         )
         param = rule.param(self.spec).format(layer=local, expert=local_expert)
-        return Placed(rule.split, prefix + param, tensors, rule.dtype)
+        return Placed(rule.cut(self.spec), prefix + param, tensors, rule.dtype, rule.joined)
 
     def of_rank(self, rank: int) -> list[Placed]:
         """The parameters of one rank."""
@@ -188,7 +189,7 @@ class Layout:
                 return (rows, first[1] // parts)
             case Split.VOCAB:
                 return (self.padded_vocab // parts, *first[1:])
-            case Split.GATED | Split.QKV:
+            case Split.COLUMN | Split.GATED | Split.QKV:
                 return (rows // parts, *first[1:])
 
     # Who holds what
@@ -243,6 +244,9 @@ class Layout:
             case Split.ROW:
                 share = cols // parts
                 yield 0, Box(0, rows, part * share, share), Box(0, rows, 0, share)
+            case Split.COLUMN:
+                share = rows // parts
+                yield 0, Box(part * share, share, 0, cols), Box(0, share, 0, cols)
             case Split.VOCAB:
                 share = self.padded_vocab // parts
                 held = min(share, rows - part * share)

@@ -254,7 +254,7 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        _write_companions(source, draft, dtype)
+        _write_companions(source, draft, dtype, layout.family.exported)
         with ShardFiles(checkpoint_dir) as files:
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
@@ -324,8 +324,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _write_companions(source: Path, out: Path, dtype: str) -> None:
-    config = read_json(source / "config.json")
+def _write_companions(source: Path, out: Path, dtype: str, stated: Mapping[str, Any]) -> None:
+    config = read_json(source / "config.json") | stated
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype

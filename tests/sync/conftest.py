@@ -33,9 +33,9 @@ def build_model(seed: int = 0, **config):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     return model.eval()
 
 

@@ -14,6 +14,7 @@ from megasync.errors import ConfigError
 from megasync.sync import shards as shards_module
 from megasync.sync.families import FAMILIES, Split
 from megasync.sync.families.experts import SPARSE
+from megasync.sync.families.latent import LATENT
 from megasync.sync.layout import Layout, padded_vocab
 from megasync.sync.shards import assemble, load_shards
 from megasync.sync.topology import Topology
@@ -45,23 +46,38 @@ def cases(draw):
         "tie_word_embeddings": draw(st.booleans()),
     }
     split = {}
-    if kind in SPARSE:
+    if FAMILIES[kind].sparse:
         splits = [(1, None), (1, 1), (2, 1), (2, 2), (4, 1), (1, tensor * data)]
         fits = [(ep, etp) for ep, etp in splits if tensor * data % (ep * (etp or tensor)) == 0]
         split["expert"], split["expert_tensor"] = draw(st.sampled_from(fits))
+        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    if kind in SPARSE:
         config |= {
             "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 8,
             "shared_expert_intermediate_size": 12,
             "decoder_sparse_step": draw(st.sampled_from([1, 2])),
             "mlp_only_layers": draw(st.sampled_from([[], [1]])),
+        }
+    elif kind in LATENT:
+        config |= {
+            "num_key_value_heads": heads,
+            "q_lora_rank": draw(st.sampled_from([None, 8])),
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 5,
+            "n_routed_experts": 4,
+            "n_shared_experts": draw(st.sampled_from([1, 2])),
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": draw(st.integers(0, 2)),
+            "num_nextn_predict_layers": 1,
         }
     elif kind == "mistral":
         config["sliding_window"] = None
     elif kind == "glm4":
         config |= {"attention_bias": draw(st.booleans()), "pad_token_id": None}
-    if kind.startswith("qwen2"):
+    if kind.startswith("qwen2") or kind in LATENT:
         del config["head_dim"]
     uneven = {"first_stage_layers": counts[0]} if pipeline > 1 else {}
     if pipeline > 2:
@@ -81,6 +97,8 @@ def expected_shard(item, whole, layout, rank):
             return tensors[0]
         case Split.ROW:
             return tensors[0].chunk(parts, dim=1)[part]
+        case Split.COLUMN:
+            return tensors[0].chunk(parts)[part]
         case Split.VOCAB:
             rows = torch.zeros(layout.padded_vocab, tensors[0].shape[1])
             rows[: sizes.vocab] = tensors[0]

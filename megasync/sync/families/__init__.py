@@ -13,12 +13,13 @@ from typing import Any
 from megasync.errors import ConfigError
 from megasync.sync.families.dense import DENSE
 from megasync.sync.families.experts import SPARSE
+from megasync.sync.families.latent import LATENT
 from megasync.sync.families.rules import Family, Rule, Split, Tensor
 from megasync.sync.families.sizes import Sizes, read_sizes
 
 __all__ = ["FAMILIES", "Family", "Rule", "Sizes", "Split", "Tensor", "family_of", "sizes_of"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE}
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -37,7 +38,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
             raise ConfigError(f"{key}={config[key]} in config.json is not supported for {kind}; only {value} is")
 
     def held(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return tuple(rule for rule in rules if rule.when is None or config.get(rule.when))
+        return tuple(rule for rule in rules if rule.holds(config))
 
     return replace(family, layer=held(family.layer), dense=held(family.dense), sparse=held(family.sparse))
 
@@ -50,4 +51,4 @@ def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
     """
     family = family_of(hf_config)
     given = {key: value for key, value in hf_config.items() if value is not None}
-    return read_sizes({**family.defaults, **given}, bool(family.sparse))
+    return read_sizes({**family.defaults, **given}, bool(family.sparse), family.latent)

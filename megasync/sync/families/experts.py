@@ -23,9 +23,13 @@ EXPERTS = gated(
     "moe_intermediate",
     te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
 )
-SHARED_EXPERT = gated(
-    "model.layers.{layer}.mlp.shared_expert", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate"
-)
+
+
+def shared_expert(hf: str) -> tuple[Rule, Rule]:
+    """The MLP that every token passes, whatever its checkpoint name."""
+    return gated(f"model.layers.{{layer}}.mlp.{hf}", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate")
+
+
 SHARED_EXPERT_GATE = Rule(
     Split.REPLICATED,
     (Tensor("model.layers.{layer}.mlp.shared_expert_gate.weight", (1, "hidden")),),
@@ -37,7 +41,7 @@ SPARSE: dict[str, Family] = {
         **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT),
         dense=MLP,
-        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *SHARED_EXPERT, SHARED_EXPERT_GATE),
+        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
         fixed={"qkv_bias": True},
     ),
     "qwen3_moe": Family(

@@ -17,6 +17,7 @@ class Split(Enum):
 
     REPLICATED = "every rank holds the whole"
     ROW = "input features (columns of the matrix) are cut"
+    COLUMN = "output features (rows of the matrix) are cut contiguously"
     GATED = "gate rows, then up rows, in two tensors or one; each half is cut, a rank holds its gate and its up rows"
     QKV = "rows run q..q k v per key-value group; the whole is cut contiguously"
     VOCAB = "rows are cut after padding the vocabulary"
@@ -34,19 +35,31 @@ class Tensor:
 class Rule:
     """One Megatron parameter, the Hugging Face tensors inside it (in fused order), and its split.
 
-    ``te`` is the name under Transformer Engine's layers where it differs. ``when`` names a switch in config.json; the
-    rule holds only where that is true. ``dtype`` is what an export always stores, where that is not the model's own.
+    ``te`` and ``te_split`` are the name and the split under Transformer Engine's layers where they differ. ``when`` and
+    ``unless`` name switches in config.json; the rule holds only where those are true, and false. ``dtype`` is what an
+    export always stores, where that is not the model's own. ``joined``: the engine fuses these tensors with those of the
+    rule before, and must be given all of them together.
     """
 
     split: Split
     tensors: tuple[Tensor, ...]
     local: str
     te: str | None = None
+    te_split: Split | None = None
     when: str | None = None
+    unless: str | None = None
     dtype: str | None = None
+    joined: bool = False
 
     def param(self, spec: str) -> str:
         return self.te if spec == "te" and self.te else self.local
+
+    def cut(self, spec: str) -> Split:
+        return self.te_split if spec == "te" and self.te_split else self.split
+
+    def holds(self, config: Mapping[str, Any]) -> bool:
+        wanted = self.when is None or config.get(self.when)
+        return bool(wanted) and not (self.unless and config.get(self.unless))
 
     @property
     def per_expert(self) -> bool:
@@ -60,8 +73,10 @@ class Family:
 
     ``layer`` holds the rules of every layer, ``dense`` and ``sparse`` those that only layers without and with experts
     have. ``fixed`` names options whose other values change the parameters, and the only value supported; ``defaults``
-    are the values of options that config.json leaves out. ``interleaved_rotary``: neighbouring channels are rotated
-    together, not the halves of a head; ``partial_rotary``: config.json may leave a part of the channels unrotated.
+    are the values of options that config.json leaves out; ``exported`` are those that an export's config.json states
+    whatever the source's says. ``interleaved_rotary``: neighbouring channels are rotated together, not the halves of a
+    head; ``partial_rotary``: config.json may leave a part of the channels unrotated; ``rope_types``: the kinds of rotary
+    scaling that it may name. ``latent``: queries, keys and values pass through latents.
     """
 
     embedding: Rule
@@ -72,5 +87,8 @@ class Family:
     sparse: tuple[Rule, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    exported: Mapping[str, Any] = field(default_factory=dict)
     interleaved_rotary: bool = False
     partial_rotary: bool = False
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    latent: bool = False

@@ -14,7 +14,11 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Sizes:
-    """``sparse_layers`` are the global layers that have experts, ``topk`` of which see each token."""
+    """``sparse_layers`` are the global layers that have experts, ``topk`` of which see each token.
+
+    With latent attention ``q_lora`` (0: none) and ``kv_lora`` are the widths of the latents. Then ``rope_dim`` of a
+    head's ``head_dim`` query and key channels are rotated, and its values have ``value_dim``.
+    """
 
     layers: int
     hidden: int
@@ -29,6 +33,10 @@ class Sizes:
     moe_intermediate: int = 0
     shared_intermediate: int = 0
     sparse_layers: frozenset[int] = frozenset()
+    q_lora: int = 0
+    kv_lora: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
 
     @property
     def q_rows(self) -> int:
@@ -37,6 +45,20 @@ class Sizes:
     @property
     def kv_rows(self) -> int:
         return self.groups * self.head_dim
+
+    @property
+    def kv_a_rows(self) -> int:
+        """The latent of keys and values, and the rotated key that all heads share."""
+        return self.kv_lora + self.rope_dim
+
+    @property
+    def kv_b_rows(self) -> int:
+        """Of each head in turn: its own key channels, then its values."""
+        return self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+
+    @property
+    def value_rows(self) -> int:
+        return self.heads * self.value_dim
 
     @property
     def active_width(self) -> float:
@@ -50,7 +72,8 @@ class Sizes:
         """The inner widths that tensor parallelism cuts, by what config.json calls them; only those that occur."""
         dense = {"intermediate_size": self.intermediate} if len(self.sparse_layers) < self.layers else {}
         shared = {"shared_expert_intermediate_size": self.shared_intermediate} if self.shared_intermediate else {}
-        return dense | shared
+        latents = {"q_lora_rank": self.q_lora, "kv_lora_rank + qk_rope_head_dim": self.kv_a_rows}
+        return dense | shared | {key: size for key, size in latents.items() if size}
 
     @property
     def gate_up(self) -> int:
@@ -61,23 +84,27 @@ class Sizes:
         return tuple(name if isinstance(name, int) else getattr(self, name) for name in names)
 
 
-def read_sizes(config: Mapping[str, Any], sparse: bool) -> Sizes:
-    """Dimensions of the model in a config.json; ``sparse`` says that its family has experts.
+def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False) -> Sizes:
+    """Dimensions of the model in a config.json; ``sparse`` says that its family has experts, ``latent`` that its
+    attention has latents.
 
     Raises:
         ConfigError: a size is missing.
     """
     try:
         heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+        attention = {
+            "groups": config.get("num_key_value_heads", heads),
+            "head_dim": config.get("head_dim", hidden // heads),
+        }
         return Sizes(
             layers=layers,
             hidden=hidden,
             intermediate=config["intermediate_size"],
             heads=heads,
-            groups=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim", hidden // heads),
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
+            **(_latents(config, heads) if latent else attention),
             **(_experts(config, layers) if sparse else {}),
         )
     except KeyError as error:
@@ -90,8 +117,26 @@ def _experts(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         "experts": config[key],
         "topk": config["num_experts_per_tok"],
         "moe_intermediate": config["moe_intermediate_size"],
-        "shared_intermediate": config.get("shared_expert_intermediate_size", 0),
+        "shared_intermediate": _shared_intermediate(config),
         "sparse_layers": _sparse_layers(config, layers),
+    }
+
+
+def _shared_intermediate(config: Mapping[str, Any]) -> int:
+    """Given as a width, or as a number of experts of the others' width."""
+    if "n_shared_experts" in config:
+        return config["n_shared_experts"] * config["moe_intermediate_size"]
+    return config.get("shared_expert_intermediate_size", 0)
+
+
+def _latents(config: Mapping[str, Any], heads: int) -> dict[str, int]:
+    return {
+        "groups": heads,
+        "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "q_lora": config.get("q_lora_rank", 0),
+        "kv_lora": config["kv_lora_rank"],
+        "rope_dim": config["qk_rope_head_dim"],
+        "value_dim": config["v_head_dim"],
     }
 
 
