@@ -48,6 +48,7 @@ MODULES = (
     "megatron_cuda_literals",
     "megatron_tensor_types",
     "megatron_router_gemm",
+    "megatron_latent_te",
 )
 
 _active: list[str] = []

@@ -23,6 +23,7 @@ REQUIRED = ("rms_norm_eps",)
 ROPE_TYPES = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -35,6 +36,23 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
         if hf_config.get(key) is None:
             raise ConfigError(f"config.json has no {key!r}")
     rope_parameters(hf_config)
+    _check_routing(hf_config)
+
+
+def _check_routing(hf_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for sigmoid routing that Megatron computes otherwise than Hugging Face and SGLang."""
+    family = family_of(hf_config)
+    if not family.has_router_bias:
+        return
+    config = {**family.defaults, **hf_config}
+    topk, chosen = config["num_experts_per_tok"], config["topk_group"]
+    if topk < 2:
+        raise ConfigError(f"num_experts_per_tok={topk} in config.json is not supported; Megatron leaves its weight as is")
+    if chosen < config["n_group"] and topk // chosen != 2:
+        raise ConfigError(
+            f"num_experts_per_tok={topk} with topk_group={chosen} in config.json is not supported: Megatron ranks groups "
+            f"of experts by their best {topk // chosen}, Hugging Face and SGLang by their best 2"
+        )
 
 
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,11 +67,12 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     found |= hf_config.get("rope_parameters") or {}
     found.setdefault("rope_theta", hf_config.get("rope_theta"))
     kind = found.setdefault("rope_type", found.pop("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"rope_type {kind!r} in config.json is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if kind not in family.rope_types:
+        supported = f"supported for {hf_config['model_type']} are {', '.join(family.rope_types)}"
+        raise ConfigError(f"rope_type {kind!r} in config.json is not supported; {supported}")
     if found["rope_theta"] is None:
         raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")
-    missing = [key for key in ROPE_TYPES[kind] if key not in found]
+    missing = [key for key in ROPE_TYPES[kind] if found.get(key) is None]
     if missing:
         raise ConfigError(f"rope_type {kind!r} in config.json needs {', '.join(missing)}")
     partial = found.setdefault("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))

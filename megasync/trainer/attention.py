@@ -142,7 +142,9 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of packed tokens: query [tokens, heads, dim], key and value [tokens, groups, dim] -> like the query."""
+    """Attention of packed tokens: query [tokens, heads, dim], key [tokens, groups, dim], value [tokens, groups, value dim]
+    -> [tokens, heads, value dim].
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     shapes = [(rectangle.batch, rectangle.length) for rectangle in plan.rectangles]
     sizes = [rectangle.places for rectangle in plan.rectangles]
@@ -161,7 +163,7 @@ def attend(
             v = torch.cat((values[rectangle.source].index_select(0, rectangle.source_rows), v), dim=2)
         plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
         out = (_plain_attention if plain else _fused_attention)(q, k, v, rectangle.mask, scale)
-        outputs.append(out.transpose(1, 2).reshape(rectangle.places, *query.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(rectangle.places, query.shape[1], value.shape[2]))
     return _Take.apply(torch.cat(outputs), plan.place, plan.token)
 
 
@@ -182,7 +184,7 @@ def _plain_attention(
     scores = (q * scale).reshape(batch, groups, -1, dim) @ k.transpose(-1, -2)
     scores = scores.view(batch, heads, length, -1).masked_fill_(~mask, -torch.inf)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
-    return (weights.view(batch, groups, -1, k.shape[2]) @ v).view(batch, heads, length, dim)
+    return (weights.view(batch, groups, -1, k.shape[2]) @ v).view(batch, heads, length, -1)
 
 
 class TreeAttention(torch.nn.Module):

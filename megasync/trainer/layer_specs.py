@@ -6,6 +6,7 @@ packed tokens. The Transformer Engine flavour has its grouped experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasync.sync.layout import Layout
 from megasync.trainer.attention import TreeAttention
+from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter
 
 
@@ -47,11 +49,11 @@ class _NormedOutput:
 
 
 def chunk_specs(
-    config: TransformerConfig, layout: Layout, layers: range, flavour: str
+    config: TransformerConfig, layout: Layout, layers: range, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specs of a chunk's global ``layers``."""
+    """The specs of a chunk's global ``layers``; ``rope`` comes from `architecture.rope_parameters`."""
     kinds = [layer in layout.sizes.sparse_layers for layer in layers]
-    specs = {sparse: _layer_spec(config, layout, sparse, flavour) for sparse in set(kinds)}
+    specs = {sparse: _layer_spec(config, layout, sparse, flavour, rope) for sparse in set(kinds)}
     if flavour == "te":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
@@ -59,14 +61,22 @@ def chunk_specs(
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=final_norm)
 
 
-def _layer_spec(config: TransformerConfig, layout: Layout, sparse: bool, flavour: str) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, layout: Layout, sparse: bool, flavour: str, rope: Mapping[str, Any]
+) -> ModuleSpec:
     experts = config.num_moe_experts if sparse else None
     if flavour == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=sparse, qk_layernorm=config.qk_layernorm
+            num_experts=experts,
+            moe_grouped_gemm=sparse,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
         )
     else:
         spec = _local_spec(config, experts)
+    if config.multi_latent_attention:
+        spec.submodules.self_attention.module = LatentAttention
+        spec.submodules.self_attention.params["rope"] = rope
     if sparse:
         spec.submodules.mlp.submodules.router = PolicyRouter
     if _has_output_norms(layout):
@@ -77,11 +87,18 @@ def _layer_spec(config: TransformerConfig, layout: Layout, sparse: bool, flavour
 
 
 def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = TreeAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 

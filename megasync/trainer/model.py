@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import silu
 
 from megasync.config.schema import TrainerConfig
@@ -26,9 +26,10 @@ from megasync.sync.families import Split
 from megasync.sync.layout import Layout
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.batch import PackedTokens
+from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
 from megasync.trainer.rotary import PackedRotary
-from megasync.trainer.routing import PolicyRouter
+from megasync.trainer.routing import PolicyRouter, score_options
 
 
 class PolicyModel(GPTModel):
@@ -83,7 +84,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
     for turn, layers in enumerate(stages[stage]):
         model = PolicyModel(
             config,
-            chunk_specs(config, layout, layers, device.spec),
+            chunk_specs(config, layout, layers, device.spec, rope),
             vocab_size=layout.padded_vocab,
             max_sequence_length=layout.hf_config.get("max_position_embeddings", 0),
             pre_process=(stage, turn) == (0, 0),
@@ -92,9 +93,10 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             share_embeddings_and_output_weights=layout.sizes.tied,
             vp_stage=turn if layout.topology.virtual > 1 else None,
         )
-        model.rotary_pos_emb = PackedRotary(
-            rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
-        )
+        if not layout.family.latent:
+            model.rotary_pos_emb = PackedRotary(
+                rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
+            )
         # Megatron makes a router's and a shared expert's gate on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     _check_parameters(chunks, layout, rank)
@@ -127,7 +129,8 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
     fused = device.spec == "te"
     virtual = layout.topology.virtual
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
+    latent = layout.family.latent
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
         ffn_hidden_size=sizes.intermediate,
@@ -140,7 +143,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         activation_func=silu,
         add_bias_linear=False,
         add_qkv_bias=any(name.endswith("linear_qkv.bias") for name in params),
-        qk_layernorm=any(name.endswith("q_layernorm.weight") for name in params),
+        qk_layernorm=latent or any(name.endswith("q_layernorm.weight") for name in params),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -161,13 +164,14 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
-        apply_rope_fusion=fused and not layout.family.interleaved_rotary,
+        apply_rope_fusion=fused and not latent and not layout.family.interleaved_rotary,
         rotary_interleaved=layout.family.interleaved_rotary,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **(recompute if trainer.recompute == "full" else {}),
         **_expert_options(layout, trainer, device),
+        **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
     # Set behind the back of Megatron's check, which forbids it to the allgather dispatcher: microbatches differ in
     # length, but those that meet in a dispatcher are padded to the same (`packing.level`).
@@ -186,8 +190,7 @@ def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> d
         "moe_layer_freq": [int(layer in sizes.sparse_layers) for layer in range(sizes.layers)],
         "moe_shared_expert_intermediate_size": sizes.shared_intermediate or None,
         "moe_shared_expert_gate": any("shared_experts.gate_weight" in rule.local for rule in layout.family.sparse),
-        # A softmax over all experts whose chosen ones are normalised again is a softmax over the chosen ones.
-        "moe_router_pre_softmax": not layout.hf_config.get("norm_topk_prob", False),
+        **score_options(layout),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if trainer.moe_aux_loss else "none",
         "moe_aux_loss_coeff": trainer.moe_aux_loss,

@@ -22,18 +22,54 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     comes from `architecture.rope_parameters`.
 
     Scaling of kind llama3 (Llama 3.1, "The Llama 3 Herd of Models", 2024): wavelengths longer than the original context
-    are stretched by ``factor``, short ones kept, those between interpolated.
+    are stretched by ``factor``, short ones kept, those between interpolated. Kind yarn
+    (https://arxiv.org/abs/2309.00071, section 3.2) does the same, with the ramp between the channels that turn
+    ``beta_fast`` and ``beta_slow`` times within the original context.
     """
     rotated = int(head_dim * rope["partial_rotary_factor"])
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / rope["rope_theta"] ** exponents
     if rope["rope_type"] == "default":
         return plain
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    context = rope["original_max_position_embeddings"]
-    turns = context * plain / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return plain * (kept + (1.0 - kept) / factor)
+    kept = _kept_by_yarn(rope, rotated) if rope["rope_type"] == "yarn" else _kept_by_llama3(rope, plain)
+    return plain * (kept + (1.0 - kept) / rope["factor"])
+
+
+def _kept_by_llama3(rope: Mapping[str, Any], plain: torch.Tensor) -> torch.Tensor:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(rope: Mapping[str, Any], rotated: int) -> torch.Tensor:
+    """1 for pairs that turn often, 0 for those that turn seldom; the ramp runs over the pairs' numbers."""
+
+    def pair(turns: float) -> float:
+        context = rope["original_max_position_embeddings"]
+        return rotated * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    first, last = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    steps = torch.arange(rotated // 2, dtype=torch.float32)
+    return 1.0 - ((steps - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+
+
+def attention_factor(rope: Mapping[str, Any]) -> float:
+    """What the rotated channels of queries and keys are multiplied by; 1 but for yarn (the same paper, section 3.4)."""
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    if above and below:
+        return _yarn_scale(rope["factor"], above) / _yarn_scale(rope["factor"], below)
+    return _yarn_scale(rope["factor"], 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class PackedRotary(torch.nn.Module):

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
+
+from megasync.sync.layout import Layout
+
+
+def score_options(layout: Layout) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` that say how logits become a choice of experts and their weights."""
+    if not layout.family.has_router_bias:
+        # A softmax over all experts whose chosen ones are normalised again is a softmax over the chosen ones.
+        return {"moe_router_pre_softmax": not layout.hf_config.get("norm_topk_prob", False)}
+    config = {**layout.family.defaults, **layout.hf_config}
+    limited = config["topk_group"] < config["n_group"]
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+        "moe_router_num_groups": config["n_group"] if limited else None,
+        "moe_router_group_topk": config["topk_group"] if limited else None,
+    }
 
 
 class PolicyRouter(TopKRouter):
@@ -14,6 +35,9 @@ class PolicyRouter(TopKRouter):
     A step's balancing loss is the mean over microbatches, weighted by their tokens, of the sum over layers. Megatron
     instead counts on a later division of all gradients by the number of tokens, and under sequence parallelism it
     weights by a tensor rank's own tokens only. Padding and masked copies do not count.
+
+    A bias on the choice of experts (DeepSeek-V3) stays as it was loaded. Pretraining moves it after each step to even out
+    the load; here that would move routing, and with it the policy, by something that is no gradient of the reward.
     """
 
     # Tokens of the whole step, on all data-parallel ranks; the engine sets it before each step.
@@ -41,3 +65,6 @@ class PolicyRouter(TopKRouter):
             moe_aux_loss_coeff=self.get_aux_loss_coeff("aux_loss"),
         )
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens / self.step_tokens)
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Megatron counts tokens per expert here, to move the bias by."""

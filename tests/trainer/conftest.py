@@ -115,6 +115,55 @@ MORE_MODELS = {
         "rope_theta": 10000.0,
     },
 }
+LATENTS = {
+    **BASE,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_experts_per_tok": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+}
+# Latent attention with and without a latent for queries, with yarn and plainly rotated; groups of experts or none.
+MORE_MODELS |= {
+    "deepseek_v3": {
+        **LATENTS,
+        "q_lora_rank": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 4,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3_plain": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 2,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -122,12 +171,17 @@ def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = 
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in Layout(config, Topology()).hf_tensors.items():
+    layout = Layout(config, Topology())
+    for name, shape in layout.hf_tensors.items():
         noise = torch.randn(shape, generator=generator) * 0.1
-        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(dtype)
+        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(getattr(torch, layout.hf_dtype(name, _name(dtype))))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).split(".")[1]}))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": _name(dtype)}))
     return folder
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,8 @@ def gradients(engine):
     """Gradients by parameter name; None where each data-parallel rank has only a part of their sum."""
     if engine._models[0].ddp_config.use_distributed_optimizer:
         return None
-    return {name: weight.main_grad.clone() for name, weight in engine._params.items()}
+    trained = {name: weight for name, weight in engine._params.items() if weight.requires_grad}
+    return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
 def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):

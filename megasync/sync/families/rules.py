@@ -92,3 +92,8 @@ class Family:
     partial_rotary: bool = False
     rope_types: tuple[str, ...] = ("default", "llama3")
     latent: bool = False
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Experts are chosen by sigmoid scores and a bias, possibly within the best groups of experts only."""
+        return any(rule.local.endswith(".expert_bias") for rule in self.sparse)
