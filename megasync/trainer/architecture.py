@@ -47,7 +47,9 @@ def _check_routing(hf_config: Mapping[str, Any]) -> None:
     config = {**family.defaults, **hf_config}
     topk, chosen = config["num_experts_per_tok"], config["topk_group"]
     if topk < 2:
-        raise ConfigError(f"num_experts_per_tok={topk} in config.json is not supported; Megatron leaves its weight as is")
+        raise ConfigError(
+            f"num_experts_per_tok={topk} in config.json is not supported; Megatron leaves its weight as is"
+        )
     if chosen < config["n_group"] and topk // chosen != 2:
         raise ConfigError(
             f"num_experts_per_tok={topk} with topk_group={chosen} in config.json is not supported: Megatron ranks groups "

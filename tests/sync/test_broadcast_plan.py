@@ -1,11 +1,8 @@
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.sync.broadcast_plan import ITEM_BYTES, plan_broadcast
-from megasync.sync.families import FAMILIES
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 
@@ -25,6 +22,20 @@ MOE = CONFIG | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
     "head_dim": 4,
+}
+
+DEEPSEEK = {
+    **CONFIG,
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
 }
 
 topologies = st.builds(
@@ -87,21 +98,24 @@ def test_experts_come_from_the_first_ranks_that_hold_them(topology, members):
             assert set(pieces) <= set(layout.pieces(rank))
 
 
-def test_tensors_of_another_dtype_have_buckets_of_their_own(monkeypatch):
-    from megasync.sync.families import experts
-
-    router = dataclasses.replace(experts.ROUTER, dtype="float32")
-    rules = tuple(router if rule is experts.ROUTER else rule for rule in experts.SPARSE["qwen3_moe"].sparse)
-    family = dataclasses.replace(experts.SPARSE["qwen3_moe"], sparse=rules)
-    monkeypatch.setitem(FAMILIES, "qwen3_moe", family)
-    layout = Layout(MOE, Topology())
+def test_tensors_of_another_dtype_have_buckets_of_their_own():
+    layout = Layout(DEEPSEEK, Topology())
     plan = plan_broadcast(layout, 2**20, "bfloat16")
     assert [bucket.dtype for bucket in plan.buckets] == ["bfloat16", "float32"]
-    routers = [entry.name for entry in plan.buckets[1].tensors]
-    assert routers == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
-    assert plan.buckets[1].nbytes == 4 * 4 * 16 * 4
-    assert {layout.hf_dtype(name, "bfloat16") for name in routers} == {"float32"}
+    biases = [entry.name for entry in plan.buckets[1].tensors]
+    assert biases == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(1, 4)]
+    assert plan.buckets[1].nbytes == 3 * 4 * 4
+    assert {layout.hf_dtype(name, "bfloat16") for name in biases} == {"float32"}
     assert layout.hf_dtype("lm_head.weight", "bfloat16") == "bfloat16"
+
+
+@given(limit=st.integers(1, 4000), spec=st.sampled_from(["local", "te"]))
+def test_down_projections_that_the_engine_fuses_travel_together(limit, spec):
+    for bucket in plan_broadcast(Layout(DEEPSEEK, Topology(tensor=2), spec), limit, "float32").buckets:
+        names = {entry.name for entry in bucket.tensors}
+        for layer in range(4):
+            prefix = f"model.layers.{layer}.self_attn"
+            assert (f"{prefix}.q_a_proj.weight" in names) == (f"{prefix}.kv_a_proj_with_mqa.weight" in names)
 
 
 @settings(deadline=None)

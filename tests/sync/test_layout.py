@@ -223,6 +223,19 @@ def test_specs_differ_only_in_the_names_of_two_norms():
     }
 
 
+def test_down_projections_are_cut_in_local_layers_and_whole_in_transformer_engines():
+    local, te = (Layout(DEEPSEEK, Topology(tensor=2), spec).params(0) for spec in ("local", "te"))
+    attention = "decoder.layers.0.self_attention."
+    assert local[attention + "linear_q_down_proj.weight"] == (4, 24)
+    assert local[attention + "linear_kv_down_proj.weight"] == (6, 24)
+    assert te[attention + "linear_q_down_proj.weight"] == (8, 24)
+    assert te[attention + "linear_kv_down_proj.weight"] == (12, 24)
+    assert {name.removeprefix(attention) for name in te.keys() - local.keys() if name.startswith(attention)} == {
+        "linear_q_up_proj.layer_norm_weight",
+        "linear_kv_up_proj.layer_norm_weight",
+    }
+
+
 MOE = {
     "model_type": "qwen3_moe",
     "num_experts": 6,
@@ -231,6 +244,19 @@ MOE = {
 }
 LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 12,
  "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 65}"""
+
+DEEPSEEK = {
+    **json.loads(LLAMA),
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 8,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -251,6 +277,15 @@ LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "i
         (MOE, {"data": 2, "expert_tensor": 2}, "moe_intermediate_size=9.*expert_tensor_parallel=2"),
         (MOE | {"num_experts": None}, {}, "no 'num_experts'"),
         ({"model_type": "mistral"}, {}, "sliding_window=4096 in config.json is not supported for mistral"),
+        (DEEPSEEK | {"q_lora_rank": 9}, {"tensor": 2}, "q_lora_rank=9 is not divisible"),
+        (DEEPSEEK | {"kv_lora_rank": 11}, {"tensor": 2}, r"kv_lora_rank \+ qk_rope_head_dim=13 is not divisible"),
+        (DEEPSEEK | {"kv_lora_rank": None}, {}, "no 'kv_lora_rank'"),
+        (
+            DEEPSEEK | {"norm_topk_prob": False},
+            {},
+            "norm_topk_prob=False in config.json is not supported for deepseek_v3",
+        ),
+        (DEEPSEEK | {"rms_norm_eps": 1e-5}, {}, "rms_norm_eps=1e-05"),
         (MOE | {"model_type": "qwen2_moe", "qkv_bias": False}, {}, "qkv_bias=False"),
     ],
 )

@@ -104,6 +104,22 @@ def test_an_exported_checkpoint_is_bitwise_the_model(make_model, save_model, tmp
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +127,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     [
         ({"model_type": "qwen3_moe", **EXPERTS}, Topology(tensor=2, data=2, pipeline=2, virtual=2, expert=2)),
         ({"model_type": "qwen2_moe", **EXPERTS}, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
+        (DEEPSEEK, Topology(tensor=2, data=2, pipeline=2, expert=2)),
         ({"model_type": "mistral", "sliding_window": None}, Topology(pipeline=2, virtual=2, data=2)),
         ({"model_type": "glm4", "pad_token_id": None, "eos_token_id": None}, Topology(tensor=2, pipeline=2)),
     ],
@@ -133,6 +150,22 @@ def test_each_parameter_is_stored_once_and_exported_bitwise(make_model, save_mod
     written, saved = (load_file(path / "model.safetensors") for path in (tmp_path / "out", source))
     assert written.keys() == saved.keys()
     assert all(torch.equal(written[name], saved[name]) for name in saved)
+
+
+def test_a_routers_bias_stays_float32_and_layers_that_predict_ahead_are_gone_from_the_config(
+    make_model, save_model, tmp_path
+):
+    source = tmp_path / "model"
+    layout = Layout(save_model(make_model(**DEEPSEEK), source), Topology(tensor=2))
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    export_checkpoint(write_checkpoint(tmp_path / "step", source, layout, "bfloat16"), source, tmp_path / "out")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_a_large_export_is_cut_into_files_with_an_index(folder, tmp_path, monkeypatch):

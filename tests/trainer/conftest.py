@@ -174,7 +174,9 @@ def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = 
     layout = Layout(config, Topology())
     for name, shape in layout.hf_tensors.items():
         noise = torch.randn(shape, generator=generator) * 0.1
-        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(getattr(torch, layout.hf_dtype(name, _name(dtype))))
+        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(
+            getattr(torch, layout.hf_dtype(name, _name(dtype)))
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "dtype": _name(dtype)}))
     return folder

@@ -18,6 +18,11 @@ RUNS = {
         "pipeline": ("qwen2", "float32", {"pipeline_parallel": 2, "last_stage_layers": 1}),
         "experts": ("qwen3_moe", "float32", {"data_parallel": 2, "expert_parallel": 2}),
         "experts-bfloat16": ("qwen2_moe", "bfloat16", {"data_parallel": 2, "expert_parallel": 2}),
+        "latent-attention-bfloat16": (
+            "deepseek_v3",
+            "bfloat16",
+            {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
+        ),
         "experts-virtual-pipeline": ("qwen3_moe", "float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     },
 }

@@ -11,7 +11,7 @@ from megasync.errors import ConfigError
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.engine import MegatronEngine, read_hf_config
 from megasync.trainer.optimizer import learning_rate
-from megasync.trainer.rotary import inverse_frequencies
+from megasync.trainer.rotary import attention_factor, inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -56,6 +56,33 @@ def test_other_kinds_of_rope_are_refused_by_name(config, message):
         rope_parameters({"model_type": "llama", **config})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16},
+        {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_slow": 3},
+        {"attention_factor": 1.25, "truncate": False},
+        {"factor": 1.0},
+    ],
+)
+def test_yarn_is_hugging_faces(options):
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        **options,
+    }
+    theirs = DeepseekV3RotaryEmbedding(DeepseekV3Config(rope_parameters=dict(rope), max_position_embeddings=163840))
+    found = rope_parameters({"model_type": "deepseek_v3", "rope_parameters": rope})
+    torch.testing.assert_close(inverse_frequencies(found, 64), theirs.inv_freq)
+    assert attention_factor(found) == pytest.approx(theirs.attention_scaling)
+
+
 @pytest.mark.parametrize("stated", [{}, {"partial_rotary_factor": 0.25}])
 def test_partial_frequencies_are_hugging_faces(stated):
     from transformers import Glm4Config
@@ -97,6 +124,29 @@ def test_architectures_and_options_that_are_not_implemented_are_refused_by_name(
     (tmp_path / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
+    with pytest.raises(ConfigError, match=message):
+        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_experts_per_tok": 2},
+            "num_experts_per_tok=2 with topk_group=2.*ranks groups of experts by their best 1",
+        ),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 in config.json is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "supported for deepseek_v3 are default, yarn",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": None}}, "needs factor, original_max_"),
+        ({"rope_interleave": False}, "rope_interleave=False"),
+    ],
+)
+def test_latent_attention_and_routing_that_are_not_implemented_are_refused_by_name(models, tmp_path, change, message):
+    config = {**read_hf_config(models["deepseek_v3"]), **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0, 1)
 

@@ -33,9 +33,7 @@ def latent_norm(x: str, size: str, **options: object) -> Rule:
 INPUT_NORM = norm("model.layers.{layer}.input_layernorm.weight", "decoder.layers.{layer}.input_layernorm.weight")
 ATTENTION = (
     projection("q_proj", "linear_q_proj", "q_rows", "hidden", unless="q_lora_rank"),
-    projection(
-        "q_a_proj", "linear_q_down_proj", "q_lora", "hidden", te_split=Split.REPLICATED, when="q_lora_rank"
-    ),
+    projection("q_a_proj", "linear_q_down_proj", "q_lora", "hidden", te_split=Split.REPLICATED, when="q_lora_rank"),
     # SGLang fuses it with q_a_proj.
     projection(
         "kv_a_proj_with_mqa", "linear_kv_down_proj", "kv_a_rows", "hidden", te_split=Split.REPLICATED, joined=True
