@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS`` as for its own launcher.
 
-Five deviations, for servers on a CPU only:
+Six deviations, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked, not spawned. A spawned child imports SGLang and PyTorch again, which takes most
   of the start (20 s against 8 s on two cores) and three times the memory. Forking is safe here because the parent has
@@ -11,6 +11,9 @@ Five deviations, for servers on a CPU only:
   the batch here: log-probs move by about 1e-5, and the sampled token practically never.
 - Garbage collection is not frozen after a skipped warm-up: SGLang asks for that before its port is open, and logs the
   refused connection as if the start had failed. `SGLangServer` asks for it once the server answers.
+- Latent attention (DeepSeek) takes its absorbed form with the `torch_native` backend. SGLang picks the form by the
+  backend's name, knows none for this one, and lets it prefill with keys and values that it hands over but that this
+  backend takes from the cache, where the latents are.
 - Where MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang itself never removes.
 """
 
@@ -31,8 +34,11 @@ def apply() -> None:
         add_deterministic_attention_backend_choices,
     )
     from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.server_args import PortArgs
 
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda: None
@@ -61,7 +67,7 @@ PATCH = Patch(
     name="sglang_cpu_launch",
     package="sglang",
     versions=("0.5.23",),
-    reason="start SGLang on a CPU by fork, and let it sample from per-request seeds there",
+    reason="start SGLang on a CPU by fork, let it sample from per-request seeds there, and attend right with latents",
     apply=apply,
 )
 

@@ -34,12 +34,15 @@ LAUNCH = """
 import inspect, multiprocessing
 from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
 from sglang.srt.entrypoints import engine, http_server
+from sglang.srt.models.deepseek_common import attention_backend_handler as latent
 import sglang.srt.batch_invariant_ops as batch_invariant_ops
 from megasync_patches.sglang_cpu_launch import PATCH
 
 PATCH.check_version()
-# Still needed: upstream spawns, does not admit torch_native, wants an accelerator, asks a port that is not open.
+# Still needed: upstream spawns, does not admit torch_native and treats it as triton in latent attention, wants an
+# accelerator, asks a port that is not open.
 assert "torch_native" not in backends
+assert latent.AttentionBackendRegistry.get_handler("torch_native") is latent.handle_attention_triton
 assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
 assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
 try:
@@ -52,6 +55,7 @@ else:
 PATCH.apply()
 PATCH.apply()
 assert backends.count("torch_native") == 1
+assert latent.AttentionBackendRegistry.get_handler("torch_native")(None, None) is latent.AttnForwardMethod.MLA
 batch_invariant_ops.enable_batch_invariant_mode()
 http_server._freeze_gc_after_server_warmup(None)
 from sglang.srt.server_args import ServerArgs
