@@ -82,9 +82,9 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     config = AutoConfig.for_model(family, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
     return model
 

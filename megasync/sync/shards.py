@@ -114,12 +114,14 @@ class HfFolder:
 def load_shards(
     hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """A global rank's parameters from a Hugging Face folder, as CPU tensors of ``dtype`` with their local shapes.
+    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes, of ``dtype`` but for
+    those that have one of their own (`Placed.dtype`).
 
     Raises:
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
     """
-    shards = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.params(rank).items()}
+    own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
+    shards = {name: torch.empty(shape, dtype=own.get(name, dtype)) for name, shape in layout.params(rank).items()}
     shapes = layout.hf_tensors
     filled = dict.fromkeys(shards, 0)
     with HfFolder(hf_dir) as folder:

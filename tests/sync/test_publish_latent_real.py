@@ -1,0 +1,86 @@
+"""A DeepSeek model reaches a real bfloat16 server by both transports with the bits that a load from disk gives.
+
+What is special: projections that the engine fuses only when it gets them together, weights that it derives from others
+after loading, and a router's bias that stays float32.
+"""
+
+import json
+
+import pytest
+from engine_models import make_model
+
+from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
+from megasync.device import Device
+from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_control import EngineControl
+from megasync.rollout.server import SGLangServer
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.broadcast_sync import BroadcastSync
+from megasync.sync.layout import Layout
+from megasync.sync.shard_sync import ShardSync
+from megasync.sync.topology import Topology
+
+pytestmark = pytest.mark.real
+
+TOPOLOGY = Topology(tensor=2, expert=2, expert_tensor=1)
+# Less than both down projections of a layer together.
+BUCKET_BYTES = 2048
+PROMPT = [3, 90, 17, 44, 5, 5, 61]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Three models of one shape."""
+    found = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(3)]
+    for seed, path in enumerate(found):
+        make_model(path, "deepseek_v3", seed)
+    return found
+
+
+async def held_and_scored(server):
+    found = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = (await server.post("/generate", body, timeout=60))["meta_info"]
+    logprobs = [entry[0] for entry in answer["input_token_logprobs"][1:]]
+    return [rank["checksums"] for rank in found["ranks"]], logprobs
+
+
+async def test_both_transports_leave_what_a_load_leaves(folders, local_ranks, tmp_path):
+    layout = Layout(json.loads((folders[0] / "config.json").read_text()), TOPOLOGY)
+    plan = plan_broadcast(layout, BUCKET_BYTES, "bfloat16")
+    assert {bucket.dtype for bucket in plan.buckets} == {"bfloat16", "float32"}
+    rollout = RolloutConfig(
+        context_length=1024, max_total_tokens=4096, mem_fraction=0.5, server_args={"--skip-tokenizer-init": True}
+    )
+    engine = SGLangServer(folders[0], rollout, "bfloat16", "cpu", "127.0.0.1", 0, tmp_path / "server.log")
+    server = ServerControl(await engine.start(180))
+    timeouts = TimeoutConfig(weight_sync=60.0)
+    syncs = []
+    try:
+        expected = []
+        for folder in folders[1:]:
+            await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=60)
+            expected.append(await held_and_scored(server))
+        assert expected[0] != expected[1]
+        ranks = await local_ranks(folders[0], TOPOLOGY, BUCKET_BYTES, "bfloat16")
+        syncs.append(BroadcastSync([server], ranks, plan, 1, SyncConfig(), timeouts, Device("cpu")))
+        syncs.append(
+            ShardSync([EngineControl(server)], ranks, layout, "bfloat16", "gloo", SyncConfig(bucket_mb=1), timeouts)
+        )
+        # As the ranks have it; smaller than the configuration allows.
+        syncs[1]._parcel_bytes = BUCKET_BYTES
+        for version, (sync, folder) in enumerate(zip(syncs, folders[1:], strict=True), 1):
+            await ranks.call("load", str(folder), timeout=20)
+            await sync.publish(version)
+            assert await server.weight_version() == version
+            assert await held_and_scored(server) == expected[version - 1], type(sync).__name__
+    finally:
+        for sync in syncs:
+            await sync.close()
+        await server.close()
+        await engine.stop()
