@@ -29,6 +29,8 @@ CONTRADICTIONS = [
     (["trainer.optimizer.min_lr=1", "trainer.optimizer.decay=linear"], ["min_lr=1", "lr=1e-06"]),
     (["trainer.optimizer.min_lr=1e-7"], ["min_lr=1e-07", "decay=constant"]),
     (["sync.parity_every=0", "sync.parity_threshold=0.1"], ["parity_threshold=0.1", "parity_every=0"]),
+    (["sync.disk_dir=/tmp/shared"], ["sync.disk_dir='/tmp/shared'", "sync.transport=auto", "transport=disk"]),
+    (["sync.transport=disk", "sync.disk_dir=/dev/null/v"], ["sync.disk_dir='/dev/null/v'", "/dev/null is a file"]),
     (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
     (["data.eval=null", "eval.every_steps=5"], ["eval.every_steps=5", "data.eval is null"]),
     (["eval.temperatures=[]"], ["eval.temperatures=[]"]),

@@ -7,7 +7,7 @@ import pytest
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import ServerError, SyncError
-from megasync.sync import transaction
+from megasync.sync import broadcast_sync, served
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
@@ -115,8 +115,8 @@ class Ranks:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(transaction, "RECOVERY_SECONDS", 0.2)
-    monkeypatch.setattr(transaction, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(broadcast_sync, "RECOVERY_SECONDS", 0.2)
+    monkeypatch.setattr(broadcast_sync, "GRACE_SECONDS", 0.1)
 
     def make(pause_mode="retract", seconds=5.0):
         ranks = Ranks()
@@ -184,11 +184,11 @@ async def test_engine_ranks_follow_the_sender_and_each_stage_has_a_group(world):
 async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_serving(
     world, monkeypatch, path, fault, phase
 ):
-    monkeypatch.setattr(transaction, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(served, "FLUSH_SECONDS", 0.0)
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["refused"] if path == UPDATE else []
     servers[1].faults[path] = [fault]
-    with pytest.raises(transaction.SyncError, match=rf"version 3 .*'{phase}'.*the version before") as caught:
+    with pytest.raises(SyncError, match=rf"version 3 .*'{phase}'.*the version before") as caught:
         await sync.publish(3)
     assert (caught.value.phase, caught.value.version, caught.value.quarantined) == (phase, 3, {})
     assert any(who in str(caught.value) for who in ("http://b", "trainer"))
