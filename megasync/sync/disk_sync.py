@@ -131,8 +131,6 @@ class DiskSync:
         self._pause_mode = config.pause_mode
         self._seconds = timeouts.weight_sync
         self._servers: dict[str, DiskServer] = {}
-        for server in servers:
-            self.add(server)
         self._joined = False
         self._connections = 0
         self._last: Sealed | None = None
@@ -140,6 +138,8 @@ class DiskSync:
         self._left_reading: set[Path] = set()
         self._lock = asyncio.Lock()
         self._quarantined: dict[str, str] = {}
+        for server in servers:
+            self.add(server)
 
     @property
     def quarantined(self) -> dict[str, str]:
@@ -148,15 +148,18 @@ class DiskSync:
 
     def add(self, server: ServerControl) -> None:
         """From the next publish on this server is updated too, whatever it holds now; `bring` does not wait for one."""
-        self.remove(server.url)
+        self._forget(server.url)
         self._servers[server.url] = DiskServer(server, self._pause_mode, self._seconds)
 
     def remove(self, url: str) -> None:
         """The server is no longer updated."""
+        self._forget(url)
+        self._quarantined.pop(url, None)
+
+    def _forget(self, url: str) -> None:
         gone = self._servers.pop(url, None)
         if gone is not None and gone.reading is not None:
             self._left_reading.add(gone.reading)
-        self._quarantined.pop(url, None)
 
     async def bring(self, server: ServerControl) -> None:
         """Adds a server and brings it the last published version at once, if there is one; no other server notices.
