@@ -254,7 +254,7 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        _write_companions(source, draft, dtype)
+        write_companions(source, draft, dtype)
         with ShardFiles(checkpoint_dir) as files:
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
@@ -294,14 +294,13 @@ def _write_weights(
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
     parts = _split_by_bytes(nbytes)
-    names = [WEIGHTS] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
+    names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
         tensors = {name: assemble(name, layout, shards_of).to(dtypes[name]) for name in part}
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where}
-        (out / INDEX).write_text(json.dumps(index, indent=2))
+        (out / INDEX).write_text(index_text(where, sum(nbytes.values())))
 
 
 def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
@@ -316,7 +315,13 @@ def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
     return parts
 
 
-def _part_name(index: int, count: int) -> str:
+def index_text(where: Mapping[str, str], nbytes: int) -> str:
+    """The JSON of an index: tensor name -> file name, and the bytes of all tensors."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(where)}, indent=2)
+
+
+def part_name(index: int, count: int) -> str:
+    """Name of the ``index``-th (from 0) of ``count`` weight files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -324,7 +329,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _write_companions(source: Path, out: Path, dtype: str) -> None:
+def write_companions(source: Path, out: Path, dtype: str) -> None:
+    """What a Hugging Face folder holds besides weights: the source's config.json with ``dtype``, and its tokenizer."""
     config = read_json(source / "config.json")
     config["dtype"] = dtype
     if "torch_dtype" in config:
