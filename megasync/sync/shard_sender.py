@@ -79,12 +79,12 @@ class ShardSender:
         self._store = open_store(self._host, timeout)
         return self._host, self._store.port
 
-    def prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> int:
-        """Plans the way into a class of engines (`EngineRank.to_json` of each of its ranks); bytes that it takes."""
+    def prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> str:
+        """Plans the way into one kind of engines (`EngineRank.to_json` of each of its ranks); the plan's digest."""
         if kind not in self._plans:
             ranks = [EngineRank.from_json(found) for found in engine]
             self._plans[kind] = plan_shards(self._layout, ranks, self._parcel_bytes, self._dtype)
-        return self._plans[kind].nbytes
+        return self._plans[kind].digest
 
     def send(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Sends the present weights to all ``engines`` of the request.

@@ -165,7 +165,10 @@ class ShardSync:
                 plan_shards, self._layout, traced, self._parcel_bytes, self._dtype
             )
         found = [rank.to_json() for rank in traced]
-        await self._ranks.call("shard_prepare", kind, found, timeout=self._seconds)
+        derived = await self._ranks.call("shard_prepare", kind, found, timeout=self._seconds)
+        other = [rank for rank, digest in enumerate(derived) if digest != self._plans[kind].digest]
+        if other:
+            raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
         program = {
             "digest": kind,
             "parcels": [receive_program(self._plans[kind], tp) for tp in range(len(traced))],

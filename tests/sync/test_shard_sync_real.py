@@ -149,6 +149,13 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
         await server.stop(5)
 
 
+async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(world):
+    sync, _, _ = await world()
+    sync._parcel_bytes = 2 * PARCEL_BYTES
+    with pytest.raises(SyncError, match=r"phase 'connect' failed: .*trainer ranks \[0, 1, 2, 3\] derived another plan"):
+        await sync.publish(90)
+
+
 async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(world, models):
     sync, ranks, servers = await world(seconds=10.0, stall=3.0)
     await sync.connect()
