@@ -173,6 +173,7 @@ FREE = {
     "algorithm.normalize_std",
     "eval.temperatures",
     "checkpoint.export",
+    "sync.delta",
     "sync.disk_dir",
     "observe.live",
     "observe.tensorboard",

@@ -224,7 +224,8 @@ class DiskSync:
         except BaseException as error:
             if attempt.phase in ("connect", "write"):
                 await self._leave()
-            await asyncio.gather(*(self._release(self._servers[url], attempt) for url in attempt.standing))
+            ours = [server for url, server in self._servers.items() if url in attempt.standing]
+            await asyncio.gather(*(self._release(server, attempt) for server in ours))
             if not isinstance(error, Exception):
                 raise
             raise attempt.error(error, self._quarantined) from error

@@ -9,21 +9,15 @@ import struct
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megasync.errors import SyncError
-from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan, Bucket
+from megasync.sync.broadcast_plan import ITEM_BYTES, Bucket
 from megasync.sync.groups import Deadline
 from megasync.sync.shards import part_name
 from megasync.sync.stage_sender import StageSender
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megasync.device import Device
-    from megasync.sync.layout import Layout
 
 # Bytes that go to the host, into the digest and to the file at a time.
 CHUNK_BYTES = 2**24
@@ -32,27 +26,9 @@ _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class DiskWriter(StageSender):
-    """One trainer rank's part in writing a version. ``plan`` and the rest as in `StageSender`."""
+    """One trainer rank's part in writing a version."""
 
     activity = "disk"
-
-    def __init__(
-        self,
-        plan: BroadcastPlan,
-        layout: Layout,
-        rank: int,
-        params: Mapping[str, torch.Tensor],
-        device: Device,
-        host: str = "127.0.0.1",
-    ) -> None:
-        super().__init__(plan, layout, rank, params, device, host)
-        self._names = [
-            part_name(index, len(plan.buckets))
-            for index, bucket in enumerate(plan.buckets)
-            if bucket.stage == self._stage
-        ]
-        self._folder = Path()
-        self._written: dict[str, dict[str, Any]] = {}
 
     def join(self, name: str, addresses: Sequence[tuple[str, int] | None], timeout: float) -> None:
         """Meets the stage's peers under the unique ``name``; ``addresses`` is what `listen` returned on each rank.
@@ -73,6 +49,8 @@ class DiskWriter(StageSender):
             SyncError: naming rank, version and file; this rank has then left its group.
         """
         self._folder, self._written = Path(folder), {}
+        numbers = [number for number, bucket in enumerate(self._plan.buckets) if bucket.stage == self._stage]
+        self._names = [part_name(number, len(self._plan.buckets)) for number in numbers]
         seconds = self._run(f"write version {version}", timeout)
         return {"files": self._written, "seconds": seconds}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -226,6 +227,15 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
         return Layout(found["hf_config"], Topology(**found["topology"]), found["spec"]), found["dtype"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
+
+
+def to_disk(path: Path) -> None:
+    """Waits until a file, or a folder's list of files, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class StageSender(ABC):
     ) -> None:
         stage = layout.topology.coords(rank).pp
         _check_params(layout, layout.params(rank), params)
+        self._plan = plan
         self._rank = rank
         self._stage = stage
         self._members = plan.members(stage)

@@ -8,7 +8,6 @@ Each sealed version is a whole Hugging Face folder, so that a server may also be
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from megasync.errors import SyncError
 from megasync.sync.broadcast_plan import BroadcastPlan
-from megasync.sync.shards import INDEX, index_text, part_name, write_companions
+from megasync.sync.shards import INDEX, index_text, part_name, to_disk, write_companions
 
 MANIFEST = "manifest.json"
 _DRAFT = ".incomplete"
@@ -95,11 +94,11 @@ class VersionFolders:
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=2))
             for path in draft.iterdir():
                 if path.name not in files:
-                    _to_disk(path)
-            _to_disk(draft)
+                    to_disk(path)
+            to_disk(draft)
             sealed = draft.with_name(draft.name.removesuffix(_DRAFT))
             draft.rename(sealed)
-            _to_disk(self.root)
+            to_disk(self.root)
         except OSError as error:
             raise SyncError(f"{draft} cannot be completed: {error}") from error
         return sealed
@@ -127,12 +126,3 @@ class VersionFolders:
         for path in sealed[: -self._keep]:
             if path not in busy:
                 self.discard(path)
-
-
-def _to_disk(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -41,7 +41,7 @@ async def world(models, urls, local_ranks, tmp_path):
         plan = plan_broadcast(Layout(models[1], TOPOLOGY), BUCKET_BYTES, "float32")
         assert len(plan.of_stage(1)) > 2
         folders = VersionFolders(tmp_path / "sync", models[0][0][0], plan, keep=2)
-        config, timeouts = SyncConfig(pause_mode=mode), TimeoutConfig(weight_sync=20.0)
+        config, timeouts = SyncConfig(pause_mode=mode), TimeoutConfig(weight_sync=60.0)
         syncs.append(DiskSync(servers[:known], ranks, plan, folders, config, timeouts))
         return syncs[-1], ranks, servers
 
@@ -58,7 +58,7 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
-        traffic = [asyncio.create_task(generate(server, 600)) for server in servers for _ in range(4)]
+        traffic = [asyncio.create_task(generate(server, 400)) for server in servers for _ in range(4)]
         await asyncio.sleep(0.3)
         report = await sync.publish(version)
         assert report.bytes == sum(p.numel() for p in model.parameters()) * 4
