@@ -63,7 +63,7 @@ def stage_memory(config: Config, layout: Layout, buckets: BroadcastPlan, stage: 
     elements = sum(prod(shape) for shape in shapes.values())
     # Elements whose optimizer state this rank keeps; of experts there are fewer copies to spread it over.
     kept = elements
-    if trainer.distributed_optimizer:
+    if trainer.distributed_optimizer and topology.data > 1:
         kept = -(-(elements - experts) // topology.data) - (-experts // topology.expert_data)
     state = ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
     last = stage == trainer.pipeline_parallel - 1

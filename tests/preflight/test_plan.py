@@ -1,5 +1,6 @@
 """The plan is the arithmetic of the configuration, whole and readable."""
 
+import json
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -97,6 +98,27 @@ def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     assert memory.sync_buckets == 2 * max(bucket.nbytes for bucket in buckets.buckets)
     config.trainer.distributed_optimizer = False
     assert stage_memory(config, layout, buckets, 0).optimizer == 12 * elements
+
+
+def test_experts_are_spread_over_their_own_ranks(tmp_path):
+    values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))
+    sizes = {"data": 4, "tensor": 1, "expert": 2}
+    overrides = [
+        *(f"trainer.{name}_parallel={size}" for name, size in sizes.items()),
+        "trainer.sequence_parallel=false",
+    ]
+    config = load("qwen3_8b_math", f"model.config={tmp_path / 'config.json'}", *overrides)
+    layout, buckets = parts(config)
+    shapes = layout.params(0)
+    held = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    assert held == 36 * 4 * 3 * 768 * 4096
+    memory = stage_memory(config, layout, buckets, 0)
+    elements = sum(prod(shape) for shape in shapes.values())
+    assert memory.weights == 2 * elements
+    # Each expert has two copies, everything else four.
+    assert memory.optimizer == 12 * (held // 2 + (elements - held) // 4)
 
 
 def test_float32_weights_need_no_second_copy_in_the_optimizer():

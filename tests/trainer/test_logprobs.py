@@ -16,9 +16,10 @@ def plain(logits, targets, vocab_size, temperature):
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)], ids=["both", "logprob", "entropy"])
 def test_values_and_gradients_equal_plain_torch(monkeypatch, temperature, weights):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300)  # several chunks
-    logits = (torch.randn(9, 128, generator=torch.Generator().manual_seed(1)) * 4).requires_grad_()
-    targets = torch.randint(0, 100, (9,))
-    slopes = torch.randn(2, 9)
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(9, 128, generator=generator) * 4).requires_grad_()
+    targets = torch.randint(0, 100, (9,), generator=generator)
+    slopes = torch.randn(2, 9, generator=generator)
 
     def gradient(function):
         logprob, entropy = function()

@@ -96,14 +96,19 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
         assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
 
 
-def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, model):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, models, family):
+    model = models[family]
     exact = torch.cat([tensor.flatten() for tensor in load_file(Path(model) / "model.safetensors").values()])
     layouts = {
         "replicated": {"data_parallel": 2, "distributed_optimizer": False},
         "sharded": {"data_parallel": 2, "distributed_optimizer": True},
     }
+    if family == "qwen3_moe":
+        layouts["experts"] = {"data_parallel": 2, "expert_parallel": 2}
     ranks = run_ranks("main_weights", 2, model=model, trainers=layouts)
-    for start in (ranks[0]["replicated"], torch.cat([rank["sharded"] for rank in ranks])):
+    shared = [torch.cat([rank[label] for rank in ranks]) for label in layouts if label != "replicated"]
+    for start in (ranks[0]["replicated"], *shared):
         # All but the zeros of vocabulary padding, in any order.
         assert torch.equal(start[start != 0].sort().values, exact.sort().values)
 
