@@ -126,7 +126,7 @@ def export(
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2\n\n"
-    "megasync check-layout configs-only/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random"
+    "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random"
 )
 def check_layout(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
@@ -149,6 +149,7 @@ def check_layout(
     what arrives with what SGLang's own loader would leave. No trainer, server or GPU. Status 1 names the tensors.
     """
     from megasync.device import resolve_device
+    from megasync.errors import SyncError
     from megasync.preflight.layout_check import check_layout as check
     from megasync.preflight.render_layout import report_data, report_tables
     from megasync.rollout.engine_blueprint import engine_ranks
@@ -166,6 +167,10 @@ def check_layout(
             random,
             lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
         )
+    except SyncError as error:
+        # The two layouts do not fit each other: an outcome, not a wrong question.
+        _complain(str(error))
+        raise typer.Exit(UNHEALTHY) from None
     except KeyboardInterrupt:
         _complain("interrupted")
         raise typer.Exit(INTERRUPTED) from None

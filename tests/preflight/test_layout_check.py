@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from engine_models import make_model
@@ -133,12 +134,24 @@ def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_minia
     assert status == cli.UNHEALTHY and not found["ok"] and name in found["offenders"] and name in found["verdict"]
 
 
+def test_an_engine_that_does_not_keep_a_tensor_is_a_failure_that_names_it(folder, call, in_miniature, monkeypatch):
+    name, whole = "model.norm.weight", engine_blueprint.engine_ranks
+
+    def ranks(*args):
+        found = whole(*args)
+        return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.hf_name != name)) for rank in found]
+
+    monkeypatch.setattr(engine_blueprint, "engine_ranks", ranks)
+    status, _, err = call(folder(), "--random")
+    assert status == cli.UNHEALTHY and f"keep 0 of the 32 elements of '{name}'" in err
+
+
 @pytest.mark.real
 def test_real_layouts_of_dense_and_expert_models(call, tmp_path):
     make_model(tmp_path / "dense", "qwen3")
     status, out, err = call(tmp_path / "dense", "--tp", 2, "--pp", 2, "--engine-tp", 2, "--device", "cpu")
     assert status == 0, err
-    assert "OK: 23 tensors" in " ".join(out.split())
+    assert "OK: 24 tensors" in " ".join(out.split())
     make_model(tmp_path / "experts", "qwen3_moe")
     (tmp_path / "experts" / "model.safetensors").unlink()
     options = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1, "--engine-tp", 2, "--random", "--json", "--device", "cpu")
