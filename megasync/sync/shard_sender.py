@@ -199,17 +199,7 @@ class ShardSender:
         message = self._buffers[index % 2][: parcel.nbytes]
         dtype: torch.dtype = getattr(torch, parcel.dtype)
         if (kind, tag) not in self._copies:
-            targets, sources = [], []
-            values, start = message.view(dtype), 0
-            for region in parcel.regions:
-                box = region.slot.hf_box
-                whole = values[start : start + region.elements].view(box.rows, box.cols)
-                for piece in region.sources:
-                    source = box_of(self._params[piece.param], piece.param_box)
-                    targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
-                    sources.append(source)
-                start += region.elements
-            self._copies[kind, tag] = targets, sources
+            self._copies[kind, tag] = packing(parcel, message, self._params)
         # Padding up to a whole word is digested too.
         message[parcel.elements * dtype.itemsize :] = 0
         torch._foreach_copy_(*self._copies[kind, tag])
@@ -239,6 +229,23 @@ class ShardSender:
                 link.close()
             except (RuntimeError, ValueError) as error:
                 log.warning("trainer rank %d could not close its links: %s", self._rank, error)
+
+
+def packing(
+    parcel: Parcel, message: torch.Tensor, params: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The copies that pack a parcel: rectangles of its message [nbytes] uint8, and the same ones of parameters."""
+    targets, sources = [], []
+    values, start = message.view(getattr(torch, parcel.dtype)), 0
+    for region in parcel.regions:
+        box = region.slot.hf_box
+        whole = values[start : start + region.elements].view(box.rows, box.cols)
+        for piece in region.sources:
+            source = box_of(params[piece.param], piece.param_box)
+            targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
+            sources.append(source)
+        start += region.elements
+    return targets, sources
 
 
 @dataclass

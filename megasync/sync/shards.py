@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megasync.errors import CheckpointError
-from megasync.sync.layout import Box, Layout
+from megasync.sync.layout import Box, Layout, Piece
 from megasync.sync.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
 )
+
+# Reads one box of a Hugging Face tensor, by the tensor's name.
+Read = Callable[[str, Box], torch.Tensor]
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -111,6 +115,17 @@ class HfFolder:
 
         return read
 
+    def reading(self, shapes: Mapping[str, tuple[int, ...]]) -> Read:
+        """Reads boxes of all tensors of these shapes; raises as `reader` when one is first asked for."""
+        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            if name not in readers:
+                readers[name] = self.reader(name, shapes[name])
+            return readers[name](box)
+
+        return read
+
 
 def load_shards(
     hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
@@ -120,22 +135,32 @@ def load_shards(
     Raises:
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
     """
-    shards = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.params(rank).items()}
-    shapes = layout.hf_tensors
-    filled = dict.fromkeys(shards, 0)
+    pieces = pieces_by_param(layout, rank)
     with HfFolder(hf_dir) as folder:
-        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
-        for piece in layout.pieces(rank):
-            if piece.hf_name not in readers:
-                readers[piece.hf_name] = folder.reader(piece.hf_name, shapes[piece.hf_name])
-            target = box_of(shards[piece.param], piece.param_box)
-            target.copy_(readers[piece.hf_name](piece.hf_box))
-            filled[piece.param] += target.numel()
-    for name, shard in shards.items():
-        if filled[name] < shard.numel():
-            # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
-            shard[filled[name] // shard[0].numel() :] = 0
-    return shards
+        read = folder.reading(layout.hf_tensors)
+        return {name: fill_param(shape, pieces[name], read, dtype) for name, shape in layout.params(rank).items()}
+
+
+def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
+    """The rectangles of a global rank, for each of its parameters; none for one that is vocabulary padding only."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in layout.pieces(rank):
+        found[piece.param].append(piece)
+    return found
+
+
+def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtype: torch.dtype) -> torch.Tensor:
+    """A local parameter made of its rectangles, on the CPU."""
+    param = torch.empty(shape, dtype=dtype)
+    filled = 0
+    for piece in pieces:
+        target = box_of(param, piece.param_box)
+        target.copy_(read(piece.hf_name, piece.hf_box))
+        filled += target.numel()
+    if filled < param.numel():
+        # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
+        param[filled // param[0].numel() :] = 0
+    return param
 
 
 def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
