@@ -54,6 +54,8 @@ async def world(models, urls, local_ranks):
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
     sync, ranks, servers = await world(mode)
+    # Ahead of the traffic, which has to outlast the way to the pause.
+    await sync.connect()
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
