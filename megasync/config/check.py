@@ -14,7 +14,7 @@ from megasync.config.host import is_loopback
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, read_hf_config
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, EvalConfig
+from megasync.config.schema import Config, DatasetConfig, EvalConfig, SyncConfig
 from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
@@ -132,6 +132,14 @@ def _check_sync(config: Config) -> None:
             f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
             f"1 or more, or parity_threshold to null"
         )
+    if sync.transport in ("broadcast", "disk"):
+        defaults = SyncConfig()
+        for key in ("arena", "arena_mb", "wave", "delta", "delta_full_every"):
+            if (value := getattr(sync, key)) != getattr(defaults, key):
+                raise ConfigError(
+                    f"sync.{key}={value} does nothing with sync.transport={sync.transport}; set transport=p2p or auto, "
+                    f"or leave {key} at {getattr(defaults, key)}"
+                )
     if sync.disk_dir is None:
         return
     if sync.transport != "disk":
