@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -50,6 +51,11 @@ def _summary(plan: Plan) -> Table:
         "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
         f"{bytes_text(sync.largest)}, sent by rank(s) {senders}",
     }
+    return facts(rows)
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names in bold beside what they stand for."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

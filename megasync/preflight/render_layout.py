@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasync.preflight.layout_check import Report
-from megasync.preflight.render import bytes_text
+from megasync.preflight.render import bytes_text, facts
 
 SHOWN_NAMES = 3
 SHOWN_PROBLEMS = 20
@@ -72,12 +72,7 @@ def _summary(report: Report) -> Table:
         or "nothing",
         "memory of this check": f"{bytes_text(report.peak_bytes)} at most, besides the weights' own file or generator",
     }
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return facts(rows)
 
 
 def _replicas(report: Report) -> str:
