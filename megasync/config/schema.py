@@ -195,8 +195,9 @@ class SyncConfig:
     transport: str = "auto"
     # Largest message on the wire, or file; a sender holds two.
     bucket_mb: int = 256
-    # p2p: where servers keep a version until they commit it: device, or host (pinned memory).
-    arena: str = "device"
+    # p2p: where servers keep a version until they commit it: host (pinned memory beside a GPU), or device, which makes
+    # the pause shorter and takes the memory of a second set of weights there.
+    arena: str = "host"
     # p2p: room for that on each server rank; null takes what a version needs. A rank with less room is paused during
     # the whole transfer.
     arena_mb: int | None = None

@@ -82,7 +82,7 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
 
 async def test_deltas_waves_and_a_small_arena_end_with_the_same_bits(world, models):
     expected = None
-    for version, options in ((20, {"delta": True}), (30, {"wave": 1}), (40, {"arena_mb": 1, "arena": "host"})):
+    for version, options in ((20, {"delta": True}), (30, {"wave": 1}), (40, {"arena_mb": 1, "arena": "device"})):
         sync, ranks, servers = await world(**options)
         if "arena_mb" in options:
             # Less than a version takes, and less than the configuration allows to ask for.
