@@ -125,6 +125,7 @@ class Rank:
         from megasync.device import Device
         from megasync.sync.broadcast_plan import plan_broadcast
         from megasync.sync.broadcast_sender import BroadcastSender
+        from megasync.sync.disk_writer import DiskWriter
         from megasync.sync.layout import Layout
         from megasync.sync.shard_sender import ShardSender
         from megasync.sync.shards import load_shards
@@ -139,6 +140,7 @@ class Rank:
         self._params = Params(self._read(settings["folder"]))
         plan = plan_broadcast(layout, settings["bucket_bytes"], settings["dtype"])
         self._sender = BroadcastSender(plan, layout, settings["rank"], self._params, Device("cpu"))
+        self._writer = DiskWriter(plan, layout, settings["rank"], self._params, Device("cpu"))
         self._shards = ShardSender(
             layout,
             settings["rank"],
@@ -182,6 +184,8 @@ class Rank:
             return getattr(self._shards, method.removeprefix("shard_"))(*args)
         if method.startswith("gather_"):
             return getattr(self._gather, method.removeprefix("gather_"))(*args)
+        if method.startswith("disk_"):
+            return getattr(self._writer, method.removeprefix("disk_"))(*args)
         return getattr(self, method)(*args)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `megasync train`, `plan`, `resume`, `export`, `doctor`, `fetch`.
+"""The command line: `megasync train`, `plan`, `resume`, `export`, `check-layout`, `doctor`, `fetch`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
 MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
@@ -6,6 +6,7 @@ MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the com
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -121,6 +122,64 @@ def export(
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
     export_checkpoint(checkpoint, Path(load_config(settings).model.path), out)
     _console().print(f"wrote {out} from {checkpoint}", highlight=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2\n\n"
+    "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random"
+)
+def check_layout(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the trainer.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Data replicas.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
+    etp: Annotated[int | None, typer.Option(min=1, help="Ranks that share an expert; --tp when not given.")] = None,
+    vpp: Annotated[int, typer.Option(min=1, help="Virtual stages of each pipeline stage.")] = 1,
+    engine_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the engine.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="Of both sides; config.json's own when not given.")] = None,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="Largest message (sync.bucket_mb).")] = 256,
+    random: Annotated[bool, typer.Option("--random", help="Make weights up; MODEL needs a config.json only.")] = False,
+    device: Annotated[str, typer.Option(help="The engine's: auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Check that MODEL's weights get from a trainer's ranks into an engine's and back, bit for bit.
+
+    Cuts the weights as the trainer holds them, moves every parcel of a shard-to-shard sync in this process, and compares
+    what arrives with what SGLang's own loader would leave. No trainer, server or GPU. Status 1 names the tensors.
+    """
+    from megasync.device import resolve_device
+    from megasync.errors import SyncError
+    from megasync.preflight.layout_check import check_layout as check
+    from megasync.preflight.render_layout import report_data, report_tables
+    from megasync.rollout.engine_blueprint import engine_ranks
+    from megasync.sync.topology import Topology
+
+    topology = Topology(tensor=tp, pipeline=pp, data=dp, expert=ep, expert_tensor=etp, virtual=vpp)
+    place = resolve_device(device)
+    try:
+        report = check(
+            model,
+            topology,
+            place.spec,
+            dtype,
+            bucket_mb,
+            random,
+            lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
+        )
+    except SyncError as error:
+        # The two layouts do not fit each other: an outcome, not a wrong question.
+        _complain(str(error))
+        raise typer.Exit(UNHEALTHY) from None
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        typer.echo(json.dumps(report_data(report), indent=2))
+    else:
+        _console().print(report_tables(report))
+    if report.problems:
+        raise typer.Exit(UNHEALTHY)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync doctor")

@@ -191,7 +191,7 @@ class Run:
     ) -> Publisher:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
-        sync, why = await choose_sync(config, layout, ranks, controls, device)
+        sync, why = await choose_sync(config, self.run_dir, layout, ranks, controls, device)
         stack.push_async_callback(sync.close)
         observer.message(why)
         return Publisher(

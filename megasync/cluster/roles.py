@@ -36,6 +36,7 @@ ROLES = {
                 *("rendezvous", "start", "step", "logprobs", "save", "load", "stop"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
                 *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
+                *("disk_listen", "disk_join", "disk_write", "disk_leave"),
             ),
         ),
         Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail")),

@@ -14,7 +14,7 @@ from megasync.config.host import is_loopback
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, read_hf_config
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, EvalConfig
+from megasync.config.schema import Config, DatasetConfig, EvalConfig, SyncConfig
 from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
@@ -132,6 +132,22 @@ def _check_sync(config: Config) -> None:
             f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
             f"1 or more, or parity_threshold to null"
         )
+    if sync.transport in ("broadcast", "disk"):
+        defaults = SyncConfig()
+        for key in ("arena", "arena_mb", "wave", "delta", "delta_full_every"):
+            if (value := getattr(sync, key)) != getattr(defaults, key):
+                raise ConfigError(
+                    f"sync.{key}={value} does nothing with sync.transport={sync.transport}; set transport=p2p or auto, "
+                    f"or leave {key} at {getattr(defaults, key)}"
+                )
+    if sync.disk_dir is None:
+        return
+    if sync.transport != "disk":
+        raise ConfigError(
+            f"sync.disk_dir={sync.disk_dir!r} is for weights that go through a folder, but sync.transport="
+            f"{sync.transport}; set transport=disk, or disk_dir to null"
+        )
+    _check_folder("sync.disk_dir", sync.disk_dir)
 
 
 def _check_evaluation(config: Config, own_eval_rows: bool) -> None:
@@ -331,7 +347,12 @@ def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
 
 
 def _check_run_root(config: Config) -> None:
-    root = Path(config.run_root).expanduser()
-    blocked = next((p for p in (root, *root.parents) if p.exists()), root)
+    _check_folder("run_root", config.run_root)
+
+
+def _check_folder(key: str, path: str) -> None:
+    """Refuses a folder that could not be made."""
+    folder = Path(path).expanduser()
+    blocked = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     if not blocked.is_dir():
-        raise ConfigError(f"run_root={config.run_root!r} cannot be made: {blocked} is a file; choose another folder")
+        raise ConfigError(f"{key}={path!r} cannot be made: {blocked} is a file; choose another folder")

@@ -95,6 +95,7 @@ RANGES: dict[str, Range] = {
     "sync.arena_mb": AT_LEAST_ONE,
     "sync.wave": AT_LEAST_ONE,
     "sync.delta_full_every": NOT_NEGATIVE,
+    "sync.disk_keep": AT_LEAST_ONE,
     "sync.parity_every": NOT_NEGATIVE,
     "sync.parity_threshold": POSITIVE,
     "eval.every_steps": NOT_NEGATIVE,
@@ -130,7 +131,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction": ("none", "token", "sequence"),
     "algorithm.kl_kind": ("k1", "k2", "k3"),
     "sync.pause_mode": ("in_place", "retract", "abort"),
-    "sync.transport": ("auto", "p2p", "broadcast"),
+    "sync.transport": ("auto", "p2p", "broadcast", "disk"),
     "sync.arena": ("device", "host"),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
@@ -172,6 +173,8 @@ FREE = {
     "algorithm.normalize_std",
     "eval.temperatures",
     "checkpoint.export",
+    "sync.delta",
+    "sync.disk_dir",
     "observe.live",
     "observe.tensorboard",
 }

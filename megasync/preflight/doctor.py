@@ -35,7 +35,8 @@ SHARED_MEMORY_BYTES = 512 * 2**20
 # Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
 PORTS = 16
 OPEN_FILES = 1024
-PLUGIN_GROUPS = ("sglang.srt.plugins", "verl.plugins")
+SERVER_PLUGINS = "sglang.srt.plugins"
+PLUGIN_GROUPS = (SERVER_PLUGINS, "verl.plugins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +225,9 @@ def check_plugins() -> Iterator[Finding]:
                 yield Finding(f"plugin {group}:{point.name}", FAILURE, f"{type(error).__name__}: {error}", fix)
             else:
                 yield Finding(f"plugin {group}:{point.name}", OK, point.value)
-    if not own:
-        yield Finding(
-            "plugins", OK, f"megasync registers none with {' or '.join(PLUGIN_GROUPS)}; both run as they come"
-        )
+    if not any(point.group == SERVER_PLUGINS for point in own):
+        found = "megasync's is not registered here, so servers take weights by broadcast only"
+        yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
 
 
 def _space(subject: str, path: Path, wanted: int, fix: str) -> Finding:

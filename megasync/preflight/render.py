@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -47,9 +48,14 @@ def _summary(plan: Plan) -> Table:
         "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
         "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
         f"look-ahead window; older ones: {plan.over_age}",
-        "weight sync": f"every {sync.every_steps} step(s): {_bytes(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
-        f"{_bytes(sync.largest)}, sent by rank(s) {senders}",
+        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
+        f"{bytes_text(sync.largest)}, sent by rank(s) {senders}",
     }
+    return facts(rows)
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names in bold beside what they stand for."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -96,14 +102,14 @@ def _ranks(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    limit = "" if plan.device_bytes is None else f" of {_bytes(plan.device_bytes)}"
+    limit = "" if plan.device_bytes is None else f" of {bytes_text(plan.device_bytes)}"
     table = Table(title=f"Memory of a trainer rank{limit} (activations and logits are estimates)", title_justify="left")
     table.add_column("stage")
     for column in MEMORY_COLUMNS:
         table.add_column(column, justify="right")
     for stage, memory in enumerate(plan.stages):
         values = (getattr(memory, column.replace(" ", "_")) for column in MEMORY_COLUMNS)
-        table.add_row(str(stage), *map(_bytes, values))
+        table.add_row(str(stage), *map(bytes_text, values))
     return table
 
 
@@ -112,9 +118,9 @@ def _server(plan: Plan) -> Table:
     table = Table(title="Memory of a server rank", title_justify="left")
     for column in ("weights", "KV per token", "KV room", "KV tokens", "from"):
         table.add_column(column, justify="left" if column == "from" else "right")
-    room = "-" if server.kv_room is None else _bytes(server.kv_room)
+    room = "-" if server.kv_room is None else bytes_text(server.kv_room)
     tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
-    table.add_row(_bytes(server.weights), _bytes(server.kv_bytes_per_token), room, tokens, server.kv_source)
+    table.add_row(bytes_text(server.weights), bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source)
     return table
 
 
@@ -122,7 +128,8 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A number of bytes as a person reads it, in powers of 1,000."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= limit:
             return f"{count / limit:.1f} {unit}"

@@ -51,7 +51,8 @@ class Router(Service):
         if policy not in POLICIES:
             raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
         self.worker_urls = [url.rstrip("/") for url in worker_urls]
-        self.policy = policy
+        # Between two is how power_of_two chooses; the router refuses it for a single server, where nothing is to choose.
+        self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) == 1 else policy
         self.request_timeout = request_timeout
         self._prometheus_port = 0
 

@@ -9,7 +9,7 @@ alone would go on with other weights than its peers. Guaranteed by `_agree`, whi
 anything is written (then the old weights serve on everywhere), and after. A command never raises, because the other
 ranks already wait for this one's answer; errors come back as data.
 
-This is the only file that knows SGLang's insides. SGLang and torch are imported when a hook first runs.
+Besides `engine_blueprint` this is the only file that knows SGLang's insides. SGLang and torch are imported when a hook first runs.
 """
 
 from __future__ import annotations

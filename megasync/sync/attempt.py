@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from megasync.errors import SyncError
 
@@ -63,6 +64,8 @@ class Standing:
     in_doubt: bool = False
     # It does not come back from a collective, so it answers nothing else.
     stuck: bool = False
+    # It generates from the new version.
+    moved: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -121,16 +124,26 @@ class Attempt:
     def error(self, failure: Exception, quarantined: Mapping[str, str]) -> PublishError:
         """The error for the caller: who, in which phase, why, and what the servers do now."""
         causes = self._causes(failure)
-        if quarantined:
-            after = "left paused, not to serve a mixture of versions: " + "; ".join(
-                f"{url} ({reason})" for url, reason in quarantined.items()
-            )
-        else:
-            after = "every server goes on with the version before"
         message = (
-            f"version {self.version} was not published: phase {self.phase!r} failed: {PhaseFailed(causes)}; {after}"
+            f"version {self.version} was not published: phase {self.phase!r} failed: {PhaseFailed(causes)}; "
+            f"{self._aftermath(quarantined)}"
         )
         return PublishError(message, self.version, self.phase, list(causes), quarantined)
+
+    def _aftermath(self, quarantined: Mapping[str, str]) -> str:
+        """What the servers do now."""
+        moved = [url for url, standing in self.standing.items() if standing.moved]
+        if not quarantined and not moved:
+            return "every server goes on with the version before"
+        parts = []
+        if quarantined:
+            paused = "; ".join(f"{url} ({reason})" for url, reason in quarantined.items())
+            parts.append(f"left paused, not to serve a mixture of versions: {paused}")
+        if moved:
+            parts.append(f"version {self.version} is served by {', '.join(moved)}")
+        if set(self.standing) - set(quarantined) - set(moved):
+            parts.append("every other server goes on with the version before")
+        return "; ".join(parts)
 
     def _causes(self, failure: Exception) -> dict[str, BaseException]:
         """What failed first, and what the trainer said later; without servers that only noticed that it was gone."""
@@ -142,3 +155,26 @@ class Attempt:
             causes = {"trainer": trainer.exception(), **causes}
         first_hand = {who: cause for who, cause in causes.items() if NOT_RECEIVED not in str(cause)}
         return first_hand or causes
+
+
+class Addressed(Protocol):
+    """Anything that stands for one server."""
+
+    @property
+    def url(self) -> str: ...
+
+
+S = TypeVar("S", bound=Addressed)
+
+
+async def failures(servers: Iterable[S], call: Callable[[S], Awaitable[Any]]) -> dict[str, BaseException]:
+    """Calls every server at once and waits for all answers, so that it is known what each of them did; who failed."""
+    servers = list(servers)
+    answers = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
+    return {s.url: a for s, a in zip(servers, answers, strict=True) if isinstance(a, BaseException)}
+
+
+async def each(servers: Iterable[S], call: Callable[[S], Awaitable[Any]]) -> None:
+    """As `failures`, but raises PhaseFailed if there are any."""
+    if causes := await failures(servers, call):
+        raise PhaseFailed(causes)

@@ -1,91 +1,23 @@
-"""The trainer's side of a broadcast: gather a stage's pieces, pack a bucket, send it while the next one is packed.
+"""The trainer's side of a broadcast: the sender of each pipeline stage transmits bucket by bucket to every server at once.
 
-Every trainer rank has a `BroadcastSender`. The first rank of each pipeline stage transmits; its peers in the plan (of the
-dense layers its tensor-parallel ones, of experts also data-parallel ones) hand it their pieces over a private group; the
-other ranks have nothing to do. In the engine group the sender is rank 0 and the servers' ranks follow.
-
-Two buckets of memory, allocated at `join` and reused, plus one peer's contribution. `send` has one deadline for all that
-happens in it, and any failure closes this rank's groups before it is raised, so whoever waits for this rank is woken.
+In the engine group the sender is rank 0 and the servers' ranks follow. Gathering and deadlines are `StageSender`'s.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from math import prod
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from megasync.errors import SyncError
-from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
-from megasync.sync.groups import Deadline, Group, join_store, open_store
-from megasync.sync.layout import Layout, Piece
-from megasync.sync.shards import box_of
-
-if TYPE_CHECKING:
-    from megasync.device import Device
-
-log = logging.getLogger(__name__)
-
-# A rank that only noticed a broken connection waits so long before it says so: the rank that broke it speaks first.
-ECHO_SECONDS = 0.5
+from megasync.sync.broadcast_plan import group_name
+from megasync.sync.groups import Deadline
+from megasync.sync.stage_sender import StageSender, named
 
 
-class LostContact(SyncError):
-    """An exchange with another process that did not finish."""
+class BroadcastSender(StageSender):
+    """One trainer rank's part in a weight broadcast."""
 
-
-class BroadcastSender:
-    """One trainer rank's part in a weight broadcast.
-
-    Args:
-        plan: the same on every rank and in the driver.
-        rank: this trainer rank, global.
-        params: live local parameters by name; read at each `send`, cast to the bucket's dtype while packing.
-        host: address of this rank that servers can reach; the sender listens there and nowhere else.
-
-    Raises:
-        SyncError: the parameters are not those of the layout.
-    """
-
-    def __init__(
-        self,
-        plan: BroadcastPlan,
-        layout: Layout,
-        rank: int,
-        params: Mapping[str, torch.Tensor],
-        device: Device,
-        host: str = "127.0.0.1",
-    ) -> None:
-        stage = layout.topology.coords(rank).pp
-        _check_params(layout, layout.params(rank), params)
-        self._rank = rank
-        self._stage = stage
-        self._members = plan.members(stage)
-        self._takes_part = rank in self._members
-        self._sends = rank == self._members[0]
-        self._buckets = plan.of_stage(stage) if self._takes_part else ()
-        self._params = params
-        self._device = device
-        self._host = host
-        self._store: dist.Store | None = None
-        self._engines: Group | None = None
-        self._peers: Group | None = None
-        self._buffers: list[torch.Tensor] = []
-        self._staging: torch.Tensor | None = None
-
-    def listen(self, timeout: float) -> tuple[str, int] | None:
-        """Opens the meeting point of this rank's stage; (host, port) on the sender, None on every other rank."""
-        self.leave()
-        if not self._sends:
-            return None
-        self._store = open_store(self._host, timeout)
-        return self._host, self._store.port
+    activity = "wire"
 
     def join(self, name: str, addresses: Sequence[tuple[str, int] | None], engine_ranks: int, timeout: float) -> None:
         """Meets the stage's peers and the servers; call it on every rank while the servers join too.
@@ -98,40 +30,9 @@ class BroadcastSender:
         Raises:
             SyncError: someone did not come in time.
         """
-        if not self._takes_part:
-            return
-        backend, mine = self._device.backend, self._members.index(self._rank)
-        try:
-            if self._store is None:
-                host, port = addresses[self._members[0]] or ("", 0)
-                self._store = join_store(host, port, timeout)
-            if len(self._members) > 1:
-                private = f"{name}-stage{self._stage}-gather"
-                self._peers = Group(
-                    self._store, private, mine, len(self._members), backend, timeout, operation_timeout=timeout
-                )
-            if self._sends:
-                public = group_name(name, self._stage)
-                self._engines = Group(
-                    self._store, public, 0, 1 + engine_ranks, backend, timeout, operation_timeout=timeout
-                )
-        except RuntimeError as error:
-            self.leave()
-            raise SyncError(
-                f"trainer rank {self._rank} could not join {name} of stage {self._stage}: {error}"
-            ) from error
-        self._allocate()
-
-    def _allocate(self) -> None:
-        def room(nbytes: int) -> torch.Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-
-        others = [rank for rank in self._members if rank != self._rank] if self._sends else [self._rank]
-        largest = max((_nbytes(bucket, rank) for bucket in self._buckets for rank in others), default=0)
-        self._staging = room(largest)
+        self._meet(name, addresses, timeout)
         if self._sends:
-            count = min(2, len(self._buckets))
-            self._buffers = [room(max(bucket.nbytes for bucket in self._buckets)) for _ in range(count)]
+            self._join_group("engines", name, group_name(name, self._stage), 0, 1 + engine_ranks, timeout)
 
     def send(self, version: int, timeout: float) -> dict[str, float]:
         """Sends all of this stage's buckets, in plan order, within ``timeout`` seconds.
@@ -142,144 +43,8 @@ class BroadcastSender:
         Raises:
             SyncError: naming rank, bucket and version; this rank has then left its groups.
         """
-        start, deadline = time.monotonic(), Deadline(timeout)
-        seconds = {"pack": 0.0, "wire": 0.0}
-        try:
-            if self._sends:
-                self._transmit(deadline, seconds)
-            elif self._takes_part:
-                self._contribute(deadline, seconds)
-        except Exception as error:
-            self.leave()
-            if isinstance(error, LostContact):
-                time.sleep(ECHO_SECONDS)
-            raise SyncError(f"trainer rank {self._rank} failed to send version {version}: {error}") from error
-        return {**seconds, "total": time.monotonic() - start}
+        return self._run(f"send version {version}", timeout)
 
-    def _transmit(self, deadline: Deadline, seconds: dict[str, float]) -> None:
-        """Sender: bucket i + 1 is packed by the thread while bucket i is on the wire."""
-        engines = self._joined(self._engines)
-
-        def packed(index: int) -> torch.Tensor:
-            with _clock(seconds, "pack"):
-                return self._pack(self._buckets[index], self._buffers[index % 2], deadline)
-
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="megasync-pack") as packer:
-            following = packer.submit(packed, 0)
-            for index, bucket in enumerate(self._buckets):
-                message = following.result()
-                if index + 1 < len(self._buckets):
-                    following = packer.submit(packed, index + 1)
-                with (
-                    _clock(seconds, "wire"),
-                    _named(f"broadcast of bucket {index + 1} of {len(self._buckets)}", bucket),
-                ):
-                    engines.broadcast(message, deadline)
-
-    def _contribute(self, deadline: Deadline, seconds: dict[str, float]) -> None:
-        """Peer: hands its pieces of each bucket to the sender, one message a bucket."""
-        peers = self._joined(self._peers)
-        for bucket in self._buckets:
-            if self._rank not in bucket.contributions:
-                continue
-            with _clock(seconds, "pack"):
-                message = self._collect(bucket)
-            with _clock(seconds, "wire"), _named("handing over pieces", bucket):
-                peers.send(message, 0, deadline)
-
-    @torch.no_grad()
-    def _pack(self, bucket: Bucket, buffer: torch.Tensor, deadline: Deadline) -> torch.Tensor:
-        """Fills ``buffer`` with a bucket and returns its bytes, [nbytes] uint8."""
-        dtype = _dtype(bucket)
-        elements = buffer[: bucket.nbytes].view(dtype)
-        whole = {
-            entry.name: elements[entry.offset // dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
-            for entry in bucket.tensors
-        }
-        for rank, pieces in bucket.contributions.items():
-            if rank == self._rank:
-                for piece in pieces:
-                    box_of(whole[piece.hf_name], piece.hf_box).copy_(self._part(piece))
-                continue
-            message = self._staging[: _nbytes(bucket, rank)].view(dtype)
-            with _named(f"pieces from trainer rank {rank}", bucket):
-                self._joined(self._peers).receive(message, self._members.index(rank), deadline)
-            offset = 0
-            for piece in pieces:
-                target = box_of(whole[piece.hf_name], piece.hf_box)
-                target.copy_(message[offset : offset + target.numel()].view(target.shape))
-                offset += target.numel()
-        return buffer[: bucket.nbytes]
-
-    @torch.no_grad()
-    def _collect(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's pieces of a bucket behind each other, as one flat tensor."""
-        message = self._staging[: _nbytes(bucket, self._rank)].view(_dtype(bucket))
-        offset = 0
-        for piece in bucket.contributions[self._rank]:
-            part = self._part(piece)
-            message[offset : offset + part.numel()].view(part.shape).copy_(part)
-            offset += part.numel()
-        return message
-
-    def _part(self, piece: Piece) -> torch.Tensor:
-        return box_of(self._params[piece.param].detach(), piece.param_box)
-
-    def _joined(self, group: Group | None) -> Group:
-        if group is None:
-            raise SyncError("this rank has not joined a group")
-        return group
-
-    def leave(self) -> None:
-        """Leaves every group and frees the buckets. May be called at any time, more than once."""
-        groups, self._engines, self._peers = (self._engines, self._peers), None, None
-        self._store, self._staging, self._buffers = None, None, []
-        for group in groups:
-            if group is None:
-                continue
-            try:
-                group.close()
-            except (RuntimeError, ValueError) as error:
-                log.warning("trainer rank %d could not close a sync group: %s", self._rank, error)
-
-
-def _dtype(bucket: Bucket) -> torch.dtype:
-    return getattr(torch, bucket.dtype)
-
-
-def _nbytes(bucket: Bucket, rank: int) -> int:
-    """Bytes of what one rank hands over."""
-    elements = sum(piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions.get(rank, ()))
-    return elements * ITEM_BYTES[bucket.dtype]
-
-
-@contextmanager
-def _clock(seconds: dict[str, float], activity: str) -> Iterator[None]:
-    """Adds the time spent inside to one activity."""
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[activity] += time.monotonic() - start
-
-
-@contextmanager
-def _named(what: str, bucket: Bucket) -> Iterator[None]:
-    """Raises LostContact, which says what failed and in which bucket, for a failed exchange."""
-    try:
-        yield
-    except (RuntimeError, SyncError) as error:
-        names = f"{bucket.tensors[0].name} .. {bucket.tensors[-1].name}"
-        raise LostContact(f"{what} ({names}, {bucket.nbytes} bytes): {error}") from error
-
-
-def _check_params(layout: Layout, expected: Mapping[str, tuple[int, ...]], params: Mapping[str, torch.Tensor]) -> None:
-    """Raises SyncError when the model's parameters are not the layout's."""
-    found = {name: tuple(param.shape) for name, param in params.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        raise SyncError(
-            f"the model's parameters differ from the {layout.spec!r} layout in {len(wrong)} names or shapes; first: "
-            f"{name}, layout {expected.get(name)}, model {found.get(name)}"
-        )
+    def _deliver(self, index: int, message: torch.Tensor, deadline: Deadline) -> None:
+        with named(f"broadcast of bucket {index + 1} of {len(self._buckets)}", self._buckets[index]):
+            self._groups["engines"].broadcast(message, deadline)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import NOT_RECEIVED, Attempt, PhaseFailed, Standing, SyncReport
+from megasync.sync.attempt import NOT_RECEIVED, Attempt, Standing, SyncReport, each
 from megasync.sync.broadcast_plan import BroadcastPlan, group_name
+from megasync.sync.served import RECOVERY_SECONDS, flush_cache
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -33,11 +33,6 @@ log = logging.getLogger(__name__)
 
 # The ranks keep their own deadline; the driver waits a little longer, so that it hears their reason.
 GRACE_SECONDS = 5.0
-# For each step of the clean-up after a failure. A server that does not answer by then is stuck in a collective.
-RECOVERY_SECONDS = 10.0
-# A batch that was running when the server was paused may still be ending; a flush is refused until then.
-FLUSH_SECONDS = 5.0
-FLUSH_POLL_SECONDS = 0.02
 
 
 class TrainerRanks(Protocol):
@@ -175,20 +170,8 @@ class BroadcastSync:
 
     async def _flush(self, attempt: Attempt) -> None:
         """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
-        if self._pause_mode == "in_place":
-            return
-        deadline = time.monotonic() + FLUSH_SECONDS
-
-        async def flush(server: ServerControl) -> None:
-            while True:
-                try:
-                    return await self._post(server, "/flush_cache")
-                except ServerError:
-                    if time.monotonic() > deadline:
-                        raise
-                    await asyncio.sleep(FLUSH_POLL_SECONDS)
-
-        await self._each(flush)
+        if self._pause_mode != "in_place":
+            await self._each(lambda server: flush_cache(server, self._seconds))
 
     async def _begin(self, attempt: Attempt) -> None:
         for standing in attempt.standing.values():
@@ -252,11 +235,7 @@ class BroadcastSync:
         await self._each(go_on)
 
     async def _each(self, call: Callable[[ServerControl], Awaitable[Any]]) -> None:
-        """Calls every server at once and waits for all answers, so that it is known what each of them did."""
-        answers = await asyncio.gather(*(call(server) for server in self._servers), return_exceptions=True)
-        causes = {s.url: a for s, a in zip(self._servers, answers, strict=True) if isinstance(a, BaseException)}
-        if causes:
-            raise PhaseFailed(causes)
+        await each(self._servers, call)
 
     async def _post(
         self, server: ServerControl, path: str, body: dict[str, Any] | None = None, timeout: float | None = None

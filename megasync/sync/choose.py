@@ -1,9 +1,14 @@
-"""Which transport moves the weights of a run: what ``sync.transport`` says, or what the servers can take."""
+"""Which transport moves the weights of a run: what ``sync.transport`` says, or what the servers can take.
+
+``auto`` chooses between links, which every server of a run has. It never writes to a disk by itself: whether a folder is
+shared by all nodes, and fast and large enough for a version at each sync, cannot be seen from here.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megasync.errors import SyncError
@@ -12,8 +17,10 @@ from megasync.rollout.engine_control import EngineControl
 from megasync.sync.attempt import SyncReport
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync, TrainerRanks
+from megasync.sync.disk_sync import DiskSync
 from megasync.sync.layout import Layout
 from megasync.sync.shard_sync import ShardSync
+from megasync.sync.version_folders import VersionFolders
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config
@@ -40,7 +47,7 @@ class WeightSync(Protocol):
 
 
 async def choose_sync(
-    config: Config, layout: Layout, ranks: TrainerRanks, servers: Sequence[ServerControl], device: Device
+    config: Config, run_dir: Path, layout: Layout, ranks: TrainerRanks, servers: Sequence[ServerControl], device: Device
 ) -> tuple[WeightSync, str]:
     """The transport of a run, connected, and a sentence that says which one it is and why.
 
@@ -49,6 +56,13 @@ async def choose_sync(
     """
     wanted = config.sync.transport
     why = "sync.transport asks for it"
+    plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+    if wanted == "disk":
+        root = run_dir / "sync" if config.sync.disk_dir is None else Path(config.sync.disk_dir)
+        folders = VersionFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
+        disk = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
+        await disk.connect()
+        return disk, f"weights go through {folders.root}: {why}"
     if wanted != "broadcast":
         shards = ShardSync(
             [EngineControl(server) for server in servers],
@@ -69,7 +83,6 @@ async def choose_sync(
             log.warning("weights go by broadcast, as %s", why)
         else:
             return shards, "weights go shard to shard: every server has the plugin, and its layout could be traced"
-    plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     broadcast = BroadcastSync(
         servers, ranks, plan, config.rollout.tensor_parallel, config.sync, config.timeouts, device
     )

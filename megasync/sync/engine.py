@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.errors import ServerError, SyncError
 from megasync.rollout.engine_protocol import REFUSED
 from megasync.sync.attempt import Attempt
+from megasync.sync.served import RECOVERY_SECONDS, Served
 
 if TYPE_CHECKING:
     from megasync.rollout.engine_control import EngineControl
@@ -18,14 +19,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For each step of the clean-up after a failure.
-RECOVERY_SECONDS = 10.0
 # Between two questions whether a version is staged: while it is being sent, and after.
 SENDING_POLL_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
 
-class Engine:
+class Engine(Served):
     """A server, by its control; ``seconds`` is the deadline of each call.
 
     Attributes:
@@ -36,16 +35,11 @@ class Engine:
     """
 
     def __init__(self, control: EngineControl, pause_mode: str, seconds: float) -> None:
+        super().__init__(control.server, pause_mode, seconds)
         self.control = control
         self.kind = self.links = self.base = ""
         self.stages = True
-        self._pause_mode = pause_mode
-        self._seconds = seconds
         self._instance = ""
-
-    @property
-    def url(self) -> str:
-        return self.control.url
 
     # Before the first version
 
@@ -101,11 +95,8 @@ class Engine:
 
     async def pause(self, attempt: Attempt) -> None:
         """Stops generation and opens a weight update."""
-        standing = attempt.standing[self.url]
-        standing.paused, standing.since = True, time.monotonic()
-        await self._post("/pause_generation", {"mode": self._pause_mode})
-        attempt.note("pause_call", time.monotonic() - standing.since)
-        standing.begun = True
+        await super().pause(attempt)
+        attempt.standing[self.url].begun = True
         await self._post("/begin_weight_update")
 
     async def load(self, body: Mapping[str, Any], attempt: Attempt) -> None:
@@ -123,20 +114,9 @@ class Engine:
 
     async def go_on(self, attempt: Attempt) -> None:
         """Closes the update and generates again."""
-        standing = attempt.standing[self.url]
         await self._post("/end_weight_update")
-        standing.begun = False
-        await self._post("/continue_generation", {"torch_empty_cache": False})
-        standing.paused = False
-        attempt.note("pause", time.monotonic() - standing.since)
-
-    async def verify(self, attempt: Attempt) -> None:
-        found = await self.control.server.weight_version(self._seconds)
-        if found != attempt.version:
-            raise SyncError(f"it reports version {found} instead of {attempt.version}")
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
-        return await self.control.server.post(path, body or {}, timeout=seconds or self._seconds)
+        attempt.standing[self.url].begun = False
+        await super().go_on(attempt)
 
     # Clean-up
 
@@ -153,27 +133,3 @@ class Engine:
             await self.control.call("drop", {}, RECOVERY_SECONDS)
         except ServerError as error:
             log.warning("%s could not be told to drop a staged version: %s", self.url, error)
-
-    async def release(self, attempt: Attempt, quarantined: bool) -> str:
-        """Lets the engine generate again if it holds one version as a whole; otherwise why it stays paused.
-
-        Args:
-            quarantined: it was paused for such a reason before this attempt, which did not bring it a whole version.
-        """
-        standing = attempt.standing[self.url]
-        if not standing.paused:
-            return ""
-        if standing.begun:
-            try:
-                await self._post("/end_weight_update", seconds=RECOVERY_SECONDS)
-            except ServerError as error:
-                log.debug("no weight update to end: %s", error)
-        if standing.in_doubt:
-            return f"it may hold parts of version {attempt.version}"
-        if quarantined:
-            return ""
-        try:
-            await self._post("/continue_generation", {"torch_empty_cache": False}, RECOVERY_SECONDS)
-        except ServerError as error:
-            return f"it could not be told to go on: {error}"
-        return ""

@@ -10,9 +10,11 @@ Trainer, engine and driver derive the same plan from the same inputs without tal
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from math import prod
 
@@ -59,7 +61,7 @@ class Parcel:
         return -(-self.elements * ITEM_BYTES[self.dtype] // WORD_BYTES) * WORD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardPlan:
     """All parcels, in the order in which every rank works on its own; a parcel's index is its tag on the wire."""
 
@@ -79,6 +81,11 @@ class ShardPlan:
     def largest(self) -> int:
         """Bytes of the largest parcel; a sender holds two."""
         return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal where the same plan was derived."""
+        return hashlib.sha256(repr((self.engine_ranks, self.parcels)).encode()).hexdigest()[:16]
 
     def of_source(self, rank: int) -> list[tuple[int, Parcel]]:
         return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.source == rank]

@@ -79,12 +79,12 @@ class ShardSender:
         self._store = open_store(self._host, timeout)
         return self._host, self._store.port
 
-    def prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> int:
-        """Plans the way into a class of engines (`EngineRank.to_json` of each of its ranks); bytes that it takes."""
+    def prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> str:
+        """Plans the way into one kind of engines (`EngineRank.to_json` of each of its ranks); the plan's digest."""
         if kind not in self._plans:
             ranks = [EngineRank.from_json(found) for found in engine]
             self._plans[kind] = plan_shards(self._layout, ranks, self._parcel_bytes, self._dtype)
-        return self._plans[kind].nbytes
+        return self._plans[kind].digest
 
     def send(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Sends the present weights to all ``engines`` of the request.
@@ -199,17 +199,7 @@ class ShardSender:
         message = self._buffers[index % 2][: parcel.nbytes]
         dtype: torch.dtype = getattr(torch, parcel.dtype)
         if (kind, tag) not in self._copies:
-            targets, sources = [], []
-            values, start = message.view(dtype), 0
-            for region in parcel.regions:
-                box = region.slot.hf_box
-                whole = values[start : start + region.elements].view(box.rows, box.cols)
-                for piece in region.sources:
-                    source = box_of(self._params[piece.param], piece.param_box)
-                    targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
-                    sources.append(source)
-                start += region.elements
-            self._copies[kind, tag] = targets, sources
+            self._copies[kind, tag] = packing(parcel, message, self._params)
         # Padding up to a whole word is digested too.
         message[parcel.elements * dtype.itemsize :] = 0
         torch._foreach_copy_(*self._copies[kind, tag])
@@ -239,6 +229,23 @@ class ShardSender:
                 link.close()
             except (RuntimeError, ValueError) as error:
                 log.warning("trainer rank %d could not close its links: %s", self._rank, error)
+
+
+def packing(
+    parcel: Parcel, message: torch.Tensor, params: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The copies that pack a parcel: rectangles of its message [nbytes] uint8, and the same ones of parameters."""
+    targets, sources = [], []
+    values, start = message.view(getattr(torch, parcel.dtype)), 0
+    for region in parcel.regions:
+        box = region.slot.hf_box
+        whole = values[start : start + region.elements].view(box.rows, box.cols)
+        for piece in region.sources:
+            source = box_of(params[piece.param], piece.param_box)
+            targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
+            sources.append(source)
+        start += region.elements
+    return targets, sources
 
 
 @dataclass

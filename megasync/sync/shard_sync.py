@@ -18,15 +18,16 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megasync.errors import SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport
+from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, each
 from megasync.sync.digest import combine
-from megasync.sync.engine import RECOVERY_SECONDS, Engine
+from megasync.sync.engine import Engine
 from megasync.sync.layout import Layout
+from megasync.sync.served import RECOVERY_SECONDS
 from megasync.sync.shard_plan import ShardPlan, plan_shards, receive_program
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class ShardSync:
                 await self._plan_for(engine)
 
         with attempt.during("connect"):
-            await _each(self._engines.values(), prepare)
+            await each(self._engines.values(), prepare)
 
     async def _plan_for(self, engine: Engine) -> None:
         # A driver that died may have left it receiving.
@@ -164,7 +165,10 @@ class ShardSync:
                 plan_shards, self._layout, traced, self._parcel_bytes, self._dtype
             )
         found = [rank.to_json() for rank in traced]
-        await self._ranks.call("shard_prepare", kind, found, timeout=self._seconds)
+        derived = await self._ranks.call("shard_prepare", kind, found, timeout=self._seconds)
+        other = [rank for rank, digest in enumerate(derived) if digest != self._plans[kind].digest]
+        if other:
+            raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
         program = {
             "digest": kind,
             "parcels": [receive_program(self._plans[kind], tp) for tp in range(len(traced))],
@@ -185,19 +189,19 @@ class ShardSync:
             with attempt.during("stage"):
                 moved += await self._stage(staging, name, attempt)
             with attempt.during("commit"):
-                await _each(staging, lambda engine: self._commit(engine, name, attempt))
+                await each(staging, lambda engine: self._commit(engine, name, attempt))
         if streaming:
             with attempt.during("stream"):
                 moved += await self._stream(streaming, name + "s", attempt)
         with attempt.during("verify"):
-            await _each(wave, lambda engine: engine.verify(attempt))
+            await each(wave, lambda engine: engine.verify(attempt))
         return moved
 
     async def _stage(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
         bases = self._common_bases(engines)
         await self._start_sending(engines, name, bases, attempt)
-        await _each(engines, lambda engine: engine.stage(self._request(engine, name, bases)))
+        await each(engines, lambda engine: engine.stage(self._request(engine, name, bases)))
         for engine in engines:
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.staged(name, attempt.tasks["trainer"]))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
@@ -286,14 +290,14 @@ class ShardSync:
 
     async def _stream(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """Pauses the engines for the whole transfer; each loads parcels as they come."""
-        await _each(engines, lambda engine: engine.pause(attempt))
+        await each(engines, lambda engine: engine.pause(attempt))
         await self._start_sending(engines, name, {}, attempt)
         for engine in engines:
             body = self._request(engine, name, {}) | {"stream": True}
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.load(body, attempt))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
         self._note_sent(name, attempt)
-        await _each(engines, lambda engine: self._go_on(engine, attempt))
+        await each(engines, lambda engine: self._go_on(engine, attempt))
         return _bytes_sent(attempt)
 
     async def _go_on(self, engine: Engine, attempt: Attempt) -> None:
@@ -325,12 +329,3 @@ class ShardSync:
 
 def _bytes_sent(attempt: Attempt) -> int:
     return sum(result["bytes"] for result in attempt.tasks["trainer"].result())
-
-
-async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[Any]]) -> None:
-    """Calls every engine at once and waits for all answers, so that it is known what each of them did."""
-    engines = list(engines)
-    answers = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-    causes = {e.url: a for e, a in zip(engines, answers, strict=True) if isinstance(a, BaseException)}
-    if causes:
-        raise PhaseFailed(causes)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megasync.errors import CheckpointError
-from megasync.sync.layout import Box, Layout
+from megasync.sync.families import family_of
+from megasync.sync.layout import Box, Layout, Piece
 from megasync.sync.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
 )
+
+# Reads one box of a Hugging Face tensor, by the tensor's name.
+Read = Callable[[str, Box], torch.Tensor]
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -110,6 +116,17 @@ class HfFolder:
 
         return read
 
+    def reading(self, shapes: Mapping[str, tuple[int, ...]]) -> Read:
+        """Reads boxes of all tensors of these shapes; raises as `reader` when one is first asked for."""
+        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            if name not in readers:
+                readers[name] = self.reader(name, shapes[name])
+            return readers[name](box)
+
+        return read
+
 
 def load_shards(
     hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
@@ -121,22 +138,35 @@ def load_shards(
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
     """
     own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
-    shards = {name: torch.empty(shape, dtype=own.get(name, dtype)) for name, shape in layout.params(rank).items()}
-    shapes = layout.hf_tensors
-    filled = dict.fromkeys(shards, 0)
+    pieces = pieces_by_param(layout, rank)
     with HfFolder(hf_dir) as folder:
-        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
-        for piece in layout.pieces(rank):
-            if piece.hf_name not in readers:
-                readers[piece.hf_name] = folder.reader(piece.hf_name, shapes[piece.hf_name])
-            target = box_of(shards[piece.param], piece.param_box)
-            target.copy_(readers[piece.hf_name](piece.hf_box))
-            filled[piece.param] += target.numel()
-    for name, shard in shards.items():
-        if filled[name] < shard.numel():
-            # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
-            shard[filled[name] // shard[0].numel() :] = 0
-    return shards
+        read = folder.reading(layout.hf_tensors)
+        return {
+            name: fill_param(shape, pieces[name], read, own.get(name, dtype))
+            for name, shape in layout.params(rank).items()
+        }
+
+
+def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
+    """The rectangles of a global rank, for each of its parameters; none for one that is vocabulary padding only."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in layout.pieces(rank):
+        found[piece.param].append(piece)
+    return found
+
+
+def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtype: torch.dtype) -> torch.Tensor:
+    """A local parameter made of its rectangles, on the CPU."""
+    param = torch.empty(shape, dtype=dtype)
+    filled = 0
+    for piece in pieces:
+        target = box_of(param, piece.param_box)
+        target.copy_(read(piece.hf_name, piece.hf_box))
+        filled += target.numel()
+    if filled < param.numel():
+        # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
+        param[filled // param[0].numel() :] = 0
+    return param
 
 
 def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -230,6 +260,15 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
 
+def to_disk(path: Path) -> None:
+    """Waits until a file, or a folder's list of files, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
@@ -256,7 +295,7 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        _write_companions(source, draft, dtype, layout.family.exported)
+        write_companions(source, draft, dtype)
         with ShardFiles(checkpoint_dir) as files:
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
@@ -296,14 +335,13 @@ def _write_weights(
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
     parts = _split_by_bytes(nbytes)
-    names = [WEIGHTS] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
+    names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
         tensors = {name: assemble(name, layout, shards_of).to(dtypes[name]) for name in part}
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where}
-        (out / INDEX).write_text(json.dumps(index, indent=2))
+        (out / INDEX).write_text(index_text(where, sum(nbytes.values())))
 
 
 def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
@@ -318,7 +356,13 @@ def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
     return parts
 
 
-def _part_name(index: int, count: int) -> str:
+def index_text(where: Mapping[str, str], nbytes: int) -> str:
+    """The JSON of an index: tensor name -> file name, and the bytes of all tensors."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(where)}, indent=2)
+
+
+def part_name(index: int, count: int) -> str:
+    """Name of the ``index``-th (from 0) of ``count`` weight files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -326,8 +370,12 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _write_companions(source: Path, out: Path, dtype: str, stated: Mapping[str, Any]) -> None:
-    config = read_json(source / "config.json") | stated
+def write_companions(source: Path, out: Path, dtype: str) -> None:
+    """What a Hugging Face folder holds besides weights: the source's config.json with ``dtype`` and what its family
+    states of every export, and its tokenizer.
+    """
+    config = read_json(source / "config.json")
+    config |= family_of(config).exported
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 
 from megasync.errors import CheckpointError
 from megasync.sync.layout import Layout
-from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
+from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written, to_disk
 from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)
@@ -152,20 +151,11 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
     (partial / LAYOUT).write_text(json.dumps(describe(shard.layout, shard.dtype), indent=1))
     (partial / STATE).write_text(json.dumps(state, indent=1))
     for file in partial.iterdir():
-        _flush(file)
+        to_disk(file)
     (partial / MARKER).touch()
-    _flush(partial)
+    to_disk(partial)
     partial.rename(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    to_disk(path.parent)
 
 
 def load(

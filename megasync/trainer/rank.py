@@ -52,6 +52,7 @@ class TrainerRank:
         # Only now: these modules take names from Megatron, which the line above may have bent.
         from megasync.sync.broadcast_plan import plan_broadcast
         from megasync.sync.broadcast_sender import BroadcastSender
+        from megasync.sync.disk_writer import DiskWriter
         from megasync.sync.shard_sender import ShardSender
         from megasync.trainer.engine import MegatronEngine
         from megasync.trainer.policy import PolicyTrainer
@@ -81,7 +82,7 @@ class TrainerRank:
             temperature=config.rollout.sampling.temperature,
         )
         plan = plan_broadcast(self._engine.layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        self._sender = BroadcastSender(
+        part = (
             plan,
             self._engine.layout,
             self._rank,
@@ -89,6 +90,8 @@ class TrainerRank:
             self._device,
             resolve_host(config.cluster.host),
         )
+        self._sender = BroadcastSender(*part)
+        self._writer = DiskWriter(*part)
         self._shards = ShardSender(
             self._engine.layout,
             self._rank,
@@ -139,10 +142,23 @@ class TrainerRank:
     def shard_leave(self) -> None:
         self._shards.leave()
 
+    def disk_listen(self, *args: Any) -> Any:
+        return self._writer.listen(*args)
+
+    def disk_join(self, *args: Any) -> Any:
+        return self._writer.join(*args)
+
+    def disk_write(self, *args: Any) -> Any:
+        return self._writer.write(*args)
+
+    def disk_leave(self) -> None:
+        self._writer.leave()
+
     def stop(self) -> None:
         import torch
 
         self._sender.leave()
+        self._writer.leave()
         self._shards.leave()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

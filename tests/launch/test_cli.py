@@ -13,7 +13,7 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "plan", "resume", "export", "doctor", "fetch")
+COMMANDS = ("train", "plan", "resume", "export", "check-layout", "doctor", "fetch")
 
 
 @pytest.fixture(autouse=True)

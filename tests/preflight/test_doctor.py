@@ -101,9 +101,12 @@ def test_a_folder_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path):
     assert any(finding.subject == "run folder" for finding in doctor.check_disk())
 
 
-def test_the_absence_of_plugins_is_told_truthfully():
-    findings = list(doctor.check_plugins())
-    assert any("registers none" in finding.detail for finding in findings if finding.subject == "plugins")
+def test_the_servers_plugin_is_registered_and_its_absence_is_told(monkeypatch):
+    found = {finding.subject: finding.status for finding in doctor.check_plugins()}
+    assert found["plugin sglang.srt.plugins:megasync"] == doctor.OK
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    (finding,) = doctor.check_plugins()
+    assert finding.status == FAILURE and "by broadcast only" in finding.detail and finding.fix
 
 
 class Broken:

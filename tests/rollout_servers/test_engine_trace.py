@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from oracle import engine_oracle
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
 from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_blueprint import engine_ranks
 from megasync.rollout.engine_control import EngineControl
 from megasync.rollout.engine_protocol import LOAD_FORMAT, encode
 from megasync.rollout.server import SGLangServer
@@ -107,6 +109,8 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
             assert await score(control, PROMPT) == pytest.approx(logprobs(model, PROMPT), abs=1e-4)
         assert ranks == await engine.trace(specs)
         assert all(rank.unwritten == () for rank in ranks)
+        # The same without a server.
+        assert ranks == await asyncio.to_thread(engine_ranks, path, tensor_parallel, "float32", "cpu", specs)
         question = {"specs": specs, "ranks": [rank.to_json() for rank in ranks]}
         body = {"action": engine_oracle.ACTION, "skip_tensor_list": [json.dumps(question)], "selector": "target"}
         found = await control.post("/weights_checker", body)

@@ -14,7 +14,7 @@ from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.ports import free_port
-from megasync.rollout.router import Router
+from megasync.rollout.router import POLICIES, Router
 
 
 @asynccontextmanager
@@ -42,6 +42,13 @@ async def test_requests_are_spread_and_whole(tmp_path):
         sent = fakes[0].requests[0]["sampling_params"]
         assert {"temperature", "top_k", "min_p", "sampling_seed", "stop_token_ids", "max_new_tokens"} <= set(sent)
         assert fakes[0].requests[0]["rid"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_every_policy_does_with_a_single_server(tmp_path, policy):
+    async with routed(tmp_path, policy, workers=1) as (fakes, client):
+        assert (await client.generate([1], routing_key="group")).token_ids
+        assert len(fakes[0].requests) == 1
 
 
 async def test_a_routing_key_sticks_to_one_server(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving import SIZES as SERVED_SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 # The benchmark of the same room starts its ranks the same way.
@@ -53,6 +54,18 @@ def save_model():
         return json.loads((path / "config.json").read_text())
 
     return save
+
+
+@pytest.fixture(scope="module")
+def models(make_model, save_model, tmp_path_factory):
+    """Three models of one shape, as (folder, model) by seed, and their config; real servers start with the first."""
+    found = []
+    for seed in range(3):
+        model = make_model(seed, **SERVED_SIZES)
+        folder = tmp_path_factory.mktemp(f"model{seed}")
+        config = save_model(model, folder)
+        found.append((folder, model))
+    return found, config
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
+from fake_control import FakeControl
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import ServerError, SyncError
-from megasync.sync import broadcast_sync
+from megasync.sync import broadcast_sync, served
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
@@ -26,29 +27,18 @@ PLAN = plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 1500, "float32")
 UPDATE = "/update_weights_from_distributed"
 
 
-class Server:
-    """Keeps what a real server would keep. ``faults``: path -> what happens to the n-th call of it from now on."""
+class Server(FakeControl):
+    """Takes buckets from the ranks while a weight update is open."""
 
     def __init__(self, url, ranks):
-        self.url, self.ranks = url, ranks
-        self.calls, self.faults = [], {}
-        self.paused = self.session = False
-        self.loaded, self.version = [], "0"
+        super().__init__(url)
+        self.ranks = ranks
+        self.session = False
+        self.loaded = []
         ranks.servers.append(self)
 
-    async def get(self, path, timeout):
-        await self._fault(path, timeout)
-        return {"weight_version": self.version}
-
-    async def post(self, path, body, timeout):
-        path = path.partition("?")[0]
-        self.calls.append((path, body))
-        await self._fault(path, timeout)
+    async def answer(self, path, body):
         match path:
-            case "/pause_generation":
-                self.paused = True
-            case "/continue_generation":
-                self.paused = False
             case "/begin_weight_update":
                 if self.session:
                     raise ServerError("session already open")
@@ -61,19 +51,6 @@ class Server:
                 await self.ranks.broadcast(self)
                 self.loaded += body["names"]
                 self.version = body.get("weight_version", self.version)
-        return {"success": True}
-
-    async def _fault(self, path, timeout):
-        script = self.faults.get(path)
-        if script:
-            fault = script.pop(0)
-            if fault == "hang":
-                try:
-                    await asyncio.wait_for(asyncio.Event().wait(), timeout)
-                except TimeoutError as error:
-                    raise ServerError(f"POST {self.url}{path}: no answer within {timeout:g} s") from error
-            if fault:
-                raise ServerError(f"POST {self.url}{path}: status 400: {fault}")
 
 
 class Ranks:
@@ -184,11 +161,11 @@ async def test_engine_ranks_follow_the_sender_and_each_stage_has_a_group(world):
 async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_serving(
     world, monkeypatch, path, fault, phase
 ):
-    monkeypatch.setattr(broadcast_sync, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(served, "FLUSH_SECONDS", 0.0)
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["refused"] if path == UPDATE else []
     servers[1].faults[path] = [fault]
-    with pytest.raises(broadcast_sync.SyncError, match=rf"version 3 .*'{phase}'.*the version before") as caught:
+    with pytest.raises(SyncError, match=rf"version 3 .*'{phase}'.*the version before") as caught:
         await sync.publish(3)
     assert (caught.value.phase, caught.value.version, caught.value.quarantined) == (phase, 3, {})
     assert any(who in str(caught.value) for who in ("http://b", "trainer"))

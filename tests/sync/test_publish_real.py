@@ -4,70 +4,27 @@ import asyncio
 import time
 
 import pytest
-import torch
+from serving import check_serves, generate, serving
 
-from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
+from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
-from megasync.rollout.server import SGLangServer
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
 from megasync.sync.layout import Layout
-from megasync.sync.parity import compare
 from megasync.sync.topology import Topology
 
 pytestmark = pytest.mark.real
 
 TOPOLOGY = Topology(tensor=2)
 BUCKET_BYTES = 16_384
-PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
-SIZES = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 1024,
-}
-
-
-@pytest.fixture(scope="module")
-def models(make_model, save_model, tmp_path_factory):
-    """Three models of one shape: (folder, model) by seed; the servers start with the first."""
-    found = []
-    for seed in range(3):
-        model = make_model(seed, **SIZES)
-        folder = tmp_path_factory.mktemp(f"model{seed}")
-        config = save_model(model, folder)
-        found.append((folder, model))
-    return found, config
 
 
 @pytest.fixture(scope="module")
 def urls(models, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    rollout = RolloutConfig(
-        context_length=1024,
-        max_total_tokens=8192,
-        max_running_requests=32,
-        mem_fraction=0.2,
-        server_args={"--skip-tokenizer-init": True},
-    )
-    servers = [
-        SGLangServer(models[0][0][0], rollout, "float32", "cpu", "127.0.0.1", 0, logs / f"{i}.log") for i in range(2)
-    ]
-
-    async def start():
-        return await asyncio.gather(*(server.start(120) for server in servers))
-
-    async def stop():
-        await asyncio.gather(*(server.stop(5) for server in servers))
-
-    try:
-        yield asyncio.run(start())
-    finally:
-        asyncio.run(stop())
+    with serving(models[0][0][0], tmp_path_factory.mktemp("logs"), (1, 1)) as urls:
+        yield urls
 
 
 @pytest.fixture
@@ -94,36 +51,11 @@ async def world(models, urls, local_ranks):
         await server.close()
 
 
-async def generate(server, tokens, prompt=(3, 4, 5)):
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    return (await server.post("/generate", body, timeout=60))["meta_info"]
-
-
-async def score(server, prompt):
-    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
-
-
-def reference(model, prompt):
-    with torch.no_grad():
-        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
-
-
-async def check_serves(servers, model, version):
-    ours = [reference(model, prompt) for prompt in PROMPTS]
-    for server in servers:
-        assert await server.weight_version() == version
-        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
     sync, ranks, servers = await world(mode)
+    # Ahead of the traffic, which has to outlast the way to the pause.
+    await sync.connect()
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)

@@ -4,15 +4,13 @@ import asyncio
 import time
 
 import pytest
-import torch
+from serving import check_serves, checksums, generate, make_server, serving
 
-from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
+from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.engine_control import EngineControl
-from megasync.rollout.server import SGLangServer
 from megasync.sync.layout import Layout
-from megasync.sync.parity import compare
 from megasync.sync.shard_sync import ShardSync
 from megasync.sync.topology import Topology
 
@@ -20,58 +18,14 @@ pytestmark = pytest.mark.real
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)
 PARCEL_BYTES = 16_384
-PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
-SIZES = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 1024,
-}
 # A parameter of the last stage that the first parcels do not hold.
 LATE = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
 @pytest.fixture(scope="module")
-def models(make_model, save_model, tmp_path_factory):
-    """Three models of one shape: (folder, model) by seed; the servers start with the first."""
-    found = []
-    for seed in range(3):
-        model = make_model(seed, **SIZES)
-        folder = tmp_path_factory.mktemp(f"model{seed}")
-        config = save_model(model, folder)
-        found.append((folder, model))
-    return found, config
-
-
-def make_server(folder, tp, logs, port=0):
-    rollout = RolloutConfig(
-        tensor_parallel=tp,
-        context_length=1024,
-        max_total_tokens=8192,
-        max_running_requests=32,
-        mem_fraction=0.6,
-        server_args={"--skip-tokenizer-init": True},
-    )
-    return SGLangServer(folder, rollout, "float32", "cpu", "127.0.0.1", port, logs / f"tp{tp}.log")
-
-
-@pytest.fixture(scope="module")
 def urls(models, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    servers = [make_server(models[0][0][0], tp, logs) for tp in (1, 2)]
-
-    async def start():
-        return await asyncio.gather(*(server.start(180) for server in servers))
-
-    async def stop():
-        await asyncio.gather(*(server.stop(5) for server in servers))
-
-    try:
-        yield asyncio.run(start())
-    finally:
-        asyncio.run(stop())
+    with serving(models[0][0][0], tmp_path_factory.mktemp("logs"), (1, 2)) as urls:
+        yield urls
 
 
 @pytest.fixture
@@ -103,41 +57,11 @@ async def world(models, urls, local_ranks):
         await server.close()
 
 
-async def generate(server, tokens, prompt=(3, 4, 5)):
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    return (await server.post("/generate", body, timeout=60))["meta_info"]
-
-
-async def score(server, prompt):
-    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
-
-
-def reference(model, prompt):
-    with torch.no_grad():
-        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
-
-
-async def checksums(server):
-    found = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
-    return [rank["checksums"] for rank in found["ranks"]]
-
-
-async def check_serves(servers, model, version):
-    ours = [reference(model, prompt) for prompt in PROMPTS]
-    for server in servers:
-        assert await server.weight_version() == version
-        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, mode):
     sync, ranks, servers = await world(pause_mode=mode)
+    # Ahead of the traffic, which has to outlast the way to the pause.
+    await sync.connect()
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
@@ -158,7 +82,7 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
 
 async def test_deltas_waves_and_a_small_arena_end_with_the_same_bits(world, models):
     expected = None
-    for version, options in ((20, {"delta": True}), (30, {"wave": 1}), (40, {"arena_mb": 1, "arena": "host"})):
+    for version, options in ((20, {"delta": True}), (30, {"wave": 1}), (40, {"arena_mb": 1, "arena": "device"})):
         sync, ranks, servers = await world(**options)
         if "arena_mb" in options:
             # Less than a version takes, and less than the configuration allows to ask for.
@@ -199,7 +123,7 @@ async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, mode
 
 async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full_sync(world, models, tmp_path):
     sync, ranks, servers = await world(stall=6.0, delta=True)
-    server = make_server(models[0][0][0], 1, tmp_path)
+    server = make_server(models[0][0][0], tmp_path / "first.log", 1)
     url = await server.start(120)
     control = ServerControl(url)
     try:
@@ -214,7 +138,7 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
             await publish
         await check_serves(servers, models[0][0][1], 70)
         await server.stop(5)
-        server = make_server(models[0][0][0], 1, tmp_path, port=int(url.rsplit(":", 1)[1]))
+        server = make_server(models[0][0][0], tmp_path / "again.log", 1, port=int(url.rsplit(":", 1)[1]))
         await server.start(120)
         await sync.publish(72)
         await check_serves([*servers, control], models[0][1][1], 72)
@@ -225,6 +149,13 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
     finally:
         await control.close()
         await server.stop(5)
+
+
+async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(world):
+    sync, _, _ = await world()
+    sync._parcel_bytes = 2 * PARCEL_BYTES
+    with pytest.raises(SyncError, match=r"phase 'connect' failed: .*trainer ranks \[0, 1, 2, 3\] derived another plan"):
+        await sync.publish(90)
 
 
 async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(world, models):

@@ -52,7 +52,7 @@ class Wires:
         ]
         self.receivers = [Receiver(rank.tp, rank.tensors) for rank in self.engine]
         for sender in self.senders:
-            assert sender.prepare(KIND, [rank.to_json() for rank in ranks]) == self.plan.nbytes
+            assert sender.prepare(KIND, [rank.to_json() for rank in ranks]) == self.plan.digest
         program = {
             "digest": KIND,
             "parcels": [receive_program(self.plan, tp) for tp in range(2)],
@@ -331,4 +331,4 @@ def test_nothing_is_committed_that_is_not_staged(wires):
 def test_the_plan_of_one_kind_is_made_once(wires, monkeypatch):
     w = wires()
     monkeypatch.setattr(shard_sender, "plan_shards", None)
-    assert w.senders[0].prepare(KIND, []) == w.plan.nbytes
+    assert w.senders[0].prepare(KIND, []) == w.plan.digest

@@ -1,0 +1,262 @@
+"""Whether a model's weights get from a trainer topology into an engine and back, found without a trainer, server or GPU.
+
+Everything that can be refused is refused before the engine's layout is asked for, which takes a process and seconds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megasync.config.model_files import read_hf_config
+from megasync.config.schema import ModelConfig
+from megasync.errors import ConfigError
+from megasync.sync.broadcast_plan import ITEM_BYTES
+from megasync.sync.check_layout import Problem, carry_out
+from megasync.sync.engine_layout import EngineRank
+from megasync.sync.layout import Box, Layout
+from megasync.sync.shard_plan import ShardPlan, plan_shards
+from megasync.sync.shards import HfFolder, Read
+from megasync.sync.topology import Topology
+
+SEED = 0
+# Made-up tensors that are kept: those of one fused parameter are asked for in turn.
+KEPT_TENSORS = 4
+
+Specs = Sequence[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class TrainerUse:
+    """What a trainer rank holds (vocabulary padding included), and sends for each version and engine."""
+
+    rank: int
+    tp: int
+    dp: int
+    pp: int
+    held_bytes: int
+    sent_bytes: int
+    parcels: int
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """What an engine rank receives for each version; `arena_bytes` is what it takes to stage it."""
+
+    rank: int
+    received_bytes: int
+    parcels: int
+    arena_bytes: int
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Trainer ranks that differ in nothing but the data replica, and the bytes that the extremes of them send."""
+
+    ranks: tuple[int, ...]
+    smallest_bytes: int
+    largest_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a check.
+
+    ``minimum_bytes`` is what the engine's ranks keep, ``sender_bytes`` the two message buffers of a sending rank,
+    ``casts`` the tensors by ``"from -> to"`` dtype, ``constants`` the elements filled with each value by parameter,
+    ``untouched`` the elements that loading does not write, and ``peak_bytes`` the most memory that the check's own
+    tensors took.
+    """
+
+    model: str
+    tensors: int
+    parameters: int
+    dtype: str
+    trainer: tuple[TrainerUse, ...]
+    engine: tuple[EngineUse, ...]
+    wire_bytes: int
+    minimum_bytes: int
+    sender_bytes: int
+    replica_groups: tuple[ReplicaGroup, ...]
+    casts: Mapping[str, tuple[str, ...]]
+    constants: Mapping[str, Mapping[str, int]]
+    untouched: Mapping[str, int]
+    problems: tuple[Problem, ...]
+    peak_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.wire_bytes / self.minimum_bytes
+
+    @property
+    def offenders(self) -> tuple[str, ...]:
+        """Names of the tensors with problems, each once."""
+        return tuple(dict.fromkeys(problem.tensor for problem in self.problems))
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.problems:
+            return f"FAILED: {len(self.problems)} problem(s) with {', '.join(self.offenders)}"
+        return (
+            f"OK: {self.tensors} tensors ({self.parameters:,} parameters, {self.dtype}) go from {len(self.trainer)} trainer "
+            f"rank(s) into {len(self.engine)} engine rank(s), and back from both, bit for bit"
+        )
+
+
+def check_layout(
+    model: Path,
+    topology: Topology,
+    spec: str,
+    dtype: str | None,
+    bucket_mb: int,
+    random: bool,
+    engine_ranks: Callable[[str, Specs], list[EngineRank]],
+) -> Report:
+    """Checks a Hugging Face folder on a trainer topology.
+
+    Args:
+        spec: "local" or "te", the flavour of Megatron's layers.
+        dtype: of trainer and engine; None takes what config.json says.
+        bucket_mb: largest message, in MiB.
+        random: makes the weights up; the folder needs a config.json only.
+        engine_ranks: what each rank of the engine keeps, for a dtype and the checkpoint's names and shapes.
+
+    Raises:
+        ConfigError, CheckpointError: a folder, model, topology or dtype that cannot be used; nothing was started.
+        SyncError: trainer and engine do not hold the same tensors.
+    """
+    config, _ = read_hf_config(ModelConfig(path=str(model)))
+    dtype = _dtype(dtype, config)
+    layout = Layout(config, topology, spec)
+    with _weights(model, layout, random) as read:
+        engine = engine_ranks(dtype, list(layout.hf_tensors.items()))
+        plan = plan_shards(layout, engine, bucket_mb * 2**20, dtype)
+        outcome = carry_out(layout, engine, plan, read, dtype)
+    return Report(
+        model=str(model),
+        tensors=len(layout.hf_tensors),
+        parameters=sum(map(prod, layout.hf_tensors.values())),
+        dtype=dtype,
+        trainer=_trainer_uses(layout, plan, dtype),
+        engine=_engine_uses(plan),
+        wire_bytes=plan.nbytes,
+        minimum_bytes=_minimum(layout, engine, dtype),
+        sender_bytes=2 * plan.largest,
+        replica_groups=_replica_groups(topology, plan),
+        casts=_casts(layout, engine, dtype),
+        constants=_constants(engine),
+        untouched=dict(outcome.untouched),
+        problems=tuple(outcome.problems),
+        peak_bytes=outcome.peak_bytes,
+    )
+
+
+def _dtype(dtype: str | None, config: Mapping[str, object]) -> str:
+    found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if found not in ITEM_BYTES:
+        raise ConfigError(f"dtype {found!r} is not supported; give --dtype, one of {', '.join(ITEM_BYTES)}")
+    return found
+
+
+# Where numbers come from
+
+
+@contextmanager
+def _weights(model: Path, layout: Layout, random: bool) -> Iterator[Read]:
+    """Reads boxes of the tensors, of which each has been found to be there with the right shape."""
+    if random:
+        yield made_up(layout.hf_tensors)
+        return
+    if not any(model.glob("*.safetensors")):
+        raise ConfigError(f"{model} has no *.safetensors weights; add them, or give --random to make weights up")
+    with HfFolder(model) as folder:
+        for name, shape in layout.hf_tensors.items():
+            folder.reader(name, shape)
+        yield folder.reading(layout.hf_tensors)
+
+
+def made_up(shapes: Mapping[str, tuple[int, ...]], seed: int = SEED) -> Read:
+    """Reads boxes of random float32 tensors, each the same whenever it is asked for."""
+
+    @lru_cache(maxsize=KEPT_TENSORS)
+    def tensor(name: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        return torch.randn(shapes[name], generator=generator)
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        rows = tensor(name)[box.row : box.row + box.rows]
+        return rows if rows.dim() == 1 else rows[:, box.col : box.col + box.cols]
+
+    return read
+
+
+# Figures
+
+
+def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerUse, ...]:
+    sent = plan.sent_bytes()
+    return tuple(
+        TrainerUse(
+            rank=rank,
+            **layout.topology.coords(rank)._asdict(),
+            held_bytes=sum(map(prod, layout.params(rank).values())) * ITEM_BYTES[dtype],
+            sent_bytes=sent.get(rank, 0),
+            parcels=len(plan.of_source(rank)),
+        )
+        for rank in range(layout.topology.world)
+    )
+
+
+def _engine_uses(plan: ShardPlan) -> tuple[EngineUse, ...]:
+    found = []
+    for rank in range(plan.engine_ranks):
+        sizes = [parcel.nbytes for _, parcel in plan.of_target(rank)]
+        found.append(EngineUse(rank, sum(sizes), len(sizes), arena_bytes=sum(sizes)))
+    return tuple(found)
+
+
+def _minimum(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> int:
+    return sum(
+        slot.hf_box.rows * slot.hf_box.cols * ITEM_BYTES[layout.hf_dtype(slot.hf_name, dtype)]
+        for rank in engine
+        for slot in rank.slots
+    )
+
+
+def _replica_groups(topology: Topology, plan: ShardPlan) -> tuple[ReplicaGroup, ...]:
+    sent = plan.sent_bytes()
+    found = []
+    for pp in range(topology.pipeline):
+        for tp in range(topology.tensor):
+            ranks = tuple(topology.rank(tp, dp, pp) for dp in range(topology.data))
+            loads = [sent.get(rank, 0) for rank in ranks]
+            found.append(ReplicaGroup(ranks, min(loads), max(loads)))
+    return tuple(found)
+
+
+def _casts(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for rank in engine:
+        for slot in rank.slots:
+            wire, kept = layout.hf_dtype(slot.hf_name, dtype), rank.dtypes[slot.param]
+            if wire != kept:
+                found[f"{wire} -> {kept}"][slot.hf_name] = None
+    return {cast: tuple(names) for cast, names in found.items()}
+
+
+def _constants(engine: Sequence[EngineRank]) -> dict[str, dict[str, int]]:
+    """Elements of each parameter that are set to each value, over all ranks."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for rank in engine:
+        for fill in rank.fills:
+            found[fill.param][f"{fill.value:g}"] += fill.rows * fill.cols
+    return {param: dict(values) for param, values in found.items()}

@@ -1,0 +1,88 @@
+"""Real servers of a tiny model, and what they answer; what Hugging Face computes for the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megasync.config.schema import RolloutConfig
+from megasync.rollout.server import SGLangServer
+from megasync.sync.parity import compare
+
+PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
+
+
+def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0) -> SGLangServer:
+    """A float32 server of a tiny model on the CPU; 0 takes a free port."""
+    rollout = RolloutConfig(
+        tensor_parallel=tensor_parallel,
+        context_length=1024,
+        max_total_tokens=8192,
+        max_running_requests=32,
+        # Of the memory that is free when it starts, and other processes may be starting too.
+        mem_fraction=0.6,
+        server_args={"--skip-tokenizer-init": True},
+    )
+    return SGLangServer(folder, rollout, "float32", "cpu", "127.0.0.1", port, log)
+
+
+@contextmanager
+def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int]) -> Iterator[list[str]]:
+    """URLs of servers of ``folder``, one for each number of ranks."""
+    servers = [make_server(folder, logs / f"{index}.log", tp) for index, tp in enumerate(tensor_parallel)]
+
+    async def start():
+        return await asyncio.gather(*(server.start(180) for server in servers))
+
+    async def stop():
+        await asyncio.gather(*(server.stop(5) for server in servers))
+
+    try:
+        yield asyncio.run(start())
+    finally:
+        asyncio.run(stop())
+
+
+async def generate(server, tokens, prompt=(3, 4, 5)):
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return (await server.post("/generate", body, timeout=60))["meta_info"]
+
+
+async def score(server, prompt):
+    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
+
+
+def reference(model, prompt):
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(prompt[1:])]
+
+
+async def checksums(server):
+    found = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
+    return [rank["checksums"] for rank in found["ranks"]]
+
+
+async def check_serves(servers, model, version):
+    """Each server reports the version and computes what the model computes."""
+    ours = [reference(model, prompt) for prompt in PROMPTS]
+    for server in servers:
+        assert await server.weight_version() == version
+        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)

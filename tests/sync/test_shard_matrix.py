@@ -1,0 +1,81 @@
+"""Every trainer topology into servers of one and two ranks, dense and with experts: what is served is what was trained.
+
+Ranks only hold shards here; that a Megatron engine's parameters are these shards is tested in `tests/trainer`.
+"""
+
+from itertools import product
+
+import pytest
+from serving import SIZES, check_serves, checksums, serving
+
+from megasync.config.schema import SyncConfig, TimeoutConfig
+from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_control import EngineControl
+from megasync.sync.layout import Layout
+from megasync.sync.shard_sync import ShardSync
+from megasync.sync.topology import Topology
+
+pytestmark = pytest.mark.real
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    # SGLang's Qwen3-MoE always has a head of its own, which a tied checkpoint would leave unwritten.
+    "tie_word_embeddings": False,
+}
+FAMILIES = {"dense": SIZES, "experts": SIZES | EXPERTS}
+# (tensor, pipeline, expert); data replicas as experts need them.
+EVERY = list(product((1, 2), (1, 2), (1, 2)))
+# What always runs; the others with `-m matrix`.
+LEAN = {("experts", (2, 1, 2)), ("experts", (1, 2, 2))}
+
+
+def cases():
+    for kind, sizes in product(FAMILIES, EVERY):
+        if kind == "dense" and sizes[2] > 1:
+            continue
+        marks = () if (kind, sizes) in LEAN else (pytest.mark.matrix,)
+        yield pytest.param(kind, sizes, marks=marks, id=f"{kind}-TP{sizes[0]}-PP{sizes[1]}-EP{sizes[2]}")
+
+
+@pytest.fixture(scope="module")
+def served(request, make_model, save_model, tmp_path_factory):
+    """Of one kind of model: two (folder, model), the config, and URLs of a TP1 and a TP2 server."""
+    models = []
+    for seed in range(2):
+        model = make_model(seed, **FAMILIES[request.param])
+        folder = tmp_path_factory.mktemp(f"model{seed}")
+        config = save_model(model, folder)
+        models.append((folder, model))
+    with serving(models[0][0], tmp_path_factory.mktemp("logs"), (1, 2)) as urls:
+        yield models, config, urls
+
+
+@pytest.mark.parametrize(("served", "sizes"), list(cases()), indirect=["served"])
+async def test_the_servers_hold_the_bits_and_give_the_logprobs_of_the_trained_model(served, local_ranks, sizes):
+    models, config, urls = served
+    tensor, pipeline, expert = sizes
+    topology = Topology(tensor=tensor, pipeline=pipeline, data=max(1, expert // tensor), expert=expert, expert_tensor=1)
+    ranks = await local_ranks(models[0][0], topology, 2**20)
+    servers = [ServerControl(url) for url in urls]
+    engines = [EngineControl(server) for server in servers]
+    sync = ShardSync(
+        engines, ranks, Layout(config, topology), "float32", "gloo", SyncConfig(bucket_mb=1), TimeoutConfig()
+    )
+    try:
+        for version, (folder, model) in enumerate(models, 1):
+            await ranks.call("load", str(folder), timeout=20)
+            await sync.publish(version)
+            await check_serves(servers, model, version)
+            published = [await checksums(server) for server in servers]
+            for server in servers:
+                await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=60)
+            assert [await checksums(server) for server in servers] == published
+    finally:
+        await sync.close()
+        for server in servers:
+            await server.close()
