@@ -18,7 +18,10 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One deviation. ``apply`` may be called once per process; ``kinds`` are the devices that need it."""
+    """One deviation. ``apply`` may be called once per process; ``kinds`` are the devices that need it.
+
+    ``versions`` need it, ``mended`` are supported and do without.
+    """
 
     name: str
     package: str
@@ -26,19 +29,22 @@ class Patch:
     reason: str
     apply: Callable[[], None]
     kinds: tuple[str, ...] = ("cpu",)
+    mended: tuple[str, ...] = ()
 
-    def check_version(self) -> None:
-        """Raises PatchError unless the installed package is one that this patch was written for."""
+    def needed(self) -> bool:
+        """Whether the installed package needs it. Raises PatchError for a version that this patch does not know."""
         try:
             found = version(self.package)
         except PackageNotFoundError:
             raise PatchError(f"patch {self.name!r} needs {self.package}, which is not installed") from None
         # A local build tag ("2.13.0+cpu") says how a version was built, not which version it is.
-        if found.split("+")[0] not in self.versions:
+        release = found.split("+")[0]
+        if release not in (*self.versions, *self.mended):
             raise PatchError(
                 f"patch {self.name!r} was written for {self.package} {' or '.join(self.versions)}, and {found} is "
                 f"installed. Install a supported version, or check that the patch is still right and add the version."
             )
+        return release in self.versions
 
 
 # In order of application.
@@ -66,9 +72,7 @@ def apply_all(kind: str) -> None:
         PatchError: an unknown version. All versions are checked before the first patch is applied.
     """
     due = [patch for patch in registered() if kind in patch.kinds and patch.name not in _active]
-    for patch in due:
-        patch.check_version()
-    for patch in due:
+    for patch in [patch for patch in due if patch.needed()]:
         patch.apply()
         _active.append(patch.name)
 

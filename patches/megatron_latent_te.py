@@ -19,6 +19,7 @@ PATCH = Patch(
     name="megatron-latent-te",
     package="megatron-core",
     versions=("0.16.1",),
+    mended=("0.19.2",),
     reason="latent attention compares its layers with classes that only exist with Transformer Engine",
     apply=_apply,
 )

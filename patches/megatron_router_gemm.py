@@ -19,6 +19,7 @@ PATCH = Patch(
     name="megatron-router-gemm",
     package="megatron-core",
     versions=("0.16.1",),
+    mended=("0.19.2",),
     reason="the router uses a name that only exists with Transformer Engine",
     apply=_apply,
 )

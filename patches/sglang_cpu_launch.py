@@ -73,7 +73,7 @@ PATCH = Patch(
 
 
 def main(arguments: list[str]) -> None:
-    PATCH.check_version()
+    PATCH.needed()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -120,11 +120,12 @@ def check_patches() -> Iterator[Finding]:
             continue
         subject = f"patch {patch.name}"
         try:
-            patch.check_version()
+            needed = patch.needed()
         except megasync_patches.PatchError as error:
             yield Finding(subject, FAILURE, str(error), f"{SETUP}, or install {patch.package} {patch.versions[-1]}")
         else:
-            yield Finding(subject, OK, f"fits {patch.package} {version(patch.package)}")
+            verdict = "fits" if needed else "is not needed by"
+            yield Finding(subject, OK, f"{verdict} {patch.package} {version(patch.package)}")
 
 
 def check_devices() -> Iterator[Finding]:

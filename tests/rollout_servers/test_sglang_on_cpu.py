@@ -38,7 +38,7 @@ from sglang.srt.models.deepseek_common import attention_backend_handler as laten
 import sglang.srt.batch_invariant_ops as batch_invariant_ops
 from megasync_patches.sglang_cpu_launch import PATCH
 
-PATCH.check_version()
+PATCH.needed()
 # Still needed: upstream spawns, does not admit torch_native and treats it as triton in latent attention, wants an
 # accelerator, asks a port that is not open.
 assert "torch_native" not in backends
