@@ -7,6 +7,7 @@ packed tokens. The Transformer Engine flavour has its grouped experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,9 +79,9 @@ def _layer_spec(
         spec.submodules.self_attention.module = LatentAttention
         spec.submodules.self_attention.params["rope"] = rope
     if sparse:
-        spec.submodules.mlp.submodules.router = PolicyRouter
+        _submodules(spec.submodules.mlp).router = PolicyRouter
     if _has_output_norms(layout):
-        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+        attention, mlp = spec.submodules.self_attention.submodules, _submodules(spec.submodules.mlp)
         attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
         mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
     return spec
@@ -101,6 +102,11 @@ def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def _submodules(part: ModuleSpec | partial) -> Any:
+    """The parts of a layer's part, which megatron-core 0.19 gives as arguments of its constructor."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def _has_output_norms(layout: Layout) -> bool:
