@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -98,7 +99,9 @@ def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = TreeAttention
     if config.multi_latent_attention:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        # megatron-core 0.19 refuses a norm that has nothing to norm.
+        attention.q_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

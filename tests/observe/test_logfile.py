@@ -17,13 +17,16 @@ def log(tmp_path):
 
     def start(name):
         opened.append(log_to_file(tmp_path / "logs" / name))
+        # The test runner listens at the root, and raises what a record does.
+        LOGGER.propagate = False
         return opened[-1]
 
     yield start
     for handler in opened:
         LOGGER.removeHandler(handler)
         handler.close()
-    LOGGER.level, LOGGER.propagate = before
+    LOGGER.setLevel(before[0])
+    LOGGER.propagate = before[1]
 
 
 def test_records_are_in_the_file_at_once(log, tmp_path):
