@@ -140,6 +140,11 @@ def _check_sync(config: Config) -> None:
                     f"sync.{key}={value} does nothing with sync.transport={sync.transport}; set transport=p2p or auto, "
                     f"or leave {key} at {getattr(defaults, key)}"
                 )
+    if sync.delta and sync.wave is not None:
+        raise ConfigError(
+            f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to send deltas against, "
+            f"and waves would hold different ones; set wave to null or delta to false"
+        )
     if sync.disk_dir is None:
         return
     if sync.transport != "disk":

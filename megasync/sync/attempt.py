@@ -64,7 +64,7 @@ class Standing:
     in_doubt: bool = False
     # It does not come back from a collective, so it answers nothing else.
     stuck: bool = False
-    # It generates from the new version.
+    # It holds the new version as a whole, and generates from it unless it stays paused.
     moved: bool = False
 
     @property
@@ -132,7 +132,7 @@ class Attempt:
 
     def _aftermath(self, quarantined: Mapping[str, str]) -> str:
         """What the servers do now."""
-        moved = [url for url, standing in self.standing.items() if standing.moved]
+        moved = [url for url, standing in self.standing.items() if standing.moved and url not in quarantined]
         if not quarantined and not moved:
             return "every server goes on with the version before"
         parts = []

@@ -21,11 +21,11 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int] | N
         new, old: flat, of the same dtype and length. Bits are compared, so NaN and signed zeros travel too.
     """
     bits = _BITS[new.element_size()]
-    places = (new.view(bits) != old.view(bits)).nonzero().view(-1)
-    counts_size, places_size, values_size = _sizes(new.numel(), places.numel(), new.element_size())
-    size = counts_size + places_size + values_size
+    differs = new.view(bits) != old.view(bits)
+    size = delta_bytes(new.numel(), int(differs.count_nonzero()), new.element_size())
     if size >= new.numel() * new.element_size():
         return None
+    places = differs.nonzero().view(-1)
     delta = torch.zeros(size, dtype=torch.uint8, device=new.device)
     counts, where, values = _parts(delta, new.numel(), places.numel(), new.dtype)
     counts.copy_(torch.bincount(places // BLOCK, minlength=counts.numel()))

@@ -46,20 +46,19 @@ class Engine(Served):
     async def is_new(self) -> bool:
         """True for a process that has no program yet; what was known of an earlier process is forgotten."""
         found = "-".join(rank["instance"] for rank in await self.control.hello(self._seconds))
-        if found == self._instance:
-            return False
-        self.kind = self.links = self.base = self._instance = ""
-        return True
+        if found != self._instance:
+            self.kind = self.links = self.base = ""
+            self._instance = found
+        return not self.kind
 
     async def trace(self, specs: list[tuple[str, tuple[int, ...]]]) -> list[EngineRank]:
         return await self.control.trace(specs, self._seconds)
 
     async def take_program(self, kind: str, program: Mapping[str, Any]) -> None:
         """Tells the ranks what they receive of every version; see `Receiver`."""
-        found = "-".join(rank["instance"] for rank in await self.control.hello(self._seconds))
         answers = await self.control.call("program", dict(program), self._seconds)
         self.stages = all(answer["stages"] for answer in answers)
-        self.kind, self._instance = kind, found
+        self.kind = kind
         if not self.stages:
             need = max(answer["bytes"] for answer in answers) / 2**20
             log.warning(
@@ -109,7 +108,7 @@ class Engine(Served):
         except ServerError as error:
             standing.in_doubt = REFUSED not in str(error)
             raise
-        standing.in_doubt = False
+        standing.in_doubt, standing.moved = False, True
         attempt.note("copy", time.monotonic() - start)
 
     async def go_on(self, attempt: Attempt) -> None:

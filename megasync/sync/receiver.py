@@ -149,7 +149,6 @@ class Receiver:
         self._stage: Stage | None = None
         # The attempt whose weights the arena holds whole; deltas build on it.
         self._base = ""
-        self._thread: threading.Thread | None = None
         # Where the parameters were, and the copies that a commit consists of.
         self._pairs: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] | None = None
 
@@ -174,13 +173,15 @@ class Receiver:
             self._arena, self._pairs, self._base = None, None, ""
         self._program = program
         where = torch.device("cpu") if given["arena"] == "host" else self._wire
-        if stages and self._arena is None:
+        if not stages:
+            self._arena = None
+        elif self._arena is None:
             pin = where.type == "cpu" and self._wire.type == "cuda"
             self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
         return {"stages": stages, "bytes": program.nbytes}
 
     def _check_idle(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._stage is not None and self._stage.state == "running":
             raise SyncError(f"attempt {self._stage.attempt} is still being received")
 
     def _begin(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,17 +207,16 @@ class Receiver:
                 stage.error = f"{type(error).__name__}: {error}"
                 stage.state = "failed"
 
-        self._thread = threading.Thread(target=run, name="megasync-stage", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="megasync-stage", daemon=True).start()
         return stage.report()
 
     def _poll(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return self._stage.report() if self._stage else {"attempt": "", "state": "none", "error": ""}
 
     def _drop(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Forgets what is staged and leaves the group; a running stage ends by itself, at its deadline at the latest."""
-        if self._thread is None or not self._thread.is_alive():
-            self._leave()
+        """Forgets what is staged and leaves the group. A running stage cannot be dropped: it ends by its deadline."""
+        self._check_idle()
+        self._leave()
         self._stage = None
         return {}
 
@@ -356,8 +356,7 @@ class Receiver:
 
     def _stream(self, program: Program, given: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Loads each parcel into the live parameters as soon as it is there and its digest is right."""
-        stage = self._stage = Stage(given["attempt"])
-        ring = self._ring(program)
+        stage, ring = Stage(given["attempt"]), self._ring(program)
         try:
             for parcel, message, _ in self._arrivals(
                 program, given, stage, lambda index, _: ring[index % 2], len(ring)

@@ -104,14 +104,14 @@ class ShardSender:
         outcome = Outcome()
         try:
             for kind in sorted({engine["kind"] for engine in given["engines"]}):
-                self._send_class(kind, given, deadline, outcome)
+                self._send_kind(kind, given, deadline, outcome)
         except Exception as error:
             self.leave()
             raise SyncError(f"trainer rank {self._rank} failed to send {given['attempt']}: {error}") from error
         outcome.seconds["total"] = time.monotonic() - start
         return asdict(outcome)
 
-    def _send_class(self, kind: str, given: Mapping[str, Any], deadline: Deadline, outcome: Outcome) -> None:
+    def _send_kind(self, kind: str, given: Mapping[str, Any], deadline: Deadline, outcome: Outcome) -> None:
         plan, base = self._plans[kind], given["bases"].get(kind, "")
         if base and base != self._base.get(kind):
             raise SyncError(f"deltas build on attempt {base!r}, which this rank has not kept")

@@ -123,7 +123,7 @@ class ShardSync:
             try:
                 await self._connect(attempt)
                 engines = list(self._engines.values())
-                size = self._config.wave or len(engines)
+                size = self._config.wave or max(1, len(engines))
                 for first in range(0, len(engines), size):
                     moved += await self._update(engines[first : first + size], f"{name}.{first}", attempt)
             except BaseException as error:

@@ -34,6 +34,7 @@ CONTRADICTIONS = [
     (["sync.parity_every=0", "sync.parity_threshold=0.1"], ["parity_threshold=0.1", "parity_every=0"]),
     (["sync.disk_dir=/tmp/shared"], ["sync.disk_dir='/tmp/shared'", "sync.transport=auto", "transport=disk"]),
     (["sync.transport=broadcast", "sync.delta=true"], ["sync.delta=True does nothing", "transport=p2p or auto"]),
+    (["sync.delta=true", "sync.wave=1"], ["sync.delta=true and sync.wave=1 exclude each other", "wave to null"]),
     (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 does nothing with sync.transport=disk"]),
     (["sync.transport=disk", "sync.disk_dir=/dev/null/v"], ["sync.disk_dir='/dev/null/v'", "/dev/null is a file"]),
     (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
