@@ -174,7 +174,8 @@ class Receiver:
         self._program = program
         where = torch.device("cpu") if given["arena"] == "host" else self._wire
         if not stages:
-            self._arena = None
+            # The cached copies read from the arena, so they go with it.
+            self._arena, self._pairs, self._base = None, None, ""
         elif self._arena is None:
             pin = where.type == "cpu" and self._wire.type == "cuda"
             self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
