@@ -98,7 +98,6 @@ class Run:
                 stopped=self._controller.stop_reason,
             )
         finally:
-            logging.getLogger("megasync").removeHandler(handler)
             handler.close()
 
     async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:

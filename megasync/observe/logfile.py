@@ -14,6 +14,15 @@ class _LogFile(logging.FileHandler):
     """Says once, on standard error, that it cannot be written; a full disk must neither end a run nor flood its screen."""
 
     _said = False
+    _before: tuple[int, bool] | None = None
+
+    def attach(self, level: int) -> None:
+        logger = logging.getLogger("megasync")
+        self._before = logger.level, logger.propagate
+        logger.addHandler(self)
+        logger.setLevel(level)
+        # Warnings reach the screen through the display; a root handler would print everything a second time.
+        logger.propagate = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -24,19 +33,21 @@ class _LogFile(logging.FileHandler):
             print(f"WARNING could not write the log {self.baseFilename}: {error}", file=sys.stderr)
 
     def close(self) -> None:
+        if self._before is not None:
+            logger = logging.getLogger("megasync")
+            logger.removeHandler(self)
+            logger.setLevel(self._before[0])
+            logger.propagate = self._before[1]
+            self._before = None
         # What could not be written before is tried once more here, and was spoken of before.
         with contextlib.suppress(OSError):
             super().close()
 
 
 def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:
-    """Sends this process's log records to `path` from now on; returns the handler, to be removed by the caller."""
+    """Sends this process's log records to `path` until the returned handler is closed; then the logger is as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
-    logger = logging.getLogger("megasync")
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    # Warnings reach the screen through the display; a root handler would print everything a second time.
-    logger.propagate = False
+    handler.attach(level)
     return handler

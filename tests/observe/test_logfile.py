@@ -10,23 +10,18 @@ LOGGER = logging.getLogger("megasync")
 
 
 @pytest.fixture
-def log(tmp_path):
-    """Opens the log at logs/<name> of a run, and gives the logger back as it was."""
-    before = LOGGER.level, LOGGER.propagate
+def log(tmp_path, monkeypatch):
+    """Opens the log at logs/<name> of a run. The test runner's own handlers, which raise what a record does, step aside."""
+    monkeypatch.setattr(LOGGER, "handlers", [])
     opened = []
 
     def start(name):
         opened.append(log_to_file(tmp_path / "logs" / name))
-        # The test runner listens at the root, and raises what a record does.
-        LOGGER.propagate = False
         return opened[-1]
 
     yield start
-    for handler in opened:
-        LOGGER.removeHandler(handler)
+    for handler in reversed(opened):
         handler.close()
-    LOGGER.setLevel(before[0])
-    LOGGER.propagate = before[1]
 
 
 def test_records_are_in_the_file_at_once(log, tmp_path):
@@ -51,3 +46,11 @@ def test_a_record_that_cannot_be_formatted_keeps_its_traceback(log, capsys):
     log("controller.log")
     LOGGER.info("message %d", "not a number")
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_closed_log_leaves_the_logger_as_it_was(log, tmp_path):
+    before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
+    log("controller.log").close()
+    assert (LOGGER.level, LOGGER.propagate, LOGGER.handlers) == before
+    LOGGER.warning("nobody writes this")
+    assert (tmp_path / "logs" / "controller.log").read_text() == ""
