@@ -26,7 +26,8 @@ T = TypeVar("T")
 class DurableBuffer:
     """``state`` is for questions; changes go through the methods. Without a ``ledger`` path nothing is kept.
 
-    A ledger that holds something comes before ``version`` and ``counters``. Once it could not be written the buffer is
+    A ledger that holds something comes before ``version`` and ``counters``; ``rollback_step`` is the oldest step that a
+    rollback will go to, for one older than the checkpoints that were kept. Once it could not be written the buffer is
     closed, and every later change raises the same LedgerError.
     """
 
@@ -39,6 +40,7 @@ class DurableBuffer:
         ledger: str | Path | None = None,
         version: int = 0,
         counters: dict[str, Any] | None = None,
+        rollback_step: int | None = None,
     ) -> None:
         # Entries that have changed since the last record, by number.
         self._changed: dict[int, Entry] = {}
@@ -50,7 +52,7 @@ class DurableBuffer:
             total_groups=total_groups,
             version=version,
             counters=counters,
-            record=self.ledger.read() if self.ledger is not None and not self.ledger.empty else None,
+            record=self.ledger.read(rollback_step) if self.ledger is not None and not self.ledger.empty else None,
             clock=clock,
             changed=self._note if self.ledger is not None else lambda entry: None,
         )

@@ -55,8 +55,13 @@ DELETE FROM payloads WHERE number IN (
     WHERE state IN ({", ".join(repr(state.value) for state in TRAINED)}) AND (step <= ? OR oldest_version < ?)
 )
 """
+# What to do about a ledger that is of no use.
+WITHOUT = (
+    "move it away (with ledger.db-wal) to resume from the checkpoint alone: what was finished but not trained is then "
+    "generated again"
+)
 # Seconds to wait for the file: a killed run's buffer takes a moment to be gone.
-LOCK_SECONDS = 60.0
+LOCK_SECONDS = 30.0
 # Pages of 4 KiB that the log may have before they are copied into the file, which costs two syncs of the disk.
 LOG_PAGES = 8192
 # States in which a group's payload and partials are of no use any more.
@@ -103,11 +108,16 @@ class Ledger:
         with self._telling("read"):
             return [uid for (uid,) in self._db.execute("SELECT uid FROM groups ORDER BY number")]
 
-    def read(self) -> Record:
-        """Everything that a buffer needs to go on. Entries that only accounting needs stay in the file."""
+    def read(self, rollback_step: int | None = None) -> Record:
+        """Everything that a buffer needs to go on, or to roll back to that step, however old it is.
+
+        Entries that only accounting needs stay in the file.
+        """
         with self._telling("read"):
             self._standing = dict(self._db.execute("SELECT field, value FROM standing"))
             standing = Standing(**{field: json.loads(value) for field, value in self._standing.items()})
+            if rollback_step is not None:
+                standing.oldest_kept = min(standing.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
             return Record(
                 standing,
@@ -159,7 +169,7 @@ class Ledger:
         if not new and version != SCHEMA_VERSION:
             raise LedgerError(
                 f"{self.path} has format {version}, this version of megasync reads {SCHEMA_VERSION}; resume with the "
-                f"version that started the run, or {_WITHOUT}"
+                f"version that started the run, or {WITHOUT}"
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._transaction():
@@ -252,13 +262,7 @@ class Ledger:
             raise self._damaged(str(error)) from error
 
     def _damaged(self, how: str) -> LedgerError:
-        return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {_WITHOUT}")
-
-
-_WITHOUT = (
-    "move it away (with ledger.db-wal) to resume from the checkpoint alone: what was finished but not trained is then "
-    "generated again"
-)
+        return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {WITHOUT}")
 
 
 def _remedy(error: sqlite3.OperationalError) -> str:

@@ -26,8 +26,20 @@ class Standing:
     regenerated: int = 0
     masked_tokens: int = 0
     removed_trajectories: int = 0
-    # Counters (trained, dropped) of an earlier run whose groups are not recorded.
+    # What the record began with: counters (trained, dropped) of an earlier run whose groups are not in it.
     inherited: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def first(cls, step: int, version: int, counters: dict[str, Any]) -> Standing:
+        """Of a buffer without groups; ``counters`` are what `TrajectoryBuffer.counters` gave an earlier run."""
+        ended = ("trained", "dropped")
+        return cls(
+            version=version,
+            newest_version=version,
+            last_step=step,
+            **{key: value for key, value in counters.items() if key not in ended},
+            inherited={key: counters[key] for key in ended if key in counters},
+        )
 
 
 @dataclass(slots=True)

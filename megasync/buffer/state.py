@@ -81,7 +81,7 @@ class TrajectoryBuffer:
                 f"batch would wait for groups that are never admitted"
             )
         self.pacing = pacing
-        self.standing = record.standing if record else _first_standing(version, counters or {})
+        self.standing = record.standing if record else Standing.first(0, version, counters or {})
         self._over_age = over_age
         self._total_groups = total_groups
         self._clock = clock
@@ -257,13 +257,18 @@ class TrajectoryBuffer:
 
         What was leased, and what was trained after ``step``, is finished again; a trained group whose group is not among
         ``payloads`` is returned. A batch that is out for a step which the checkpoint contains is trained. Works on a
-        closed buffer too, and leaves it closed. Raises BufferStateError when ``step`` was never trained.
+        closed buffer too, and leaves it closed. Raises BufferStateError when ``step`` was never trained, or is older than
+        all checkpoints.
         """
         if self._lease is not None and self._lease[0] <= step:
             self.ack(self._lease[0])
         if step > self.standing.last_step:
             raise BufferStateError(
                 f"the checkpoint is of step {step}, but the buffer knows of no step after {self.standing.last_step}"
+            )
+        if step < self.standing.oldest_kept:
+            raise BufferStateError(
+                f"step {step} is older than the oldest checkpoint that was kept, of step {self.standing.oldest_kept}"
             )
         self.standing.version = max(self.version, version)
         self._saw([version])
@@ -405,17 +410,6 @@ class TrajectoryBuffer:
         for entry in batch:
             self._book.put_back(entry)
             self._check_age(entry)
-
-
-def _first_standing(version: int, counters: dict[str, Any]) -> Standing:
-    """Of a buffer without groups. ``counters`` are those of `TrajectoryBuffer.counters`."""
-    ended = ("trained", "dropped")
-    return Standing(
-        version=version,
-        newest_version=version,
-        **{key: value for key, value in counters.items() if key not in ended},
-        inherited={key: counters[key] for key in ended if key in counters},
-    )
 
 
 def _describe(entry: Entry | None) -> str:
