@@ -34,7 +34,7 @@ class Entry:
     state: State
     # When the current generation began, on the injected clock.
     since: float
-    # The step that leased or trained it; of a dropped group the last step that was trained by then.
+    # The step that leased or trained it; of a dropped group the step that was to be trained next.
     step: int = 0
     # Why it was dropped.
     reason: str = ""

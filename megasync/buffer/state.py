@@ -401,7 +401,7 @@ class TrajectoryBuffer:
         return self._keep(entry, group, [t for t in masked if t.oldest_version is not None])
 
     def _drop(self, entry: Entry, reason: str) -> None:
-        self._book.drop(entry, reason, self.standing.last_step)
+        self._book.drop(entry, reason, self.standing.last_step + 1)
 
     def _put_back(self) -> None:
         """The batch that is out is finished as before, or, where it has grown too old, treated as over-age."""

@@ -40,6 +40,7 @@ class BufferHandle:
         self._options = options
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._killed = False
         self._actors = self._start()
 
     def __getattr__(self, method: str) -> Any:
@@ -56,6 +57,8 @@ class BufferHandle:
         return await self._call("reclaim", uuid.uuid4().hex)
 
     def kill(self) -> None:
+        """The end: what still waits for an answer fails."""
+        self._killed = True
         self._actors.kill()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -65,7 +68,7 @@ class BufferHandle:
                 # No deadline: these waits end by a wake-up or by close(), which is what the buffer is for.
                 return await actors.call_one(0, method, *arguments, timeout=None)
             except TrainingError as error:
-                if not isinstance(error.__cause__, RayActorError):
+                if self._killed or not isinstance(error.__cause__, RayActorError):
                     raise
                 # Whoever notices the death first starts the next one; the others find it here.
                 if self._actors is actors:
