@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+from megasync.buffer import blockers
 from megasync.buffer.book import Book
 from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State
 from megasync.buffer.errors import BufferClosed, BufferStateError
@@ -331,34 +332,12 @@ class TrajectoryBuffer:
         return [entry.uid for entry in self._book.among(*LIVE)]
 
     def admission_blocker(self) -> str | None:
-        """Why no prompt can be admitted now; None when one can.
-
-        Near the end of a run live groups never outnumber those still to be trained. Both are multiples of
-        ``groups_per_step`` once nothing can be admitted, so the last batches are whole.
-        """
-        slots = self._book.slots()
-        live = sum(slots[state] for state in LIVE)
-        if live + slots[State.UNPUBLISHED] >= self.pacing.capacity:
-            taken = ", ".join(f"{slots[state]} {state}" for state in (*LIVE, State.UNPUBLISHED) if slots[state])
-            return f"a free slot: all {self.pacing.capacity} are taken ({taken})"
-        if self._total_groups is not None and self._book.trained + live >= self._total_groups:
-            return f"a drop: {self._book.trained} trained and {live} live groups are all that the run needs"
-        return None
+        """Why no prompt can be admitted now; None when one can."""
+        return blockers.of_admission(self._book, self.pacing, self._total_groups)
 
     def lease_blocker(self) -> str | None:
         """Why no batch can be leased now; None when one can."""
-        need, window = self.pacing.groups_per_step, self.pacing.window
-        ready = sum(1 for _ in islice(self._book.eligible(window), need))
-        if ready == need:
-            return None
-        oldest = self._book.oldest_unfinished()
-        text = f"{need} finished groups: {ready} ready"
-        if oldest is not None:
-            seconds = self._clock() - oldest.since
-            outside = self._book.slots()[State.FINISHED] - ready
-            text += f", {outside} more behind the window of {window}" if outside else ""
-            text += f", {oldest.uid} is the oldest and {oldest.state} for {seconds:.1f} s"
-        return text
+        return blockers.of_lease(self._book, self.pacing, self._clock())
 
     # Inside
 
