@@ -63,7 +63,7 @@ WITHOUT = (
 # Seconds to wait for the file: a killed run's buffer takes a moment to be gone.
 LOCK_SECONDS = 30.0
 # Pages of 4 KiB that the log may have before they are copied into the file, which costs two syncs of the disk.
-LOG_PAGES = 8192
+LOG_PAGES = 4096
 # States in which a group's payload and partials are of no use any more.
 WITHOUT_PAYLOAD = (State.GENERATING, State.RETURNED, State.DROPPED)
 
