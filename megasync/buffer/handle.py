@@ -92,7 +92,9 @@ class AsyncBuffer:
         await self._until(f"admit {uid}", lambda state: state.admit(uid) or None, self._state.admission_blocker)
 
     async def commit(self, group: Group) -> bool:
-        return self._change(lambda state: state.commit(group))
+        """Also raises DataError for a group that the ledger cannot record."""
+        with self._waking():
+            return self._durable.commit(group)
 
     async def drop(self, uid: str, reason: str) -> bool:
         return self._change(lambda state: state.drop(uid, reason))
