@@ -11,7 +11,7 @@ needs the same claimant for that.
     waits      for                     who wakes it
     ---------  ----------------------  ----------------------------------
     admit      a free slot             publish, drop, commit (if refused)
-    lease      a batch                 commit, rollback; drop (it moves the window)
+    lease      a batch                 commit; drop (it moves the window); rollback (with an error)
     reclaim    a returned group        publish, commit, rollback
     all        -                       close: BufferClosed with its reason
 """
@@ -73,6 +73,8 @@ class AsyncBuffer:
             schedule, total_groups, clock, ledger=ledger, version=version, counters=counters
         )
         self._clock = clock
+        # A remote caller may have given up a lease that still waits here: it must not take a batch after a rollback.
+        self._rollbacks = 0
         # In the order of arrival, which is the order in which they try again.
         self._waiters: dict[_Waiter, None] = {}
 
@@ -92,7 +94,9 @@ class AsyncBuffer:
         await self._until(f"admit {uid}", lambda state: state.admit(uid) or None, self._state.admission_blocker)
 
     async def commit(self, group: Group) -> bool:
-        return self._change(lambda state: state.commit(group))
+        """Also raises DataError for a group that the ledger cannot record."""
+        with self._waking():
+            return self._durable.commit(group)
 
     async def drop(self, uid: str, reason: str) -> bool:
         return self._change(lambda state: state.drop(uid, reason))
@@ -112,8 +116,15 @@ class AsyncBuffer:
     # Training side
 
     async def lease(self, step: int, version: int) -> list[Group]:
-        """Waits for the step's batch."""
-        return await self._until(f"lease {step}", lambda state: state.lease(step, version), self._state.lease_blocker)
+        """Waits for the step's batch. A rollback ends the wait with BufferStateError: the step is another one then."""
+        rollbacks = self._rollbacks
+
+        def attempt(state: TrajectoryBuffer) -> list[Group] | None:
+            if rollbacks != self._rollbacks:
+                raise BufferStateError(f"the wait for step {step} ended: training went back to a checkpoint meanwhile")
+            return state.lease(step, version)
+
+        return await self._until(f"lease {step}", attempt, self._state.lease_blocker)
 
     async def ack(self, step: int) -> None:
         self._change(lambda state: state.ack(step), to_disk=True)
@@ -125,6 +136,7 @@ class AsyncBuffer:
     async def rollback(self, step: int, version: int) -> None:
         """Training goes on from the checkpoint of ``step``; the next version is greater than ``version``."""
         with self._waking():
+            self._rollbacks += 1
             self._durable.rollback(step, version)
 
     async def checkpointed(self, step: int, oldest_kept: int) -> None:
