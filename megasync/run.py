@@ -27,11 +27,12 @@ from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller, Progress
 from megasync.device import Device, resolve_device
+from megasync.mailbox import Mailbox
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
+from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.sync.choose import choose_sync
@@ -83,7 +84,7 @@ class Run:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
-            with RunObserver(self.config, self.run_dir) as observer:
+            with contextlib.closing(self._mailbox), RunObserver(self.config, self.run_dir) as observer:
                 async with AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
@@ -117,17 +118,15 @@ class Run:
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
-        controls = [ServerControl(url, key) for url in fleet.urls]
-        for control in controls:
-            stack.push_async_callback(control.close)
         client = RolloutClient(
             fleet.router_url,
-            controls,
+            fleet.joiners(),
             vocab_size=workload.vocab_size,
             context_length=workload.context_length,
             sampling=config.rollout.sampling,
             request_timeout=config.timeouts.request,
             tokenizer=workload.tokenizer,
+            stream_interval=config.rollout.stream_interval,
         )
         stack.push_async_callback(client.close)
         rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
