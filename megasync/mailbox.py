@@ -13,8 +13,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 from megasync.errors import ConfigError, MegasyncError
 
@@ -23,8 +25,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.3
 _FOLDER = "control"
 
-# Takes a request's values and does it; what it returns, or the MegasyncError it raises, is the answer.
-Handler = Callable[[dict], Awaitable[str]]
+# Does what is asked, given the request's values; what it returns, or the MegasyncError it raises, is the answer.
+Handler = Callable[..., Awaitable[str]]
 
 
 class Mailbox:
@@ -34,35 +36,44 @@ class Mailbox:
         self._folder = run_dir / _FOLDER
         self._lock = -1
 
-    def open(self) -> None:
+    def __enter__(self) -> Self:
         """Raises ConfigError when another process runs in this directory."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.close()
+            os.close(self._lock)
             raise ConfigError(
-                f"{self._folder.parent} is the directory of a run that is going on; stop that one first, or wait for its end"
+                f"{self._folder.parent} is the directory of a run that is going on; stop that one, or wait for its end"
             ) from None
         for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer")):
             old.unlink(missing_ok=True)
+        return self
 
-    def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._lock)
 
-    async def serve(self, handle: Handler) -> None:
-        """Answers requests one after the other until it is cancelled."""
+    @asynccontextmanager
+    async def answering(self, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
+        """Answers requests, one after the other, by the handler of their name."""
+        task = asyncio.create_task(self._serve(handlers), name="mailbox")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _serve(self, handlers: Mapping[str, Handler]) -> None:
         while True:
             for ask in sorted(self._folder.glob("*.ask")):
-                await self._answer(ask, handle)
+                await self._answer(ask, handlers)
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _answer(self, ask: Path, handle: Handler) -> None:
+    async def _answer(self, ask: Path, handlers: Mapping[str, Handler]) -> None:
         try:
-            answer = {"done": await handle(json.loads(ask.read_text()))}
+            request = json.loads(ask.read_text())
+            answer = {"done": await handlers[request["name"]](*request["values"])}
         except MegasyncError as error:
             answer = {"refused": str(error)}
         except Exception as error:  # whatever was asked for, the run goes on
@@ -75,7 +86,7 @@ class Mailbox:
             log.warning("%s could not be answered: %s", ask, error)
 
 
-def ask(run_dir: Path, request: dict, timeout: float) -> str:
+def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     """Hands a request to the run and waits for its answer, `timeout` seconds at most.
 
     Raises ConfigError for a directory of no run or of one that is not going on, MegasyncError with the run's reason when
@@ -86,9 +97,9 @@ def ask(run_dir: Path, request: dict, timeout: float) -> str:
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
     if not _goes_on(folder):
         raise ConfigError(f"the run in {run_dir} is not going on; start it again with `megasync resume {run_dir}`")
-    name = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
-    question, answer = folder / f"{name}.ask", folder / f"{name}.answer"
-    _write(question, request)
+    stem = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
+    question, answer = folder / f"{stem}.ask", folder / f"{stem}.answer"
+    _write(question, {"name": name, "values": values})
     deadline = time.monotonic() + timeout
     while not answer.exists():
         if time.monotonic() >= deadline:

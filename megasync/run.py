@@ -31,6 +31,7 @@ from megasync.mailbox import Mailbox
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rewards import RewardRunner
@@ -71,6 +72,7 @@ class Run:
         self.run_dir = run_dir
         self._workload = workload
         self._checkpoint = checkpoint
+        self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None
 
     def request_stop(self, reason: str) -> bool:
@@ -84,7 +86,7 @@ class Run:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
-            with contextlib.closing(self._mailbox), RunObserver(self.config, self.run_dir) as observer:
+            with self._mailbox, RunObserver(self.config, self.run_dir) as observer:
                 async with AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
@@ -118,9 +120,10 @@ class Run:
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
+        controls = fleet.joiners()
         client = RolloutClient(
             fleet.router_url,
-            fleet.joiners(),
+            controls,
             vocab_size=workload.vocab_size,
             context_length=workload.context_length,
             sampling=config.rollout.sampling,
@@ -133,6 +136,9 @@ class Run:
         stack.push_async_callback(rewards.close)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
+        fleet.follow(client.add_server, client.remove_server, known=controls)
+        fleet.follow(publisher.add, publisher.remove, known=controls)
+        pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
             client,
             workload.source,
@@ -142,11 +148,17 @@ class Run:
             schedule,
             drop_uniform_groups=config.rollout.drop_uniform_groups,
             seed=seed,
+            max_attempts=config.rollout.max_attempts,
+            max_drop_share=config.rollout.max_drop_share,
+            fleet=fleet,
+            cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
             config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
         )
         await self._first_weights(publisher, progress, observer)
+        await fleet.joined([control.url for control in controls])
+        await stack.enter_async_context(self._mailbox.answering({"scale": fleet.resize}))
         return Controller(
             config,
             trainer=ranks,

@@ -44,7 +44,7 @@ PLACE_SECONDS = 15.0
 
 
 class Fleet:
-    """`router_url` is known once `start` has returned. `on_up` and `on_gone` hear of every server that comes and goes."""
+    """`router_url` is known once `start` has returned."""
 
     def __init__(self, config: Config, run_dir: Path, device: Device, pools: Pools, api_key: str) -> None:
         self._config = config
@@ -68,8 +68,7 @@ class Fleet:
             config.timeouts.server_start,
             config.timeouts.shutdown,
         )
-        self.on_up: list[Callable[[ServerControl], None]] = []
-        self.on_gone: list[Callable[[str], None]] = []
+        self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
 
     @property
     def router_url(self) -> str:
@@ -83,6 +82,23 @@ class Fleet:
         log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
         for slot in slots:
             self._watch_over(slot)
+
+    def follow(
+        self,
+        on_up: Callable[[ServerControl], None],
+        on_gone: Callable[[str], None],
+        known: Collection[ServerControl] = (),
+    ) -> None:
+        """Both hear of every server that comes up, and of the URL of each that goes, beginning with what has changed
+        since the follower learned of those that it knows."""
+        self._followers.append((on_up, on_gone))
+        present = [slot.control for slot in self._slots.values() if slot.health.up]
+        for control in known:
+            if control not in present:
+                on_gone(control.url)
+        for control in present:
+            if control not in known:
+                on_up(control)
 
     # What the controller asks and tells
 
@@ -208,11 +224,11 @@ class Fleet:
     def _on_change(self, slot: ServerSlot, before: State) -> None:
         state = slot.health.state
         if state.up and not before.up:
-            for tell in self.on_up:
-                tell(slot.control)
+            for on_up, _ in self._followers:
+                on_up(slot.control)
         elif before.up and not state.up:
-            for tell in self.on_gone:
-                tell(slot.url)
+            for _, on_gone in self._followers:
+                on_gone(slot.url)
         if state is State.RETIRED:
             del self._slots[slot.index]
             self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"

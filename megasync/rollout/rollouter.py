@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
@@ -52,6 +52,13 @@ CAP_SECONDS = 2.0
 UNIFORM = "uniform"
 
 
+class Fleet(Protocol):
+    """What the rollout sees of the servers."""
+
+    def loads(self) -> Sequence[ServerLoad]: ...
+    def metrics(self) -> dict[str, float]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Dropped:
     """A group that will not be trained: the reason under which it is counted, and the error behind it if there is one."""
@@ -66,8 +73,8 @@ class Rollouter:
     `client` is a RolloutClient, `source` a PromptSource, `buffer` anything with the AsyncBuffer's methods. With
     `relative_advantage` (a reward counts against its group's mean) a group with one survivor is dropped. With `seed`
     every request carries a seed drawn from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward
-    that raises is tried; `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap`, with the
-    servers' `loads`, limits requests below what the buffer allows.
+    that raises is tried; `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits
+    requests below what the buffer allows, by the loads of the `fleet`.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class Rollouter:
         max_drop_share: float = 0.5,
         save_seconds: float = 0.0,
         cap: InflightCap | None = None,
-        loads: Callable[[], Sequence[ServerLoad]] = tuple,
+        fleet: Fleet | None = None,
         retry_seconds: tuple[float, float] = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +109,7 @@ class Rollouter:
         self._max_attempts = max_attempts
         self._save_seconds = save_seconds
         self._cap = cap
-        self._loads = loads
+        self._fleet = fleet
         self._retry_seconds = retry_seconds
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
         self._gate = RequestGate()
@@ -126,8 +133,8 @@ class Rollouter:
         ticks = set()
         if self._save_seconds:
             ticks.add(asyncio.create_task(self._save_loop(), name="rollout save"))
-        if self._cap is not None:
-            ticks.add(asyncio.create_task(self._cap_loop(self._cap), name="rollout cap"))
+        if self._cap is not None and self._fleet is not None:
+            ticks.add(asyncio.create_task(self._cap_loop(self._cap, self._fleet), name="rollout cap"))
         stopped = asyncio.create_task(self._stopped.wait(), name="rollout stop")
         self._failed = asyncio.get_running_loop().create_future()
         watched = {*loops, *ticks, stopped, self._failed}
@@ -163,17 +170,17 @@ class Rollouter:
             "rollout/inflight_groups": float(len(self._groups)),
             "rollout/inflight_requests": float(self._gate.inflight),
             "rollout/server_failures": float(self._server_failures),
-            **self._cap_metrics(),
+            **self._fleet_metrics(),
         }
 
-    def _cap_metrics(self) -> dict[str, float]:
-        if self._cap is None:
+    def _fleet_metrics(self) -> dict[str, float]:
+        if self._fleet is None:
             return {}
-        usage = [load.token_usage for load in self._loads()]
-        return {
-            "rollout/inflight_limit": float(self._cap.limit),
-            "rollout/kv_usage": max(usage, default=0.0),
-        }
+        metrics = self._fleet.metrics()
+        if self._cap is not None:
+            metrics["rollout/inflight_limit"] = float(self._cap.limit)
+            metrics["rollout/kv_usage"] = max((load.token_usage for load in self._fleet.loads()), default=0.0)
+        return metrics
 
     # The two loops
 
@@ -208,9 +215,9 @@ class Rollouter:
         if unsaved := self._partials.unsaved():
             await self._buffer.save_partials(unsaved)
 
-    async def _cap_loop(self, cap: InflightCap) -> None:
+    async def _cap_loop(self, cap: InflightCap, fleet: Fleet) -> None:
         while True:
-            self._gate.limit = cap.update(self._loads(), self._gate.inflight)
+            self._gate.limit = cap.update(fleet.loads(), self._gate.inflight)
             await asyncio.sleep(CAP_SECONDS)
 
     def _start(self, prompt: Prompt) -> None:
