@@ -61,8 +61,10 @@ class InflightCap:
         self._follow(len(loads))
         if any(self._pressed(load) for load in loads):
             self._probing = False
-            # From what is really under way: a cap far above it would take many steps to matter.
-            self.limit = int(min(self.limit, inflight) * DECREASE)
+            # From what is really under way, as a cap far above it would take many steps to matter; and only once it has
+            # come down to the cap, or requests that take long would bring the cap down to nothing.
+            if inflight <= self.limit:
+                self.limit = int(inflight * DECREASE)
         elif inflight >= self.limit:
             self.limit = 2 * self.limit if self._probing else self.limit + INCREASE * len(loads)
         self.limit = max(self.limit, len(loads))

@@ -12,7 +12,9 @@ def test_a_run_whose_first_groups_all_fail_ends_with_the_causes():
     watch = DropWatch(0.5)
     for _ in range(FIRST_GROUPS - 1):
         watch.failed("0:1", "reward_error", "division by zero")
-    with pytest.raises(DataError, match="all of the first 8 groups were dropped.\n  8 x reward_error, such as group 0:8: division"):
+    with pytest.raises(
+        DataError, match="all of the first 8 groups were dropped.\n  8 x reward_error, such as group 0:8: division"
+    ):
         watch.failed("0:8", "reward_error", "division by zero")
 
 

@@ -366,9 +366,7 @@ class FakeFleet:
 async def test_the_cap_holds_requests_back(make_bench):
     cap = InflightCap(servers=1, high_usage=0.9)
     cap.limit = 3
-    bench = make_bench(
-        total=8, samples=4, behave=lambda ids, o: asyncio.sleep(0.001, "x"), cap=cap, fleet=FakeFleet()
-    )
+    bench = make_bench(total=8, samples=4, behave=lambda ids, o: asyncio.sleep(0.001, "x"), cap=cap, fleet=FakeFleet())
     await finish(bench)
     assert bench.client.most_running == 3
     assert bench.rollouter.metrics()["rollout/inflight_limit"] == 3.0
