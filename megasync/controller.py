@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,8 @@ class Controller:
         self._target_reached = False
         self._evaluation_due = asyncio.Event()
         self._saved_step = -1
+        # Steps of the checkpoints that are kept, as far as they are known.
+        self._kept = deque([self.progress.step], maxlen=config.checkpoint.keep or None)
         self._last_progress = clock()
         # False while a step runs, and for good once one has failed: its ranks cannot be asked to save.
         self._trainer_fit = True
@@ -334,6 +337,8 @@ class Controller:
         }
         path = await self._trainer.save(progress.step, state)
         self._saved_step = progress.step
+        self._kept.append(progress.step)
+        await self._buffer.checkpointed(progress.step, self._kept[0])
         self._observer.message(f"checkpoint: {path}")
 
     async def _save_at_end(self, error: BaseException | None) -> None:
