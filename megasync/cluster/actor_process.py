@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -40,12 +39,15 @@ class ActorProcess:
         return await self._call("tail", lines, timeout=ANSWER_SECONDS)
 
     async def stop(self, timeout: float) -> None:
-        """Asks the service to end, `timeout` seconds at most, and ends the actor whatever it answered."""
+        """Asks the service to end, `timeout` seconds at most, and ends the actor whatever it answered.
+
+        Also when it is cancelled: the actor's end takes the service with it.
+        """
         if self._actors is None:
             return
         try:
             await self._call("stop", timeout=timeout)
-        except (MegasyncError, asyncio.CancelledError) as error:
+        except MegasyncError as error:
             log.debug("%s %d was ended without an answer: %r", self._role, self._slot, error)
         finally:
             self._actors.kill()

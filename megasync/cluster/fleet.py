@@ -188,10 +188,12 @@ class Fleet:
     async def stop(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()
-        await asyncio.gather(self._router.close(), *(slot.close() for slot in self._slots.values()))
-        self._slots.clear()
+        try:
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        finally:
+            self._tasks.clear()
+            await asyncio.gather(self._router.close(), *(slot.close() for slot in self._slots.values()))
+            self._slots.clear()
 
     # Slots
 
@@ -232,6 +234,7 @@ class Fleet:
         if state is State.RETIRED:
             del self._slots[slot.index]
             self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
+        self._router.look_now()
         self._changed.set()
 
     async def _settle(self) -> None:

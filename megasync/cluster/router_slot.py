@@ -47,6 +47,7 @@ class RouterSlot:
         self._process: ServerProcess | None = None
         self._members: RouterMembers | None = None
         self._lock = asyncio.Lock()
+        self._next_look = 0.0
 
     async def start(self, servers: Collection[str]) -> None:
         """Raises MegasyncError, and leaves nothing running, when it does not come up with these servers."""
@@ -82,6 +83,10 @@ class RouterSlot:
                     reason = str(error)
             log.warning("router: started again at %s", self.url)
 
+    def look_now(self) -> None:
+        """The wanted servers have changed: the list is looked at with the next look at the process."""
+        self._next_look = 0.0
+
     async def settle(self, timeout: float) -> bool:
         """Brings the list to what is wanted now; False when it did not get there in time, and `live` goes on trying."""
         deadline = asyncio.get_running_loop().time() + timeout
@@ -108,7 +113,6 @@ class RouterSlot:
     async def _watch(self) -> str:
         """Why the router must be started again."""
         failures = 0
-        next_list = 0.0
         clock = asyncio.get_running_loop().time
         while True:
             try:
@@ -116,7 +120,8 @@ class RouterSlot:
                     return f"its process has ended. Last lines of its log:\n{await self._process.tail(TAIL_LINES)}"
             except MegasyncError as error:
                 return f"its actor is gone: {error}"
-            if clock() >= next_list:
+            if clock() >= self._next_look:
+                self._next_look = clock() + LOOK_AT_LIST
                 try:
                     await self._adjust()
                     failures = 0
@@ -124,7 +129,6 @@ class RouterSlot:
                     failures += 1
                     if failures >= self._config.probe_failures:
                         return f"{failures} calls in a row failed: {error}"
-                next_list = clock() + LOOK_AT_LIST
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _end_process(self) -> None:
