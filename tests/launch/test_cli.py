@@ -13,7 +13,7 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "plan", "resume", "export", "check-layout", "doctor", "fetch")
+COMMANDS = ("train", "plan", "resume", "scale", "export", "check-layout", "doctor", "fetch")
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +93,16 @@ def test_plan_prints_the_plan_with_overrides_applied():
     assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "warning" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["resume", "export"])
-def test_a_folder_that_is_no_run_is_named(here, command, tmp_path):
-    status, _, err = here(command, tmp_path / "absent", *(["out"] if command == "export" else []))
+@pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])
+def test_a_folder_that_is_no_run_is_named(here, command, more, tmp_path):
+    status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
+
+
+@pytest.mark.parametrize("size", ["3", "servers=3", "rollout=", "rollout=many", "rollout=-1"])
+def test_scale_says_how_to_write_a_size(here, size, tmp_path):
+    status, _, err = here("scale", tmp_path, "--", size)
+    assert status == 2 and size in err and "rollout=N" in err
 
 
 def test_export_leaves_a_full_folder_alone(here, tmp_path):

@@ -1,0 +1,158 @@
+"""A slot's loops over a process that can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from megasync.cluster import server_slot
+from megasync.cluster.server_slot import ServerSlot
+from megasync.config.schema import HealthConfig
+from megasync.errors import ServerError
+from megasync.rollout.health import HealthPolicy, ServerHealth, State
+
+LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
+
+
+class FakeProcess:
+    """Answers probes at a port of its own while it lives; `wedged` lets its scheduler answer nothing."""
+
+    def __init__(self, starts: bool = True) -> None:
+        self._starts = starts
+        self.living = self.wedged = False
+
+    async def start(self, timeout: float) -> str:
+        if not self._starts:
+            raise ServerError("no memory")
+        app = web.Application()
+        app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/server_info", self._info)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.living = True
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        return web.json_response(LOADS)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if self.wedged:
+            await asyncio.sleep(600)
+        return web.json_response({})
+
+    async def alive(self) -> bool:
+        return self.living
+
+    async def tail(self, lines: int) -> str:
+        return "out of memory"
+
+    async def stop(self, timeout: float) -> None:
+        if self.living:
+            await self._runner.cleanup()
+        self.living = False
+
+
+@asynccontextmanager
+async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, restarts: int = 5):
+    """(slot, transitions as they come), started with the first of the processes."""
+    monkeypatch.setattr(server_slot, "LOOK_SECONDS", 0.01)
+    policy = HealthPolicy(3, 2, 2, restarts, 600.0)
+    config = HealthConfig(probe_seconds=0.01, request_seconds=0.01, request_timeout=0.1)
+    seen: asyncio.Queue[tuple[State, State, str]] = asyncio.Queue()
+    queue = iter(processes)
+    slot = ServerSlot(
+        0,
+        ServerHealth(policy),
+        lambda: next(queue),
+        config,
+        10.0,
+        1.0,
+        "key",
+        lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
+    )
+    await slot.start()
+    life = asyncio.create_task(slot.live())
+    try:
+        yield slot, seen
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        await slot.close()
+        assert not any(process.living for process in processes)
+
+
+async def until(seen: asyncio.Queue, state: State) -> str:
+    """The URL that the slot had at its transition to the state."""
+    async with asyncio.timeout(20):
+        while (change := await seen.get())[1] is not state:
+            pass
+    return change[2]
+
+
+async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monkeypatch):
+    first, second = FakeProcess(), FakeProcess()
+    async with living(monkeypatch, first, second) as (slot, seen):
+        old = await until(seen, State.STALE)
+        slot.note(slot.health.synced)
+        first.living = False
+        assert await until(seen, State.DEAD) == old
+        assert "its process has ended. Last lines of its log:\nout of memory" in slot.health.reason
+        assert await until(seen, State.STALE) == slot.url != old
+        assert not slot.health.serves
+        await first._runner.cleanup()
+
+
+async def test_a_wedged_scheduler_is_found_though_probes_are_answered(monkeypatch):
+    first, second = FakeProcess(), FakeProcess()
+    async with living(monkeypatch, first, second) as (slot, seen):
+        async with asyncio.timeout(20):
+            while slot.load is None:
+                await asyncio.sleep(0.01)
+        assert (slot.load.token_usage, slot.load.running, slot.load.waiting) == (0.25, 2, 1)
+        first.wedged = True
+        await until(seen, State.DEAD)
+        assert "2 requests in a row failed" in slot.health.reason
+        await until(seen, State.STALE)
+        assert not first.living and second.living
+
+
+async def test_a_server_that_does_not_start_again_uses_up_its_restarts_and_is_given_up(monkeypatch):
+    first = FakeProcess()
+    async with living(monkeypatch, first, FakeProcess(starts=False), restarts=1) as (slot, seen):
+        slot.note(slot.health.died, "killed")
+        await until(seen, State.RETIRED)
+        assert slot.health.reason == "1 restarts in 600 s were not enough; the last time: no memory"
+        assert slot.control is None
+
+
+async def test_a_cancelled_life_does_not_start_anything_again(monkeypatch):
+    first, second = FakeProcess(), FakeProcess()
+    stopping = asyncio.Event()
+
+    async def slow_stop(timeout: float) -> None:
+        stopping.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            first.living = False
+
+    first.stop = slow_stop
+    async with living(monkeypatch, first, second) as (slot, _):
+        slot.note(slot.health.died, "killed")
+        await asyncio.wait_for(stopping.wait(), 20)
+    assert slot.starts == 1
+    await first._runner.cleanup()
+
+
+async def test_whoever_retires_a_slot_ends_it(monkeypatch):
+    async with living(monkeypatch, FakeProcess()) as (slot, seen):
+        slot.note(slot.health.retire, "it was scaled away")
+        await until(seen, State.RETIRED)
+        async with asyncio.timeout(20):
+            while slot.control is not None:
+                await asyncio.sleep(0.01)
+        assert slot.starts == 1
