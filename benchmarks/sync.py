@@ -154,8 +154,7 @@ class Bench:
 
     def _shard_sync(self, config: SyncConfig) -> ShardSync:
         config.bucket_mb = self.args.bucket_mb
-        engines = [EngineControl(control) for control in self.controls]
-        return ShardSync(engines, self.ranks, self.layout, self.args.dtype, "gloo", config, TimeoutConfig())
+        return ShardSync(self.controls, self.ranks, self.layout, self.args.dtype, "gloo", config, TimeoutConfig())
 
     def _messages(self, plan: ShardPlan) -> list[tuple[int, int, int]]:
         world = self.topology.world

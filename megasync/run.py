@@ -198,9 +198,9 @@ class Run:
             config=config.sync,
             dtype=config.model.dtype,
             probes=self._workload.probes(PARITY_PROBES),
-            servers=len(controls),
+            servers=controls,
             trainer_logprobs=ranks.logprobs,
-            server_logprobs=lambda server, ids: client.score(controls[server], ids),
+            server_logprobs=client.score,
         )
 
     async def _first_weights(self, publisher: Publisher, progress: Progress, observer: RunObserver) -> None:

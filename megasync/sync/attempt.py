@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -32,14 +32,32 @@ class SyncReport:
 
 
 class PublishError(SyncError):
-    """A version that was not published. ``quarantined`` maps each server left paused to the reason."""
+    """A version that was not published.
 
-    def __init__(self, message: str, version: int, phase: str, engines: Sequence[str], quarantined: Mapping[str, str]):
+    Attributes:
+        engines: who failed first, by server URL or "trainer".
+        failed: servers that failed or did not answer afterwards; empty when nobody but the trainer did.
+        moved: servers that hold the new version and generate from it.
+        quarantined: each server left paused, with the reason.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        version: int,
+        phase: str,
+        engines: Sequence[str],
+        quarantined: Mapping[str, str],
+        failed: Iterable[str] = (),
+        moved: Iterable[str] = (),
+    ) -> None:
         super().__init__(message)
         self.version = version
         self.phase = phase
         self.engines = tuple(engines)
         self.quarantined = dict(quarantined)
+        self.failed = tuple(failed)
+        self.moved = tuple(moved)
 
 
 class PhaseFailed(Exception):
@@ -66,6 +84,8 @@ class Standing:
     stuck: bool = False
     # It holds the new version as a whole, and generates from it unless it stays paused.
     moved: bool = False
+    # It did not answer when the publish was cleaned up.
+    lost: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -128,11 +148,14 @@ class Attempt:
             f"version {self.version} was not published: phase {self.phase!r} failed: {PhaseFailed(causes)}; "
             f"{self._aftermath(quarantined)}"
         )
-        return PublishError(message, self.version, self.phase, list(causes), quarantined)
+        failed = [url for url, standing in self.standing.items() if url in causes or standing.lost or standing.stuck]
+        return PublishError(
+            message, self.version, self.phase, list(causes), quarantined, failed, self._moved(quarantined)
+        )
 
     def _aftermath(self, quarantined: Mapping[str, str]) -> str:
         """What the servers do now."""
-        moved = [url for url, standing in self.standing.items() if standing.moved and url not in quarantined]
+        moved = self._moved(quarantined)
         if not quarantined and not moved:
             return "every server goes on with the version before"
         parts = []
@@ -144,6 +167,9 @@ class Attempt:
         if set(self.standing) - set(quarantined) - set(moved):
             parts.append("every other server goes on with the version before")
         return "; ".join(parts)
+
+    def _moved(self, quarantined: Mapping[str, str]) -> list[str]:
+        return [url for url, standing in self.standing.items() if standing.moved and url not in quarantined]
 
     def _causes(self, failure: Exception) -> dict[str, BaseException]:
         """What failed first, and what the trainer said later; without servers that only noticed that it was gone."""
@@ -165,6 +191,15 @@ class Addressed(Protocol):
 
 
 S = TypeVar("S", bound=Addressed)
+
+
+def chosen(servers: Mapping[str, S], only: Collection[str] | None) -> list[S]:
+    """The servers that a publish is for: all, or those that ``only`` names. Raises PhaseFailed for one that is gone."""
+    if only is None:
+        return list(servers.values())
+    if gone := {url: SyncError("it is no longer among the servers") for url in only if url not in servers}:
+        raise PhaseFailed(gone)
+    return [servers[url] for url in servers if url in only]
 
 
 async def failures(servers: Iterable[S], call: Callable[[S], Awaitable[Any]]) -> dict[str, BaseException]:

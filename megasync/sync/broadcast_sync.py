@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import NOT_RECEIVED, Attempt, Standing, SyncReport, each
+from megasync.sync.attempt import NOT_RECEIVED, Attempt, Standing, SyncReport, chosen, each
 from megasync.sync.broadcast_plan import BroadcastPlan, group_name
 from megasync.sync.served import RECOVERY_SECONDS, flush_cache
 
@@ -43,7 +43,9 @@ class TrainerRanks(Protocol):
 
 
 class BroadcastSync:
-    """Publishes versions to a fixed set of servers; one publish at a time.
+    """Publishes versions to a changing set of servers; one publish at a time.
+
+    A group holds exactly the servers of one publish, so it is made anew when the next one is for others.
 
     Args:
         ranks: every trainer rank, in rank order.
@@ -61,7 +63,10 @@ class BroadcastSync:
         timeouts: TimeoutConfig,
         device: Device,
     ) -> None:
-        self._servers = list(servers)
+        self._servers = {server.url: server for server in servers}
+        # Those in the groups; also those of the publish under way.
+        self._members: list[ServerControl] = []
+        self._groups_are_whole = True
         self._ranks = ranks
         self._plan = plan
         self._engine_tp = engine_tp
@@ -78,6 +83,22 @@ class BroadcastSync:
         """Servers that a failed publish left paused, with the reason."""
         return dict(self._quarantined)
 
+    def add(self, server: ServerControl) -> None:
+        """From the next publish on this server is updated too."""
+        self._servers[server.url] = server
+        self._quarantined.pop(server.url, None)
+        self._groups_are_whole = False
+
+    def remove(self, url: str) -> None:
+        """The server is no longer updated."""
+        if self._servers.pop(url, None) is not None:
+            self._groups_are_whole = False
+        self._quarantined.pop(url, None)
+
+    def forget_ranks(self) -> None:
+        """The trainer ranks are new processes: the servers' groups are with ranks that are gone."""
+        self._groups_are_whole = False
+
     async def connect(self) -> None:
         """Joins ranks and servers into one group per pipeline stage; nothing is paused. `publish` does it when needed.
 
@@ -85,10 +106,13 @@ class BroadcastSync:
             PublishError: someone could not join within the deadline; nobody is left waiting.
         """
         async with self._lock:
-            await self._run(0, [("connect", self._connect)])
+            await self._run(0, [("connect", self._connect)], None)
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
+
+        Args:
+            only: URLs of the servers to bring to the version, when the others have it already.
 
         Raises:
             PublishError: names the servers, the phase and the version, and says which servers stay paused. The
@@ -105,10 +129,11 @@ class BroadcastSync:
             ("continue", self._continue),
         ]
         async with self._lock:
-            attempt = await self._run(version, phases)
-            self._quarantined.clear()
+            attempt = await self._run(version, phases, only)
+            for url in attempt.standing:
+                self._quarantined.pop(url, None)
         log.info("published version %d: %s", version, attempt.seconds)
-        received = self._plan.nbytes * len(self._servers) * self._engine_tp
+        received = self._plan.nbytes * len(attempt.standing) * self._engine_tp
         return SyncReport(version, received, attempt.seconds)
 
     async def close(self) -> None:
@@ -116,10 +141,20 @@ class BroadcastSync:
         async with self._lock:
             await self._disconnect(Attempt(0, {}))
 
-    async def _run(self, version: int, phases: Sequence[tuple[str, Callable[[Attempt], Awaitable[None]]]]) -> Attempt:
+    async def _run(
+        self,
+        version: int,
+        phases: Sequence[tuple[str, Callable[[Attempt], Awaitable[None]]]],
+        only: Collection[str] | None,
+    ) -> Attempt:
         """Runs the phases; on any failure, or when cancelled, closes broken groups and releases what may be released."""
-        attempt = Attempt(version, {server.url: Standing() for server in self._servers})
+        attempt = Attempt(version, {})
         try:
+            wanted = chosen(self._servers, only)
+            attempt.standing |= {server.url: Standing() for server in wanted}
+            if wanted != self._members or not self._groups_are_whole:
+                await self._disconnect(attempt)
+            self._members = wanted
             for phase, step in phases:
                 with attempt.during(phase):
                     await step(attempt)
@@ -138,12 +173,13 @@ class BroadcastSync:
     async def _connect(self, attempt: Attempt) -> None:
         if self._name is not None:
             return
+        self._groups_are_whole = True
         self._connections += 1
         self._name = name = f"megasync-{self._connections}"
         limit = self._seconds + GRACE_SECONDS
         addresses = await self._ranks.call("sync_listen", self._seconds, timeout=limit)
         meeting_points = [addresses[sender] for sender in self._plan.senders]
-        engine_ranks = len(self._servers) * self._engine_tp
+        engine_ranks = len(self._members) * self._engine_tp
 
         async def init(index: int, server: ServerControl) -> None:
             for stage, (host, port) in enumerate(meeting_points):
@@ -159,7 +195,7 @@ class BroadcastSync:
 
         join = self._ranks.call("sync_join", name, addresses, engine_ranks, self._seconds, timeout=limit)
         attempt.tasks = {"trainer": asyncio.ensure_future(join)}
-        for index, server in enumerate(self._servers):
+        for index, server in enumerate(self._members):
             attempt.tasks[server.url] = asyncio.ensure_future(init(index, server))
         await attempt.together(limit + GRACE_SECONDS)
 
@@ -183,7 +219,7 @@ class BroadcastSync:
         limit = self._seconds + GRACE_SECONDS
         sending = asyncio.ensure_future(self._ranks.call("sync_send", attempt.version, self._seconds, timeout=limit))
         attempt.tasks = {"trainer": sending}
-        for server in self._servers:
+        for server in self._members:
             attempt.tasks[server.url] = asyncio.ensure_future(self._load(server, attempt))
         await attempt.together(limit + GRACE_SECONDS)
         for activity in ("pack", "wire"):
@@ -230,12 +266,13 @@ class BroadcastSync:
     async def _continue(self, attempt: Attempt) -> None:
         async def go_on(server: ServerControl) -> None:
             await self._post(server, "/continue_generation", {"torch_empty_cache": False})
-            attempt.standing[server.url].paused = False
+            standing = attempt.standing[server.url]
+            standing.paused, standing.moved = False, True
 
         await self._each(go_on)
 
     async def _each(self, call: Callable[[ServerControl], Awaitable[Any]]) -> None:
-        await each(self._servers, call)
+        await each(self._members, call)
 
     async def _post(
         self, server: ServerControl, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
@@ -255,7 +292,7 @@ class BroadcastSync:
         name, self._name = self._name, None
         tasks = attempt.tasks
         ranks = asyncio.ensure_future(self._ranks_leave(tasks.get("trainer")))
-        await asyncio.gather(ranks, *(self._server_leaves(server, name, attempt, ranks) for server in self._servers))
+        await asyncio.gather(ranks, *(self._server_leaves(server, name, attempt, ranks) for server in self._members))
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -287,7 +324,8 @@ class BroadcastSync:
 
     async def _release(self, attempt: Attempt) -> None:
         """Lets those servers generate again that hold one version as a whole; the others stay paused, by name."""
-        await asyncio.gather(*(self._release_one(server, attempt) for server in self._servers))
+        ours = [server for server in self._members if server.url in attempt.standing]
+        await asyncio.gather(*(self._release_one(server, attempt) for server in ours))
 
     async def _release_one(self, server: ServerControl, attempt: Attempt) -> None:
         standing = attempt.standing[server.url]

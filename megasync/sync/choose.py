@@ -7,13 +7,12 @@ shared by all nodes, and fast and large enough for a version at each sync, canno
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
 from megasync.sync.attempt import SyncReport
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync, TrainerRanks
@@ -39,8 +38,17 @@ class WeightSync(Protocol):
     async def connect(self) -> None:
         """Does what needs no pause ahead of the first publish. Raises PublishError."""
 
-    async def publish(self, version: int) -> SyncReport:
-        """Moves the trainer's weights into every server. Raises PublishError."""
+    def add(self, server: ServerControl) -> None:
+        """From the next publish on this server is updated too, whatever it holds now."""
+
+    def remove(self, url: str) -> None:
+        """The server is no longer updated."""
+
+    def forget_ranks(self) -> None:
+        """The trainer ranks were started again, and know of no server."""
+
+    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
+        """Moves the trainer's weights into every server, or those that ``only`` names. Raises PublishError."""
 
     async def close(self) -> None:
         """Leaves the links on both sides."""
@@ -65,7 +73,7 @@ async def choose_sync(
         return disk, f"weights go through {folders.root}: {why}"
     if wanted != "broadcast":
         shards = ShardSync(
-            [EngineControl(server) for server in servers],
+            servers,
             ranks,
             layout,
             config.model.dtype,

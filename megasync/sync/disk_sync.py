@@ -23,14 +23,14 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, failures
+from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, chosen, failures
 from megasync.sync.broadcast_plan import BroadcastPlan
 from megasync.sync.served import RECOVERY_SECONDS, Served
 from megasync.sync.version_folders import VersionFolders
@@ -147,7 +147,7 @@ class DiskSync:
         return dict(self._quarantined)
 
     def add(self, server: ServerControl) -> None:
-        """From the next publish on this server is updated too, whatever it holds now; `bring` does not wait for one."""
+        """From the next publish on this server is updated too, whatever it holds now."""
         self._forget(server.url)
         self._servers[server.url] = DiskServer(server, self._pause_mode, self._seconds)
 
@@ -161,19 +161,9 @@ class DiskSync:
         if gone is not None and gone.reading is not None:
             self._left_reading.add(gone.reading)
 
-    async def bring(self, server: ServerControl) -> None:
-        """Adds a server and brings it the last published version at once, if there is one; no other server notices.
-
-        Raises:
-            PublishError: it serves what it served before, or is quarantined; it stays added.
-        """
-        async with self._lock:
-            self.add(server)
-            if self._last is None:
-                return
-            attempt = Attempt(self._last.version, {server.url: Standing()})
-            async with self._failing(attempt):
-                await self._install([self._servers[server.url]], self._last, attempt)
+    def forget_ranks(self) -> None:
+        """The trainer ranks are new processes, which have yet to join each other."""
+        self._joined = False
 
     async def connect(self) -> None:
         """Makes the folder and joins the ranks of each stage; no server is asked. `publish` does it when needed.
@@ -186,10 +176,14 @@ class DiskSync:
             async with self._failing(attempt):
                 await self._connect(attempt)
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Writes the trainer's weights and loads them into every server; returns once each of them reports ``version``.
 
         The report's bytes are those of the tensors written, once, however many servers read them.
+
+        Args:
+            only: URLs of the servers to bring to the version, when the others have it already; if it is the one that
+                was published last, its folder is read again and nothing is written.
 
         Raises:
             PublishError: names the servers, the phase and the version, and says who serves what. Publishing again,
@@ -199,14 +193,18 @@ class DiskSync:
             attempt = self._new_attempt(version)
             try:
                 async with self._failing(attempt):
-                    await self._connect(attempt)
-                    sealed = await self._write(attempt)
-                    await self._install(list(self._servers.values()), sealed, attempt)
+                    servers = chosen(self._servers, only)
+                    sealed = self._last
+                    written = only is None or sealed is None or sealed.version != version
+                    if written:
+                        await self._connect(attempt)
+                        sealed = await self._write(attempt)
+                    await self._install(servers, sealed, attempt)
                     self._last = sealed
             finally:
                 await self._prune()
         log.info("published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, self._plan.nbytes, attempt.seconds)
+        return SyncReport(version, self._plan.nbytes if written else 0, attempt.seconds)
 
     async def close(self) -> None:
         """Ranks leave their groups. Servers go on with what they serve; the last versions stay on the disk."""

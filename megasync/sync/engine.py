@@ -119,8 +119,8 @@ class Engine(Served):
 
     # Clean-up
 
-    async def drop(self, stall: float) -> None:
-        """Waits until no rank receives any more, ``stall`` seconds at most, and drops what it has. Never raises."""
+    async def drop(self, stall: float) -> bool:
+        """Waits until no rank receives any more, ``stall`` seconds at most, and drops what it has. Whether it answered."""
         self.links = self.base = ""
         end = time.monotonic() + stall
         try:
@@ -132,3 +132,5 @@ class Engine(Served):
             await self.control.call("drop", {}, RECOVERY_SECONDS)
         except ServerError as error:
             log.warning("%s could not be told to drop a staged version: %s", self.url, error)
+            return False
+        return True

@@ -7,13 +7,20 @@ compares. It is the cheapest check that catches a wrong layout, a stale cache, a
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from megasync.config.schema import SyncConfig
+from megasync.errors import ServerError
 from megasync.sync.choose import WeightSync
 from megasync.sync.parity import compare
+
+if TYPE_CHECKING:
+    from megasync.rollout.control import ServerControl
+
+log = logging.getLogger(__name__)
 
 # Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype. Prompts hold unlikely
 # tokens, where bfloat16 is coarse: 0.04 to 0.05 is usual for a 135M model; wrong weights give more than 1.
@@ -23,11 +30,14 @@ PARITY_THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.2}
 class Scorer(Protocol):
     """Answers the log-prob of each token but the first, for one token sequence."""
 
-    def __call__(self, server: int, token_ids: list[int]) -> Awaitable[list[float]]: ...
+    def __call__(self, server: ServerControl, token_ids: list[int]) -> Awaitable[list[float]]: ...
 
 
 class Publisher:
-    """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished."""
+    """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
+
+    The servers change while a run goes on; `servers` are those that the transport was made with.
+    """
 
     def __init__(
         self,
@@ -36,7 +46,7 @@ class Publisher:
         config: SyncConfig,
         dtype: str,
         probes: Sequence[list[int]],
-        servers: int,
+        servers: Sequence[ServerControl],
         trainer_logprobs: Callable[[list[list[int]]], Awaitable[list[list[float]]]],
         server_logprobs: Scorer,
     ) -> None:
@@ -45,34 +55,58 @@ class Publisher:
         self._every = config.parity_every if probes else 0
         self._threshold = PARITY_THRESHOLDS[dtype] if config.parity_threshold is None else config.parity_threshold
         self._probes = list(probes)
-        self._servers = servers
+        self._servers = {server.url: server for server in servers}
         self._trainer_logprobs = trainer_logprobs
         self._server_logprobs = server_logprobs
         self._published = 0
 
-    async def publish(self, version: int) -> dict[str, float]:
-        report = await self._sync.publish(version)
+    def add(self, server: ServerControl) -> None:
+        """The next publish brings this server a whole version, whatever it holds now."""
+        self._servers[server.url] = server
+        self._sync.add(server)
+
+    def remove(self, url: str) -> None:
+        """The server is gone, or no longer part of the run."""
+        self._servers.pop(url, None)
+        self._sync.remove(url)
+
+    def forget_ranks(self) -> None:
+        """The trainer ranks were started again."""
+        self._sync.forget_ranks()
+
+    async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
+        """Brings every server, or those that `only` names, to the version."""
+        report = await self._sync.publish(version, only)
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in report.seconds.items()}
         metrics |= {"sync/bytes": float(report.bytes), "sync/version": float(version)}
         self._published += 1
         if self._every and self._published % self._every == 0:
-            metrics |= await self.check_parity(version)
+            metrics |= await self.check_parity(version, only)
         return metrics
 
-    async def check_parity(self, version: int) -> dict[str, float]:
-        """Compares trainer and every server on the probe prompts. Raises ParityError with both numbers."""
+    async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
+        """Compares trainer and servers on the probe prompts. Raises ParityError with both numbers.
+
+        A server that does not answer is left out: it holds the version, and its health is somebody else's business.
+        """
         if not self._every:
             return {}
         start = time.monotonic()
-        trainer, *servers = await asyncio.gather(
-            self._trainer_logprobs(self._probes),
-            *(
-                asyncio.gather(*(self._server_logprobs(server, probe) for probe in self._probes))
-                for server in range(self._servers)
-            ),
+        servers = [server for url, server in self._servers.items() if only is None or url in only]
+        trainer, *answers = await asyncio.gather(
+            self._trainer_logprobs(self._probes), *(self._ask(server) for server in servers)
         )
-        worst = max(
-            compare(trainer, answers, self._threshold, engine=f"server {server}", version=version)
-            for server, answers in enumerate(servers)
-        )
-        return {"sync/parity": worst, "sync/parity_seconds": time.monotonic() - start}
+        worst = [
+            compare(trainer, answer, self._threshold, engine=server.url, version=version)
+            for server, answer in zip(servers, answers, strict=True)
+            if answer is not None
+        ]
+        seconds = {"sync/parity_seconds": time.monotonic() - start}
+        return seconds | {"sync/parity": max(worst)} if worst else seconds
+
+    async def _ask(self, server: ServerControl) -> list[list[float]] | None:
+        try:
+            return await asyncio.gather(*(self._server_logprobs(server, probe) for probe in self._probes))
+        except ServerError as error:
+            log.warning("log-probs could not be compared with those of %s: %s", server.url, error)
+            return None

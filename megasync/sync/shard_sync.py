@@ -18,12 +18,13 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megasync.errors import SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, each
+from megasync.rollout.engine_control import EngineControl
+from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, chosen, each
 from megasync.sync.digest import combine
 from megasync.sync.engine import Engine
 from megasync.sync.layout import Layout
@@ -32,7 +33,7 @@ from megasync.sync.shard_plan import ShardPlan, plan_shards, receive_program
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
-    from megasync.rollout.engine_control import EngineControl
+    from megasync.rollout.control import ServerControl
     from megasync.sync.broadcast_sync import TrainerRanks
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ShardSync:
 
     def __init__(
         self,
-        servers: Sequence[EngineControl],
+        servers: Sequence[ServerControl],
         ranks: TrainerRanks,
         layout: Layout,
         dtype: str,
@@ -69,6 +70,7 @@ class ShardSync:
         self._stall = timeouts.sync_stall
         self._parcel_bytes = config.bucket_mb * 2**20
         self._arena_bytes = None if config.arena_mb is None else config.arena_mb * 2**20
+        self._quarantined: dict[str, str] = {}
         self._engines: dict[str, Engine] = {}
         for server in servers:
             self.add(server)
@@ -80,21 +82,29 @@ class ShardSync:
         self._attempts = 0
         self._links_made = 0
         self._lock = asyncio.Lock()
-        self._quarantined: dict[str, str] = {}
 
     @property
     def quarantined(self) -> dict[str, str]:
         """Servers that a failed commit left paused, with the reason."""
         return dict(self._quarantined)
 
-    def add(self, server: EngineControl) -> None:
+    def add(self, server: ServerControl) -> None:
         """From the next publish on this server is updated too: all of it, whatever it holds now."""
-        self._engines[server.url] = Engine(server, self._config.pause_mode, self._seconds)
+        self._quarantined.pop(server.url, None)
+        self._engines[server.url] = Engine(EngineControl(server), self._config.pause_mode, self._seconds)
 
     def remove(self, url: str) -> None:
         """The server is no longer updated."""
         self._engines.pop(url, None)
         self._quarantined.pop(url, None)
+
+    def forget_ranks(self) -> None:
+        """The trainer ranks are new processes: they are told of every engine again, and links are made anew."""
+        self._meeting_point = None
+        self._plans.clear()
+        self._bases.clear()
+        for engine in self._engines.values():
+            engine.kind = ""
 
     async def connect(self) -> None:
         """Traces and plans for every server that is new; nothing is paused. `publish` does it when needed.
@@ -105,12 +115,15 @@ class ShardSync:
         async with self._lock:
             attempt = self._new_attempt(0)
             try:
-                await self._connect(attempt)
+                await self._connect(attempt, chosen(self._engines, None))
             except Exception as error:
                 raise attempt.error(error, self._quarantined) from error
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
+
+        Args:
+            only: URLs of the servers to bring to the version, when the others have it already.
 
         Raises:
             PublishError: names the servers, the phase and the version, and says which servers stay paused. Servers that
@@ -121,8 +134,8 @@ class ShardSync:
             name = f"{version}-{self._run}-{self._attempts}"
             moved = 0
             try:
-                await self._connect(attempt)
-                engines = list(self._engines.values())
+                engines = chosen(self._engines, only)
+                await self._connect(attempt, engines)
                 size = self._config.wave or max(1, len(engines))
                 for first in range(0, len(engines), size):
                     moved += await self._update(engines[first : first + size], f"{name}.{first}", attempt)
@@ -145,7 +158,7 @@ class ShardSync:
 
     # Connect
 
-    async def _connect(self, attempt: Attempt) -> None:
+    async def _connect(self, attempt: Attempt, engines: Sequence[Engine]) -> None:
         """Brings every engine that is new, or was restarted, to where it can stage."""
 
         async def prepare(engine: Engine) -> None:
@@ -153,7 +166,7 @@ class ShardSync:
                 await self._plan_for(engine)
 
         with attempt.during("connect"):
-            await each(self._engines.values(), prepare)
+            await each(engines, prepare)
 
     async def _plan_for(self, engine: Engine) -> None:
         # A driver that died may have left it receiving.
@@ -319,10 +332,11 @@ class ShardSync:
         for task in attempt.tasks.values():
             task.cancel()
         await asyncio.gather(*attempt.tasks.values(), return_exceptions=True)
-        await asyncio.gather(*(self._release(engine, attempt) for engine in self._engines.values()))
+        ours = [engine for url, engine in self._engines.items() if url in attempt.standing]
+        await asyncio.gather(*(self._release(engine, attempt) for engine in ours))
 
     async def _release(self, engine: Engine, attempt: Attempt) -> None:
-        await engine.drop(self._stall + GRACE_SECONDS)
+        attempt.standing[engine.url].lost |= not await engine.drop(self._stall + GRACE_SECONDS)
         if reason := await engine.release(attempt, engine.url in self._quarantined):
             self._quarantined[engine.url] = reason
 

@@ -265,12 +265,15 @@ async def test_silence_ends_at_the_deadline(world, who):
     else:
         servers[0].faults[UPDATE] = ["hang"]
     async with asyncio.timeout(5):
-        with pytest.raises(SyncError, match="trainer" if who == "trainer" else "http://a: .*no answer within"):
+        with pytest.raises(
+            SyncError, match="trainer" if who == "trainer" else "http://a: .*no answer within"
+        ) as failure:
             await sync.publish(2)
     if who == "server":
         assert paths(servers[0])[-1] == UPDATE, "a server that answers nothing was asked more"
         assert "in doubt; it is stuck" in sync.quarantined["http://a"]
         assert "http://b" in sync.quarantined, "it holds the new version, which was not published"
+        assert failure.value.failed == ("http://a",)
 
 
 async def test_cancelling_a_publish_releases_the_servers(world):
@@ -293,3 +296,46 @@ async def test_closing_leaves_both_sides_and_may_be_repeated(world):
     await sync.close()
     assert ranks.calls.count("sync_leave") == 1
     assert paths(servers[1]).count("/destroy_weights_update_group") == 2
+
+
+async def test_a_late_server_is_brought_the_version_of_the_others_alone(world):
+    sync, servers, ranks = world()
+    await sync.publish(1)
+    late = Server("http://late", ranks)
+    calls = [paths(server).count(UPDATE) for server in servers]
+    sync.add(late)
+    report = await sync.publish(1, only=["http://late"])
+    assert report.bytes == PLAN.nbytes * 2
+    assert (late.version, late.paused) == ("1", False)
+    assert [paths(server).count(UPDATE) for server in servers] == calls
+    assert not any(server.paused for server in servers)
+    await sync.publish(2)
+    assert [server.version for server in (*servers, late)] == ["2"] * 3
+    sizes = [body["world_size"] for path, body in late.calls if path == "/init_weights_update_group"]
+    assert sizes == [3, 3, 7, 7]
+
+
+async def test_the_rest_of_the_servers_is_published_to_when_one_is_taken_out(world):
+    sync, servers, _ = world()
+    await sync.publish(1)
+    servers[0].faults["/pause_generation"] = ["refused"]
+    with pytest.raises(SyncError) as failure:
+        await sync.publish(2)
+    assert failure.value.failed == ("http://a",)
+    sync.remove("http://a")
+    await sync.publish(2)
+    assert [(server.version, server.paused) for server in servers] == [("1", False), ("2", False)]
+    with pytest.raises(SyncError, match="http://a: it is no longer among the servers"):
+        await sync.publish(2, only=["http://a"])
+    await sync.publish(3)
+    assert servers[1].version == "3"
+
+
+async def test_new_ranks_get_new_groups(world):
+    sync, servers, ranks = world()
+    await sync.publish(1)
+    sync.forget_ranks()
+    await sync.publish(2)
+    assert ranks.calls.count("sync_join") == 2
+    assert paths(servers[0]).count("/destroy_weights_update_group") == 2
+    assert [server.version for server in servers] == ["2", "2"]

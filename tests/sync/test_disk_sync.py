@@ -222,7 +222,7 @@ async def test_weights_that_differ_among_servers_of_a_kind_never_serve(world):
 async def test_a_late_server_gets_the_last_published_version_at_once_and_nobody_else_notices(world):
     sync, servers, ranks, _ = world()
     early, late = Server("http://early"), Server("http://late")
-    await sync.bring(early)
+    sync.add(early)
     assert early.calls == []
     await sync.publish(1)
     ranks.faults["disk_write"] = ["lost"]
@@ -230,7 +230,9 @@ async def test_a_late_server_gets_the_last_published_version_at_once_and_nobody_
         await sync.publish(2)
     calls = [len(server.calls) for server in servers]
     late.sum = "flipped"
-    await sync.bring(late)
+    sync.add(late)
+    report = await sync.publish(1, only=["http://late"])
+    assert report.bytes == 0, "a version that is on the disk was written again"
     assert state(late) == (1, False)
     assert [len(server.calls) for server in servers] == calls
     # What the others had after loading it is what a late one must have.
@@ -239,7 +241,8 @@ async def test_a_late_server_gets_the_last_published_version_at_once_and_nobody_
     wrong.answer = lambda path, body: asyncio.sleep(0, {"ranks": [{"checksums": {"weight": "flipped"}}]})
     wrong.version = "1"
     with pytest.raises(SyncError, match="http://wrong: its weights have another checksum"):
-        await sync.bring(wrong)
+        sync.add(wrong)
+        await sync.publish(1, only=["http://wrong"])
     sync.remove("http://wrong")
     await sync.publish(3)
     assert [state(server) for server in (*servers, early, late)] == [(3, False)] * 4

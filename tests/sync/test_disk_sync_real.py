@@ -113,7 +113,8 @@ async def test_a_folder_that_a_server_does_not_see_leaves_it_serving_and_a_late_
     await check_serves(servers[:1], models[0][0][1], 60)
     del sync._folders.seal
     traffic = asyncio.create_task(generate(servers[0], 300))
-    await sync.bring(servers[1])
+    sync.add(servers[1])
+    await sync.publish(60, only=[servers[1].url])
     assert [span["version"] for span in (await traffic)["weight_versions"]] == ["60"]
     await check_serves(servers, models[0][0][1], 60)
     await sync.publish(61)

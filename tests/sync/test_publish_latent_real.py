@@ -12,7 +12,6 @@ from engine_models import make_model
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
 from megasync.rollout.server import SGLangServer
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
@@ -69,9 +68,7 @@ async def test_both_transports_leave_what_a_load_leaves(folders, local_ranks, tm
         assert expected[0] != expected[1]
         ranks = await local_ranks(folders[0], TOPOLOGY, BUCKET_BYTES, "bfloat16")
         syncs.append(BroadcastSync([server], ranks, plan, 1, SyncConfig(), timeouts, Device("cpu")))
-        syncs.append(
-            ShardSync([EngineControl(server)], ranks, layout, "bfloat16", "gloo", SyncConfig(bucket_mb=1), timeouts)
-        )
+        syncs.append(ShardSync([server], ranks, layout, "bfloat16", "gloo", SyncConfig(bucket_mb=1), timeouts))
         # As the ranks have it; smaller than the configuration allows.
         syncs[1]._parcel_bytes = BUCKET_BYTES
         for version, (sync, folder) in enumerate(zip(syncs, folders[1:], strict=True), 1):

@@ -10,7 +10,6 @@ from serving import SIZES, check_serves, checksums, serving
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
 from megasync.sync.layout import Layout
 from megasync.sync.shard_sync import ShardSync
 from megasync.sync.topology import Topology
@@ -62,9 +61,8 @@ async def test_the_servers_hold_the_bits_and_give_the_logprobs_of_the_trained_mo
     topology = Topology(tensor=tensor, pipeline=pipeline, data=max(1, expert // tensor), expert=expert, expert_tensor=1)
     ranks = await local_ranks(models[0][0], topology, 2**20)
     servers = [ServerControl(url) for url in urls]
-    engines = [EngineControl(server) for server in servers]
     sync = ShardSync(
-        engines, ranks, Layout(config, topology), "float32", "gloo", SyncConfig(bucket_mb=1), TimeoutConfig()
+        servers, ranks, Layout(config, topology), "float32", "gloo", SyncConfig(bucket_mb=1), TimeoutConfig()
     )
     try:
         for version, (folder, model) in enumerate(models, 1):

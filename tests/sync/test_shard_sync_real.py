@@ -9,7 +9,6 @@ from serving import check_serves, checksums, generate, make_server, serving
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
 from megasync.sync.layout import Layout
 from megasync.sync.shard_sync import ShardSync
 from megasync.sync.topology import Topology
@@ -37,7 +36,7 @@ async def world(models, urls, local_ranks):
     async def make(seconds=20.0, stall=5.0, **config):
         ranks = await local_ranks(models[0][0][0], TOPOLOGY, PARCEL_BYTES)
         sync = ShardSync(
-            [EngineControl(server) for server in servers],
+            servers,
             ranks,
             Layout(models[1], TOPOLOGY),
             "float32",
@@ -142,8 +141,11 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
     url = await server.start(120)
     control = ServerControl(url)
     try:
-        sync.add(EngineControl(control))
         await sync.publish(70)
+        sync.add(control)
+        # The others have it; the late one is brought it alone.
+        await sync.publish(70, only=[url])
+        await check_serves([*servers, control], models[0][0][1], 70)
         await ranks.call("load", str(models[0][1][0]), timeout=20)
         await ranks.call_one(3, "set_trap", LATE, "slow", timeout=5)
         publish = asyncio.create_task(sync.publish(71))
@@ -205,3 +207,17 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
     assert sync.quarantined == {}
     assert {span["version"] for meta in await asyncio.gather(*waiting) for span in meta["weight_versions"]} == {"62"}
     await check_serves(servers, models[0][2][1], 62)
+
+
+async def test_ranks_that_were_started_again_go_on_with_the_same_servers(world, models, local_ranks):
+    sync, ranks, servers = await world()
+    await sync.publish(80)
+    await ranks.stop()
+    with pytest.raises(SyncError, match="version 81 was not published: .*trainer") as failure:
+        await sync.publish(81)
+    assert failure.value.failed == ()
+    await check_serves(servers, models[0][0][1], 80)
+    sync._ranks = await local_ranks(models[0][1][0], TOPOLOGY, PARCEL_BYTES)
+    sync.forget_ranks()
+    await sync.publish(82)
+    await check_serves(servers, models[0][1][1], 82)
