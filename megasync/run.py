@@ -25,10 +25,11 @@ from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
-from megasync.controller import Controller, Progress
+from megasync.controller import Controller
 from megasync.device import Device, resolve_device
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
+from megasync.progress import Progress
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
@@ -154,8 +155,8 @@ class Run:
             publisher=publisher,
             buffer=buffer,
             rollouter=rollouter,
+            fleet=fleet,
             evaluate=held_out if workload.eval_prompts else None,
-            watch=fleet.watch,
             cursor=workload.source.state,
             observer=observer,
             progress=progress,
