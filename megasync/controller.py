@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -96,6 +96,10 @@ class Controller:
         self._evaluation_due = asyncio.Event()
         self._saved_step = -1
         self._trained_steps = 0
+        # Set once the initial weights have been evaluated; nothing is generated or trained before.
+        self._begun = asyncio.Event()
+        self._finishing = False
+        self._evaluating = asyncio.Lock()
         # Clock reading at which the trainer began to wait for its next batch.
         self._idle_since = clock()
         # False while a step runs, and for good once one has failed: its ranks cannot be asked to save.
@@ -114,8 +118,7 @@ class Controller:
 
     async def run(self) -> Progress:
         """Raises the first loop's error once everything was stopped and saved."""
-        await self._evaluate_now()
-        rollout = asyncio.create_task(self._rollouter.run(), name="rollout")
+        rollout = asyncio.create_task(self._rollout_loop(), name="rollout")
         training = asyncio.create_task(self._training_loop(), name="training")
         evaluation = asyncio.create_task(self._evaluation_loop(), name="evaluation")
         watch = asyncio.create_task(self._watch_loop(), name="watch")
@@ -134,8 +137,6 @@ class Controller:
         if error is not None:
             await self._save_after(error)
             raise error
-        if self._target_reached or not self._stop.is_set():
-            await self._evaluate_now()
         return self.progress
 
     async def dump(self) -> str:
@@ -190,10 +191,14 @@ class Controller:
             if not task.cancelled() and task.exception() is not None:
                 log.debug("the %s loop ended with %r", task.get_name(), task.exception())
 
+    async def _rollout_loop(self) -> None:
+        await self._begun.wait()
+        await self._rollouter.run()
+
     # Training
 
     async def _training_loop(self) -> None:
-        """Steps until the run is over and saved; a lost rank takes it back to the newest checkpoint."""
+        """Evaluates, trains until the run is over, saves, evaluates; a lost rank takes it back to the newest checkpoint."""
         loss: RankLost | None = None
         while True:
             self._trainer_fit = loss is None
@@ -201,8 +206,11 @@ class Controller:
                 if loss is not None:
                     await self._recovery.restart_trainer(loss)
                     loss, self._saved_step = None, self.progress.step
+                elif not self._begun.is_set():
+                    await self._attended(self._evaluate_now())
+                    self._begun.set()
                 elif self.progress.step == self.config.schedule.total_steps or self._stop.is_set():
-                    return await self._save_unsaved()
+                    return await self._finish()
                 elif (groups := await self._next_batch()) is not None:
                     await self._train(groups)
             except RankLost as lost:
@@ -250,27 +258,52 @@ class Controller:
         """The next step's groups, or None when a stop was asked for while waiting. Servers join meanwhile."""
         self._idle_since = self._clock()
         while not self._stop.is_set():
+            # Before a batch is asked for: a version that joiners are brought may be a new one.
+            await self._recovery.bring_joiners()
             self._observer.activity("trainer", "waiting for groups")
             lease = asyncio.create_task(self._buffer.lease(self.progress.step + 1, self.progress.version), name="lease")
             stop = asyncio.create_task(self._stop.wait(), name="stop")
-            changed = asyncio.create_task(self._fleet.changed(), name="changed")
-            waits = {lease, stop, changed}
             try:
-                # From here on all three wait, so that no change is missed between the question and the waiting.
-                await asyncio.sleep(0)
-                if not self._fleet.joiners():
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                await self._until_one(lease, stop)
             finally:
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+                lease.cancel()
+                stop.cancel()
+                await asyncio.gather(lease, stop, return_exceptions=True)
             if not lease.cancelled():
                 return lease.result()
-            if not changed.cancelled():
-                changed.result()
             # The lease was cancelled: asked for again, the buffer gives the same batch.
-            await self._recovery.bring_joiners()
         return None
+
+    async def _finish(self) -> None:
+        await self._save_unsaved()
+        # Not before: a rank that is lost while it saves takes training back to where it needs groups again.
+        self._finishing = True
+        self._rollouter.stop()
+        if self._target_reached or not self._stop.is_set():
+            await self._attended(self._evaluate_now())
+
+    async def _attended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does the work while the trainer is free to bring servers that join the weights: the work may need them."""
+        working = asyncio.create_task(work, name="attended work")
+        try:
+            while not working.done():
+                await self._recovery.bring_joiners()
+                await self._until_one(working)
+            working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _until_one(self, *waits: asyncio.Task) -> None:
+        """Returns when one of these is done, or when the fleet has changed since it was last looked at."""
+        changed = asyncio.create_task(self._fleet.changed(), name="changed")
+        try:
+            await asyncio.wait({*waits, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if changed.done():
+                changed.result()
+        finally:
+            changed.cancel()
+            await asyncio.gather(changed, return_exceptions=True)
 
     @asynccontextmanager
     async def _pause(self) -> AsyncIterator[None]:
@@ -278,10 +311,17 @@ class Controller:
         if self.config.schedule.partial_rollout:
             yield
             return
+        gate = asyncio.create_task(self._rollouter.gate(self.config.timeouts.request), name="gate")
         try:
-            await self._rollouter.gate(self.config.timeouts.request)
+            # Requests that no server works on cannot end, and straddle nothing: the sync is what they wait for.
+            while not gate.done() and self._fleet.serving():
+                await self._until_one(gate)
+            if gate.done():
+                gate.result()
             yield
         finally:
+            gate.cancel()
+            await asyncio.gather(gate, return_exceptions=True)
             self._rollouter.open()
 
     def _due(self, every: int) -> bool:
@@ -299,10 +339,11 @@ class Controller:
     async def _evaluate_now(self) -> None:
         if self._evaluate is None:
             return
-        step, version = self.progress.step, self.progress.version
-        if self.progress.history and self.progress.history[-1][0] == step:
-            return
-        metrics = await self._evaluate(step, version)
+        async with self._evaluating:
+            step, version = self.progress.step, self.progress.version
+            if self.progress.history and self.progress.history[-1][0] == step:
+                return
+            metrics = await self._evaluate(step, version)
         if step > self.progress.step:
             # The trainer went back behind this step meanwhile, which will be evaluated when it comes again.
             return
@@ -323,6 +364,9 @@ class Controller:
             await asyncio.sleep(WATCH_SECONDS)
             await self._fleet.watch()
             await self._show_rollout()
+            if self._finishing or not self._begun.is_set():
+                # Evaluations have deadlines of their own.
+                continue
             silent = self._watchdog.silent(self._rollouter.finished_groups, self._trained_steps)
             if silent > limit:
                 raise TrainingError(

@@ -46,7 +46,7 @@ class Fleet(Protocol):
         """Servers that are up but hold no published weights."""
 
     async def changed(self) -> None:
-        """Waits until a joiner appears or a server went."""
+        """Returns when a server has come up or gone since the last time, at once if that has happened already."""
 
     async def joined(self, urls: Collection[str]) -> None:
         """These have the published version now, and may serve."""

@@ -155,10 +155,10 @@ class FakeFleet:
 
     def _tell(self) -> None:
         self._change.set()
-        self._change = asyncio.Event()
 
     async def changed(self) -> None:
         await self._change.wait()
+        self._change.clear()
 
     async def joined(self, urls: Collection[str]) -> None:
         for url in urls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megasync.buffer.errors import BufferStateError
 from megasync.buffer.handle import AsyncBuffer
 from megasync.buffer.state import State, TrajectoryBuffer, _Entry
 
@@ -40,6 +41,11 @@ class RollbackState(TrajectoryBuffer):
 
     def checkpointed(self, step, oldest_kept):
         self._kept = {at: groups for at, groups in self._kept.items() if at > oldest_kept}
+
+    def lease(self, step, version):
+        if self._lease is None and step > self._last_step + 1:
+            raise BufferStateError(f"step {step} asks for a batch, but step {self._last_step} is the last trained")
+        return super().lease(step, version)
 
     def rollback(self, step, version):
         if self._lease is not None:
