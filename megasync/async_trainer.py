@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import Config, check_config, load_config, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
@@ -49,7 +50,7 @@ class AsyncTrainer:
 
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: object) -> AsyncTrainer:
-        """Goes on with a run from its newest complete checkpoint, in the same run directory.
+        """Goes on with a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
         """
@@ -65,8 +66,10 @@ class AsyncTrainer:
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
             )
         checkpoint = latest(run_dir)
-        if checkpoint is None:
-            raise CheckpointError(f"{run_dir} has no complete checkpoint to resume from; start the run again")
+        if checkpoint is None and not (run_dir / LEDGER_FILE).is_file():
+            raise CheckpointError(
+                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
+            )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
         trainer._run_dir, trainer._checkpoint = run_dir, checkpoint
         return trainer

@@ -43,3 +43,7 @@ class RankLost(ProcessLost):
 
 class CheckpointError(MegasyncError):
     """A checkpoint that could not be written or read; what was saved before is untouched."""
+
+
+class LedgerError(MegasyncError):
+    """A ledger that cannot be opened, read or written: names the file and what to do. What it holds stays as it is."""

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.cluster.actors import BufferHandle
+from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
@@ -105,7 +107,7 @@ class Run:
         """Starts every process of the run, both pools at the same time, and wires the controller."""
         config, schedule, workload = self.config, self.config.schedule, self._workload
         device = resolve_device(config.cluster.device)
-        progress, counters = self._restore()
+        progress = await asyncio.to_thread(self._restore, observer)
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
         key = secrets.token_hex(24)
@@ -113,8 +115,7 @@ class Run:
         stack.push_async_callback(fleet.stop)
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
-        total_groups = schedule.total_steps * schedule.groups_per_step
-        buffer = BufferHandle.create(schedule, total_groups, progress.version, counters)
+        buffer = BufferHandle(schedule, self._total_groups, ledger=self._ledger)
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
@@ -149,6 +150,7 @@ class Run:
             config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
         )
         await self._first_weights(publisher, progress, observer)
+        await buffer.publish(progress.version)
         return Controller(
             config,
             trainer=ranks,
@@ -206,24 +208,47 @@ class Run:
 
     async def _first_weights(self, publisher: Publisher, progress: Progress, observer: RunObserver) -> None:
         """Trainer and servers agree before the first prompt: same folder (a new run), or a publish (a resumed one)."""
-        if self._checkpoint is None:
+        if self._checkpoint is None and progress.version == 0:
             await publisher.check_parity(progress.version)
             return
-        observer.message(f"resuming after step {progress.step} from {self._checkpoint}")
+        observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
         await publisher.publish(progress.version)
 
-    def _restore(self) -> tuple[Progress, dict[str, Any]]:
-        """Where the run stands and the buffer's counters, with the prompt source put back to it."""
-        if self._checkpoint is None:
-            return Progress(), {}
-        state = read_state(self._checkpoint)
-        self._workload.source.restore(state["cursor"])
-        self._workload.source.requeue(state["pending"])
-        progress = Progress.from_state(state)
-        if progress.unpublished:
-            # The checkpoint's weights are newer than its version: they are published as the next one.
-            progress.version, progress.unpublished = progress.version + 1, 0
-        return progress, state["buffer"]
+    @property
+    def _ledger(self) -> Path:
+        return self.run_dir / LEDGER_FILE
+
+    @property
+    def _total_groups(self) -> int:
+        return self.config.schedule.total_steps * self.config.schedule.groups_per_step
+
+    def _restore(self, observer: RunObserver) -> Progress:
+        """Where the run stands, with ledger and prompt source put back to it. Raises LedgerError and DataError."""
+        state = None if self._checkpoint is None else read_state(self._checkpoint)
+        progress = Progress() if state is None else Progress.from_state(state)
+        source = self._workload.source
+        if not self._ledger.exists():
+            origin = {"cursor": source.state(), "pending": []}
+            if state is not None:
+                observer.message(
+                    f"{self._ledger} is missing: finished groups that were not trained are generated again"
+                )
+                origin = {"cursor": state["cursor"], "pending": state["pending"]}
+                # The checkpoint's weights may be newer than its version: they are published as the next one.
+                progress.version += bool(progress.unpublished)
+            begin_ledger(self._ledger, progress.step, progress.version, state["buffer"] if state else {}, origin)
+            admitted = []
+        else:
+            resumed = resume_ledger(self._ledger, self.config.schedule, self._total_groups, progress.step)
+            origin, admitted = resumed.origin, resumed.admitted
+            if progress.unpublished or resumed.version != progress.version:
+                # Some server or token may carry the number of weights that are gone, so these get a new one.
+                progress.version = resumed.version + 1
+        progress.unpublished = 0
+        source.restore(origin["cursor"])
+        source.requeue(origin["pending"])
+        source.skip(admitted)
+        return progress
 
     def _export(self, observer: RunObserver) -> Path | None:
         """Writes the newest checkpoint as a Hugging Face folder."""

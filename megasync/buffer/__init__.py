@@ -7,7 +7,7 @@ from megasync.buffer.errors import BufferClosed, BufferStateError
 from megasync.buffer.handle import AsyncBuffer
 from megasync.buffer.pacing import Pacing
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Group, Prompt, Trajectory
+from megasync.buffer.trajectory import Group, Partial, Prompt, Trajectory
 
 __all__ = [
     "AsyncBuffer",
@@ -15,6 +15,7 @@ __all__ = [
     "BufferStateError",
     "Group",
     "Pacing",
+    "Partial",
     "Prompt",
     "Trajectory",
     "TrajectoryBuffer",

@@ -1,17 +1,18 @@
 """The buffer with waits: a slot, a batch, a group to regenerate. Async methods only, so an actor can be this very class.
 
-Invariant: state changes and wake-ups happen together, between two awaits. Every method first asks the state machine, and
-only when the answer is "not now" does it await; what it took is returned without another await. So a cancelled wait has
-taken nothing, and nobody sleeps through the change it waits for.
+Invariant: state changes, their records and wake-ups happen together, between two awaits. Every method first asks the state
+machine, and only when the answer is "not now" does it await; what it took is recorded and returned without another await.
+So a cancelled wait has taken nothing, nobody sleeps through the change it waits for, and nobody learns of a change that is
+not in the ledger.
 
-Cancelling a *remote* call can lose an answer on its way back. `lease` may then be asked again for the same step and gives
-the same batch. An `admit` or `reclaim` in doubt is settled by dropping the uid, or by `live_uids` in the next checkpoint.
+An answer can get lost on its way to another process. Every call may then be made again and answers the same; `reclaim`
+needs the same claimant for that.
 
     waits      for                     who wakes it
     ---------  ----------------------  ----------------------------------
     admit      a free slot             publish, drop, commit (if refused)
-    lease      a batch                 commit; drop (it moves the window)
-    reclaim    an over-age group       publish, commit
+    lease      a batch                 commit, rollback; drop (it moves the window)
+    reclaim    a returned group        publish, commit, rollback
     all        -                       close: BufferClosed with its reason
 """
 
@@ -19,14 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.errors import BufferClosed, BufferStateError
-from megasync.buffer.pacing import Pacing
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Group
+from megasync.buffer.trajectory import Group, Partial
+from megasync.errors import LedgerError
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
@@ -49,7 +54,10 @@ class _Waiter:
 class AsyncBuffer:
     """`TrajectoryBuffer` for tasks of one event loop; see there for what each call means and raises.
 
-    ``total_groups``, ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds.
+    ``ledger`` is the file that keeps it all; without one nothing outlives the process. An empty or missing file begins
+    with ``version`` and ``counters``; any other is where the buffer goes on, with the first call. ``total_groups``,
+    ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds. Every call also raises LedgerError;
+    once a change could not be recorded the buffer is closed.
     """
 
     def __init__(
@@ -59,58 +67,75 @@ class AsyncBuffer:
         version: int = 0,
         counters: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ledger: str | Path | None = None,
     ) -> None:
-        self._state = TrajectoryBuffer(
-            Pacing.of(schedule),
-            over_age=schedule.over_age,
-            total_groups=total_groups,
-            version=version,
-            counters=counters,
-            clock=clock,
+        self._open = lambda: DurableBuffer(
+            schedule, total_groups, clock, ledger=ledger, version=version, counters=counters
         )
         self._clock = clock
         # In the order of arrival, which is the order in which they try again.
         self._waiters: dict[_Waiter, None] = {}
 
+    @cached_property
+    def _durable(self) -> DurableBuffer:
+        """Opened by the first call, on the thread that makes all of them: SQLite wants that."""
+        return self._open()
+
+    @property
+    def _state(self) -> TrajectoryBuffer:
+        return self._durable.state
+
     # Rollout side
 
     async def admit(self, uid: str) -> None:
         """Waits for a slot and takes it."""
-        await self._until(f"admit {uid}", lambda: self._state.admit(uid) or None, self._state.admission_blocker)
+        await self._until(f"admit {uid}", lambda state: state.admit(uid) or None, self._state.admission_blocker)
 
     async def commit(self, group: Group) -> bool:
-        accepted = self._state.commit(group)
-        self._wake_all()
-        return accepted
+        return self._change(lambda state: state.commit(group))
 
     async def drop(self, uid: str, reason: str) -> bool:
-        dropped = self._state.drop(uid, reason)
-        self._wake_all()
-        return dropped
+        return self._change(lambda state: state.drop(uid, reason))
 
-    async def reclaim(self) -> str:
-        """Waits for an over-age group; its uid, which is the caller's to generate again."""
-        return await self._until("reclaim", self._state.reclaim, lambda: "a group that is over-age")
+    async def reclaim(self, claimant: str = "") -> str:
+        """Waits for a returned group; its uid, which is the caller's to generate again."""
+        return await self._until(
+            "reclaim", lambda state: state.reclaim(claimant), lambda: "a group to be generated again"
+        )
+
+    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
+        self._change(lambda state: state.save_partials(partials))
+
+    async def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
+        return self._state.partials(uid)
 
     # Training side
 
     async def lease(self, step: int, version: int) -> list[Group]:
         """Waits for the step's batch."""
-        return await self._until(f"lease {step}", lambda: self._state.lease(step, version), self._state.lease_blocker)
+        return await self._until(f"lease {step}", lambda state: state.lease(step, version), self._state.lease_blocker)
 
     async def ack(self, step: int) -> None:
-        self._state.ack(step)
+        self._change(lambda state: state.ack(step), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        self._state.publish(version)
-        self._wake_all()
+        with self._waking():
+            self._durable.publish(version)
+
+    async def rollback(self, step: int, version: int) -> None:
+        """Training goes on from the checkpoint of ``step``; the next version is greater than ``version``."""
+        with self._waking():
+            self._durable.rollback(step, version)
+
+    async def checkpointed(self, step: int, oldest_kept: int) -> None:
+        with self._waking():
+            self._durable.checkpointed(step, oldest_kept)
 
     # Both sides
 
     async def close(self, reason: str) -> None:
         """Ends every wait, now and later, with BufferClosed(reason)."""
-        self._state.close(reason)
-        self._wake_all()
+        self._change(lambda state: state.close(reason))
 
     async def counts(self) -> dict[str, Any]:
         return self._state.counts()
@@ -129,11 +154,39 @@ class AsyncBuffer:
             for waiter in self._waiters
         }
 
+    # Changing
+
+    def _change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
+        with self._waking():
+            return self._durable.change(call, to_disk)
+
+    def _attempt(self, call: Callable[[TrajectoryBuffer], T]) -> T:
+        """A change that nobody waits for, unless it fails to be recorded: then the buffer is closed."""
+        try:
+            return self._durable.change(call)
+        except LedgerError:
+            self._wake_all()
+            raise
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for waiter in self._waiters:
+            if waiter.wake is not None and not waiter.wake.done():
+                waiter.wake.set_result(None)
+
     # Waiting
 
-    async def _until(self, name: str, attempt: Callable[[], T | None], blocker: Callable[[], str | None]) -> T:
+    async def _until(
+        self, name: str, attempt: Callable[[TrajectoryBuffer], T | None], blocker: Callable[[], str | None]
+    ) -> T:
         """Tries until ``attempt`` gives something, sleeping between two changes of the state."""
-        if (result := attempt()) is not None:
+        if (result := self._attempt(attempt)) is not None:
             return result
         waiter = _Waiter(name, blocker, self._clock())
         self._waiters[waiter] = None
@@ -141,12 +194,7 @@ class AsyncBuffer:
             while True:
                 waiter.wake = asyncio.get_running_loop().create_future()
                 await waiter.wake
-                if (result := attempt()) is not None:
+                if (result := self._attempt(attempt)) is not None:
                     return result
         finally:
             del self._waiters[waiter]
-
-    def _wake_all(self) -> None:
-        for waiter in self._waiters:
-            if waiter.wake is not None and not waiter.wake.done():
-                waiter.wake.set_result(None)

@@ -5,7 +5,8 @@ Invariant: all per-token lists of a ``Trajectory`` have the length of ``response
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 
@@ -39,7 +40,28 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when no token is trained."""
-        return min((v for v, m in zip(self.versions, self.loss_mask) if m), default=None)
+        return min(compress(self.versions, self.loss_mask), default=None)
+
+    def masked(self, least: int) -> Trajectory:
+        """The same trajectory with tokens older than version ``least`` left out of the loss."""
+        if self.oldest_version is None or self.oldest_version >= least:
+            return self
+        mask = [m if v >= least else 0 for m, v in zip(self.loss_mask, self.versions, strict=True)]
+        return replace(self, loss_mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is generated of one response so far; lists are per token.
+
+    ``prompt_digest`` is of the token ids that the request began with: a workflow that asks something else this time
+    cannot go on from here.
+    """
+
+    prompt_digest: str
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,28 +114,3 @@ async def _death(failure: BaseException, others: set[asyncio.Future]) -> Process
         if not ended:
             return None
     return None
-
-
-class BufferHandle:
-    """The buffer actor, seen as the `AsyncBuffer` that it is: the same methods, with the same waits."""
-
-    def __init__(self, actors: Actors) -> None:
-        self._actors = actors
-
-    @classmethod
-    def create(cls, *arguments: Any) -> BufferHandle:
-        """`arguments` are the constructor's of `AsyncBuffer`."""
-        return cls(Actors.create("buffer", [arguments]))
-
-    def __getattr__(self, method: str) -> Any:
-        if method not in ROLES["buffer"].methods:
-            raise AttributeError(f"the buffer has no method {method!r}")
-
-        async def call(*args: Any) -> Any:
-            # No deadline: these waits end by a wake-up or by close(), which is what the buffer is for.
-            return await self._actors.call_one(0, method, *args, timeout=None)
-
-        return call
-
-    def kill(self) -> None:
-        self._actors.kill()

@@ -46,7 +46,8 @@ ROLES = {
             None,
             AsyncBuffer,
             (
-                *("admit", "commit", "drop", "lease", "ack", "publish", "reclaim", "close"),
+                *("admit", "commit", "drop", "reclaim", "save_partials", "partials"),
+                *("lease", "ack", "publish", "rollback", "checkpointed", "close"),
                 *("counts", "counters", "live_uids", "waiting"),
             ),
         ),

@@ -96,8 +96,14 @@ class PromptSource:
         """Serves these before anything new, in the order given; uids that wait already are not queued twice."""
         waiting = {*self._queue, *self._drawn}
         fresh = [uid for uid in dict.fromkeys(uids) if uid not in waiting]
-        self._skip.update(uid for uid in fresh if self._is_ahead(uid))
+        self._skip.update(self._ahead(fresh))
         self._queue.extendleft(reversed(fresh))
+
+    def skip(self, uids: Iterable[str]) -> None:
+        """These were admitted before: none of them is served again. Raises DataError when the dataset lacks one."""
+        admitted = set(uids)
+        self._queue = deque(uid for uid in self._queue if uid not in admitted)
+        self._skip.update(self._ahead(admitted))
 
     def _advance(self) -> str:
         while True:
@@ -110,10 +116,15 @@ class PromptSource:
                 return uid
             self._skip.remove(uid)
 
-    def _is_ahead(self, uid: str) -> bool:
-        """Whether the cursor has yet to come to this uid."""
-        epoch, row = self._split(uid)
-        return epoch > self._epoch or (epoch == self._epoch and row in self._order[self._position :])
+    def _ahead(self, uids: Iterable[str]) -> list[str]:
+        """Those of them that the cursor has yet to come to."""
+        rest = set(self._order[self._position :])
+        found = []
+        for uid in uids:
+            epoch, row = self._split(uid)
+            if epoch > self._epoch or (epoch == self._epoch and row in rest):
+                found.append(uid)
+        return found
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._rendered)))

@@ -119,6 +119,7 @@ async def test_closing_ends_every_wait_with_the_reason():
 async def test_a_call_that_must_not_be_made_raises_at_once_instead_of_waiting():
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
+    await buffer.drop("a", "failed")
     with pytest.raises(BufferStateError):
         await asyncio.wait_for(buffer.admit("a"), 1)
     with pytest.raises(BufferStateError):
@@ -203,7 +204,7 @@ async def test_waiting_names_the_call_what_it_waits_for_and_for_how_long():
     waiting = await buffer.waiting()
     assert waiting["admit b"] == "a free slot: all 1 are taken (1 generating) (for 3.5 s)"
     assert waiting["lease 1"].startswith("1 finished groups: 0 ready, a is the oldest and generating for 3.5 s")
-    assert waiting["reclaim"] == "a group that is over-age (for 3.5 s)"
+    assert waiting["reclaim"] == "a group to be generated again (for 3.5 s)"
     for wait in waits:
         await cancelled(wait)
     assert await buffer.waiting() == {}

@@ -118,11 +118,10 @@ class Run:
             lambda: self.buffer.commit(nobody),
             lambda: self.buffer.drop("nobody", "why"),
             lambda: self.buffer.ack(self.step + 7),
-            lambda: self.buffer.publish(self.version),
+            lambda: self.buffer.publish(self.version - 1),
             lambda: self.buffer.lease(self.step + 1, self.version + 1),
         ]
-        wrong += [lambda: self.buffer.admit(self.random.choice(self.admitted))] if self.admitted else []
-        wrong += [lambda: self.buffer.commit(Group(self.trained[-1], []))] if self.trained else []
+        wrong += [lambda: self.buffer.admit(self.trained[-1])] if self.trained else []
         wrong += [lambda: self.buffer.drop(self.batch[0].uid, "why")] if self.batch else []
         with pytest.raises(BufferStateError):
             self.random.choice(wrong)()

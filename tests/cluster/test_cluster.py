@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from megasync.cluster import actors as actors_module
-from megasync.cluster.actors import Actors, BufferHandle
+from megasync.cluster.actors import Actors
+from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.roles import ROLES, Role, check_capabilities
@@ -123,7 +124,7 @@ async def test_a_pool_that_does_not_fit_says_what_the_cluster_has(cluster: None)
 async def test_the_buffer_actor_keeps_the_buffers_waits(cluster: None) -> None:
     config = Config()
     config.schedule.groups_per_step, config.schedule.max_staleness = 1, 0
-    buffer = BufferHandle.create(config.schedule, 4, 0, {})
+    buffer = BufferHandle(config.schedule, 4)
     try:
         await buffer.admit("0:0")
         waiting = asyncio.create_task(buffer.admit("0:1"))

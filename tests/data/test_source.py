@@ -106,6 +106,22 @@ def test_the_cursor_passes_over_a_prompt_that_was_requeued_from_ahead_of_it():
     assert take(prompts, 6) == ["0:1", "1:0", "0:0", "0:2", "1:1", "1:2"]
 
 
+@settings(deadline=None)  # the machine may be busy
+@given(rows=st.integers(1, 7), drawn=st.integers(0, 30), cursor=st.integers(0, 10), seed=st.integers(0, 3))
+def test_what_was_admitted_is_not_served_again_and_nothing_else_is_passed_over(rows, drawn, cursor, seed):
+    """The cursor is any earlier one; some of what it had drawn was admitted later, some was not."""
+    prompts = source(rows, seed=seed)
+    take(prompts, cursor)
+    state = json.loads(json.dumps(prompts.state()))
+    admitted = take(source(rows, seed=seed), drawn)
+    again = source(rows, seed=seed)
+    again.restore(state)
+    again.skip(admitted)
+    everything = take(source(rows, seed=seed), max(drawn, cursor) + 10)
+    expected = [uid for uid in everything if uid not in admitted]
+    assert take(again, len(expected)) == expected
+
+
 def test_prompts_carry_ids_and_columns_and_can_be_fetched_again():
     prompts = source(3)
     prompt = prompts.next()

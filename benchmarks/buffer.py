@@ -1,0 +1,217 @@
+"""The buffer, durable and not, against a queue in a Ray actor and against bare SQLite writes of the same bytes.
+
+    python benchmarks/buffer.py [--tokens 1000 10000 100000] [--repeats 5]
+    python benchmarks/buffer.py --recovery
+
+Every way takes the same groups (8 responses, random ids and log-probs) through its whole life, 8 groups a step: for
+megasync admit, commit, lease, ack and publish; for the queue put and get of pickled groups; for SQLite a transaction per
+group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s count pickled bytes for all. Rounds
+alternate; the table has medians, and ratios to the queue within one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pickle
+import random
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megasync.buffer import AsyncBuffer, Group, Trajectory
+from megasync.buffer.durable import DurableBuffer
+from megasync.buffer.payload import encode
+from megasync.cluster.buffer_handle import BufferHandle
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.config import Config
+from megasync.config.schema import ScheduleConfig
+
+SAMPLES = 8
+STEP = 8
+SCHEDULE = ScheduleConfig(groups_per_step=STEP, samples_per_group=SAMPLES, max_staleness=1)
+VOCABULARY = 150_000
+
+# Takes one step's groups through their life.
+Way = Callable[[list[Group]], Awaitable[None]]
+
+
+class DequeQueue:
+    """What a queue between rollout and training usually is."""
+
+    def __init__(self) -> None:
+        self._groups: deque[bytes] = deque()
+
+    async def put(self, data: bytes) -> None:
+        self._groups.append(data)
+
+    async def get(self, number: int) -> list[bytes]:
+        return [self._groups.popleft() for _ in range(number)]
+
+
+def make_group(tokens: int, rng: random.Random) -> Group:
+    """``tokens`` response tokens in all."""
+    n = tokens // SAMPLES
+    responses = [
+        Trajectory(
+            prompt_ids=[rng.randrange(VOCABULARY) for _ in range(64)],
+            response_ids=[rng.randrange(VOCABULARY) for _ in range(n)],
+            loss_mask=[1] * n,
+            logprobs=[-3 * rng.random() for _ in range(n)],
+            versions=[0] * n,
+            reward=rng.random(),
+        )
+        for _ in range(SAMPLES)
+    ]
+    return Group("", responses)
+
+
+def named(group: Group, uid: str, version: int) -> Group:
+    """The same responses as a new group, sampled by this version."""
+    versions = [version] * len(group.trajectories[0].versions)
+    return Group(uid, [replace(t, versions=versions) for t in group.trajectories])
+
+
+def through_buffer(buffer: Any) -> Way:
+    uids, steps = count(), count(1)
+
+    async def live(groups: list[Group]) -> None:
+        step = next(steps)
+        ready = [named(group, str(next(uids)), step - 1) for group in groups]
+        await asyncio.gather(*(buffer.admit(group.uid) for group in ready))
+        await asyncio.gather(*(buffer.commit(group) for group in ready))
+        assert len(await buffer.lease(step, step - 1)) == STEP
+        await buffer.ack(step)
+        await buffer.publish(step)
+
+    return live
+
+
+def through_queue(queue: Any) -> Way:
+    async def live(groups: list[Group]) -> None:
+        ready = [named(group, "", 0) for group in groups]
+        await asyncio.gather(*(queue.put.remote(pickle.dumps(group)) for group in ready))
+        assert len([pickle.loads(data) for data in await queue.get.remote(STEP)]) == STEP
+
+    return live
+
+
+def through_sqlite(database: sqlite3.Connection) -> Way:
+    numbers = count()
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=NORMAL")
+    database.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB)")
+    encoded: dict[int, bytes] = {}
+
+    async def live(groups: list[Group]) -> None:
+        for group in groups:
+            # The bytes are made once: this way measures nothing but the writing.
+            data = encoded.setdefault(id(group), encode(group))
+            database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), data))
+        database.execute("DELETE FROM payloads")
+
+    return live
+
+
+def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
+    handles = {
+        "megasync actor, durable": BufferHandle(SCHEDULE, ledger=str(folder / "actor.db")),
+        "megasync actor, in memory": BufferHandle(SCHEDULE),
+    }
+    for handle in handles.values():
+        stack.callback(handle.kill)
+    database = stack.enter_context(closing(sqlite3.connect(folder / "raw.db", isolation_level=None)))
+    return {
+        "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote()),
+        **{name: through_buffer(handle) for name, handle in handles.items()},
+        "megasync in process, durable": through_buffer(AsyncBuffer(SCHEDULE, ledger=folder / "process.db")),
+        "megasync in process, in memory": through_buffer(AsyncBuffer(SCHEDULE)),
+        "bare SQLite": through_sqlite(database),
+    }
+
+
+async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
+    """The table's lines for groups of this size."""
+    rng = random.Random(0)
+    groups = [make_group(tokens, rng) for _ in range(STEP)]
+    size = statistics.mean(len(pickle.dumps(named(group, "0", 0))) for group in groups)
+    steps = max(2, min(50, 400_000 // tokens))
+    seconds: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        made = ways(stack, folder)
+        for repeat in range(repeats + 1):
+            for name, live in made.items():
+                start = time.perf_counter()
+                for _ in range(steps):
+                    await live(groups)
+                # The first round of each warms up.
+                if repeat:
+                    seconds.setdefault(name, []).append((time.perf_counter() - start) / (steps * STEP))
+    (queue, *_) = seconds.values()
+    return (
+        f"| {tokens} | {name} | {1 / statistics.median(took):.0f} | {size / statistics.median(took) / 1e6:.0f} | "
+        f"{statistics.median(q / t for q, t in zip(queue, took, strict=True)):.2f} |"
+        for name, took in seconds.items()
+    )
+
+
+def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int) -> str:
+    """Time from an empty process to a buffer that answers, with so many finished groups and so many trained before."""
+    path = folder / f"recovery-{groups}-{tokens}-{history}.db"
+    schedule = replace(SCHEDULE, groups_per_step=groups, max_staleness=0)
+    buffer = DurableBuffer(schedule, None, time.monotonic, ledger=path)
+    group = make_group(tokens, random.Random(0))
+    for number in range(groups):
+        buffer.change(lambda state, uid=f"live {number}": state.admit(uid))
+        buffer.change(lambda state, uid=f"live {number}": state.commit(named(group, uid, 0)))
+    rows = ((10_000_000 + n, f"past {n}") for n in range(history))
+    buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '')", rows)
+    buffer.ledger.close()
+    took = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        again = DurableBuffer(schedule, None, time.monotonic, ledger=path)
+        took.append(time.perf_counter() - start)
+        assert again.state.counts()["slots"]["finished"] == groups
+        again.ledger.close()
+    megabytes = sum(f.stat().st_size for f in folder.glob(path.name + "*")) / 1e6
+    return f"| {groups} | {tokens} | {history} | {megabytes:.1f} | {statistics.median(took) * 1e3:.0f} |"
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        if arguments.recovery:
+            print("| finished groups | tokens a group | groups before | MB on disk | ms |\n|---|---|---|---|---|")
+            for groups, tokens, history in ((16, 1000, 0), (256, 1000, 0), (256, 10_000, 0), (16, 100_000, 0)):
+                print(recovery(groups, tokens, history, Path(name), arguments.repeats), flush=True)
+            print(recovery(16, 1000, 1_000_000, Path(name), arguments.repeats))
+            return
+        cluster = RayCluster(Config(), devices_needed=1)
+        cluster.connect()
+        try:
+            print("| tokens | | groups/s | MB/s | ratio |\n|---|---|---|---|---|")
+            for tokens in arguments.tokens:
+                folder = Path(name) / str(tokens)
+                folder.mkdir()
+                print("\n".join(await measure(tokens, arguments.repeats, folder)), flush=True)
+        finally:
+            cluster.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--recovery", action="store_true", help="time to start again by size, instead")
+    parser.add_argument("--folder", help="where the files are written; the system's temporary folder by default")
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,96 @@
+"""A buffer and its ledger as one: the only place where changes become records.
+
+Order of every change: the state machine applies it, one transaction records it, and only then anybody learns of it (the
+answer goes back, sleepers are woken). So a crash at any point leaves the ledger either before the change, and then nobody
+has built on it and the call is made again, or after it, and then the call made again does nothing (see `state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megasync.buffer.entry import Entry
+from megasync.buffer.ledger import Ledger
+from megasync.buffer.pacing import Pacing
+from megasync.buffer.state import TrajectoryBuffer
+from megasync.errors import LedgerError
+
+if TYPE_CHECKING:
+    from megasync.config.schema import ScheduleConfig
+
+T = TypeVar("T")
+
+
+class DurableBuffer:
+    """``state`` is for questions; changes go through the methods. Without a ``ledger`` path nothing is kept.
+
+    A ledger that holds something comes before ``version`` and ``counters``; ``rollback_step`` is the oldest step that a
+    rollback will go to, for one older than the checkpoints that were kept. Once it could not be written the buffer is
+    closed, and every later change raises the same LedgerError.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        total_groups: int | None,
+        clock: Callable[[], float],
+        *,
+        ledger: str | Path | None = None,
+        version: int = 0,
+        counters: dict[str, Any] | None = None,
+        rollback_step: int | None = None,
+    ) -> None:
+        # Entries that have changed since the last record, by number.
+        self._changed: dict[int, Entry] = {}
+        self._broken: LedgerError | None = None
+        self.ledger = Ledger(ledger) if ledger is not None else None
+        self.state = TrajectoryBuffer(
+            Pacing.of(schedule),
+            over_age=schedule.over_age,
+            total_groups=total_groups,
+            version=version,
+            counters=counters,
+            record=self.ledger.read(rollback_step) if self.ledger is not None and not self.ledger.empty else None,
+            clock=clock,
+            changed=self._note if self.ledger is not None else lambda entry: None,
+        )
+
+    def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
+        """Makes the call and records what it changed. ``to_disk`` keeps that safe from a loss of power too."""
+        if self._broken is not None:
+            raise self._broken
+        result = call(self.state)
+        if self.ledger is not None:
+            self._record(self.ledger, to_disk)
+        return result
+
+    def publish(self, version: int) -> None:
+        self.change(lambda state: state.publish(version), to_disk=True)
+        self._prune()
+
+    def checkpointed(self, step: int, oldest_kept: int) -> None:
+        self.change(lambda state: state.checkpointed(step, oldest_kept))
+        self._prune()
+
+    def rollback(self, step: int, version: int) -> None:
+        """`TrajectoryBuffer.rollback` with every payload that is there still."""
+        payloads = self.ledger.payloads(self.state.trained_after(step)) if self.ledger is not None else {}
+        self.change(lambda state: state.rollback(step, version, payloads), to_disk=True)
+
+    def _note(self, entry: Entry) -> None:
+        self._changed[entry.number] = entry
+
+    def _record(self, ledger: Ledger, to_disk: bool) -> None:
+        try:
+            ledger.write(self.state.standing, self._changed.values(), to_disk)
+        except LedgerError as error:
+            self._broken = error
+            self.state.close(str(error))
+            raise
+        self._changed.clear()
+
+    def _prune(self) -> None:
+        if self.ledger is not None:
+            self.ledger.prune(self.state.standing.oldest_kept, self.state.least_version)

@@ -1,0 +1,48 @@
+"""One group on its way through the buffer, and the states that it can be in. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from megasync.buffer.trajectory import Group, Partial
+
+
+class State(StrEnum):
+    """Where a group stands. The first four are live; a published group only marks its place in the order."""
+
+    GENERATING = "generating"
+    RETURNED = "returned"
+    FINISHED = "finished"
+    LEASED = "leased"
+    UNPUBLISHED = "unpublished"
+    PUBLISHED = "published"
+    DROPPED = "dropped"
+
+
+LIVE = (State.GENERATING, State.RETURNED, State.FINISHED, State.LEASED)
+UNFINISHED = (State.GENERATING, State.RETURNED)
+TRAINED = (State.UNPUBLISHED, State.PUBLISHED)
+
+
+@dataclass(slots=True)
+class Entry:
+    """``number`` is the group's place in the order of admission, counted over the whole life of a run."""
+
+    uid: str
+    number: int
+    state: State
+    # When the current generation began, on the injected clock.
+    since: float
+    # The step that leased or trained it; of a dropped group the step that was to be trained next.
+    step: int = 0
+    # Why it was dropped.
+    reason: str = ""
+    # Held while finished or leased.
+    group: Group | None = None
+    # Version of the group's oldest trained token; kept because looking through all tokens at every check is slow.
+    oldest_version: int = 0
+    # Who reclaimed it: the same claimant, asking again, gets it again.
+    claimant: str = ""
+    # What is generated of it so far, by (sample, turn).
+    partials: dict[tuple[int, int], Partial] = field(default_factory=dict)

@@ -1,0 +1,271 @@
+"""The buffer's record on disk, in SQLite: what a killed run or buffer starts from again.
+
+    standing   one row per field of `Standing`, as JSON
+    groups     one row per admitted group, for ever; a few dozen bytes each
+    payloads   the responses of finished and leased groups, and of trained ones that a rollback may still need
+    partials   unfinished responses of groups that are being generated
+
+Each `write` is one transaction: it is in the ledger whole or not at all. In WAL mode with ``synchronous=NORMAL`` a
+transaction that returned is in the operating system's hands, so it outlives the death of any process; against a loss of
+power only transactions with ``to_disk`` are safe, together with everything before them. The buffer asks for that where a
+checkpoint could otherwise know more than the ledger: when a step was trained and when a version was published.
+
+One process at a time holds the file (``locking_mode=EXCLUSIVE``), which also spares WAL its shared memory, so that the
+run directory may lie on a network file system.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+from megasync.buffer.entry import LIVE, TRAINED, Entry, State
+from megasync.buffer.payload import decode_group, decode_partial, encode
+from megasync.buffer.record import Record, Standing
+from megasync.buffer.trajectory import Group, Partial
+from megasync.errors import LedgerError
+
+FILE = "ledger.db"
+# Tells a ledger from other SQLite files: "mgsy".
+APPLICATION_ID = 0x6D677379
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL, step INTEGER NOT NULL,
+    reason TEXT NOT NULL, oldest_version INTEGER NOT NULL, claimant TEXT NOT NULL
+);
+CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE partials (
+    number INTEGER, sample INTEGER, turn INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, sample, turn)
+);
+"""
+UPSERT = """
+INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET
+    state = excluded.state, step = excluded.step, reason = excluded.reason,
+    oldest_version = excluded.oldest_version, claimant = excluded.claimant
+"""
+PRUNE = f"""
+DELETE FROM payloads WHERE number IN (
+    SELECT number FROM payloads JOIN groups USING (number)
+    WHERE state IN ({", ".join(repr(state.value) for state in TRAINED)}) AND (step <= ? OR oldest_version < ?)
+)
+"""
+# What to do about a ledger that is of no use.
+WITHOUT = (
+    "move it away (with ledger.db-wal) to resume from the checkpoint alone: what was finished but not trained is then "
+    "generated again"
+)
+# Seconds to wait for the file: a killed run's buffer takes a moment to be gone.
+LOCK_SECONDS = 30.0
+# Pages of 4 KiB that the log may have before they are copied into the file, which costs two syncs of the disk.
+LOG_PAGES = 4096
+# States in which a group's payload and partials are of no use any more.
+WITHOUT_PAYLOAD = (State.GENERATING, State.RETURNED, State.DROPPED)
+
+
+class Ledger:
+    """Opens the file, or makes an empty one. Use it from one thread. Every method raises LedgerError."""
+
+    def __init__(self, path: str | Path, lock_seconds: float = LOCK_SECONDS) -> None:
+        self.path = Path(path)
+        # What the file holds already: fields, and the very objects that were written for each group's number.
+        self._standing: dict[str, str] = {}
+        self._groups: dict[int, Group] = {}
+        self._partials: dict[int, dict[tuple[int, int], Partial]] = {}
+        with self._telling("opened"):
+            self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None)
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was ever written."""
+        with self._telling("read"):
+            return self._db.execute("SELECT count(*) FROM standing").fetchone() == (0,)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # Reading
+
+    def check(self) -> None:
+        """Looks through the whole file for damage."""
+        with self._telling("read"):
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise self._damaged(found)
+
+    def admitted(self) -> list[str]:
+        """The uid of every group ever admitted, in that order."""
+        with self._telling("read"):
+            return [uid for (uid,) in self._db.execute("SELECT uid FROM groups ORDER BY number")]
+
+    def read(self, rollback_step: int | None = None) -> Record:
+        """Everything that a buffer needs to go on, or to roll back to that step, however old it is.
+
+        Entries that only accounting needs stay in the file.
+        """
+        with self._telling("read"):
+            self._standing = dict(self._db.execute("SELECT field, value FROM standing"))
+            standing = Standing(**{field: json.loads(value) for field, value in self._standing.items()})
+            if rollback_step is not None:
+                standing.oldest_kept = min(standing.oldest_kept, rollback_step)
+            counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
+            return Record(
+                standing,
+                self._entries(standing.oldest_kept),
+                admitted=sum(number for _, _, number in counted),
+                trained=sum(number for state, _, number in counted if state in TRAINED),
+                dropped={reason: number for state, reason, number in counted if state == State.DROPPED},
+            )
+
+    def payloads(self, uids: Sequence[str]) -> dict[str, Group]:
+        """The groups of those uids whose payload is there still."""
+        find = "SELECT data FROM payloads JOIN groups USING (number) WHERE uid = ?"
+        with self._telling("read"):
+            rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
+            return {uid: decode_group(row[0]) for uid, row in rows.items() if row is not None}
+
+    # Writing
+
+    def write(self, standing: Standing, entries: Collection[Entry], to_disk: bool = False) -> None:
+        """Makes the file agree with these entries and with where the buffer stands. Nothing new costs nothing."""
+        values = {field.name: json.dumps(getattr(standing, field.name)) for field in fields(Standing)}
+        changed = {name: value for name, value in values.items() if self._standing.get(name) != value}
+        if not changed and not entries:
+            return
+        with self._telling("written"), self._transaction(to_disk):
+            self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", changed.items())
+            for entry in entries:
+                self._write(entry)
+        self._standing |= changed
+
+    def prune(self, oldest_kept: int, least_version: int) -> None:
+        """Removes the payloads of trained groups that no rollback brings back: those of steps up to ``oldest_kept``, and
+        those with tokens older than ``least_version``, which would have to be generated again anyway."""
+        with self._telling("written"), self._transaction():
+            self._db.execute(PRUNE, (oldest_kept, least_version))
+
+    # Inside
+
+    def _prepare(self) -> None:
+        """Takes the file for this process, and makes the tables when it is new."""
+        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        (application,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+        if not new and application != APPLICATION_ID:
+            raise LedgerError(f"{self.path} is a database, but not a ledger; move it away")
+        if not new and version != SCHEMA_VERSION:
+            raise LedgerError(
+                f"{self.path} has format {version}, this version of megasync reads {SCHEMA_VERSION}; resume with the "
+                f"version that started the run, or {WITHOUT}"
+            )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        with self._transaction():
+            if new:
+                for statement in SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    def _entries(self, oldest_kept: int) -> list[Entry]:
+        """Live and unpublished groups, those that hold a place behind the oldest of them, and what ended recently."""
+        names = [state.value for state in (*LIVE, State.UNPUBLISHED)]
+        marks = ", ".join("?" * len(names))
+        (front,) = self._db.execute(f"SELECT min(number) FROM groups WHERE state IN ({marks})", names).fetchone()
+        rows = self._db.execute(
+            "SELECT number, uid, state, step, reason, oldest_version, claimant FROM groups "
+            "WHERE number >= ifnull(?, number + 1) OR step > ?",
+            (front, oldest_kept),
+        )
+        entries = [
+            Entry(uid, number, State(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant)
+            for number, uid, state, step, reason, oldest, claimant in rows
+        ]
+        for entry in entries:
+            if entry.state in (State.FINISHED, State.LEASED):
+                row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (entry.number,)).fetchone()
+                if row is None:
+                    raise ValueError(f"group {entry.uid} is {entry.state} and has no payload")
+                entry.group = self._groups[entry.number] = decode_group(row[0])
+        by_number = {entry.number: entry for entry in entries}
+        for number, sample, turn, data in self._db.execute("SELECT number, sample, turn, data FROM partials"):
+            by_number[number].partials[sample, turn] = decode_partial(data)
+        self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
+        return entries
+
+    def _write(self, entry: Entry) -> None:
+        number = entry.number
+        self._db.execute(
+            UPSERT,
+            (number, entry.uid, entry.state.value, entry.step, entry.reason, entry.oldest_version, entry.claimant),
+        )
+        if entry.group is not None:
+            if self._groups.get(number) is not entry.group:
+                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, encode(entry.group)))
+                self._groups[number] = entry.group
+        else:
+            # A trained group's payload stays in the file until it is pruned.
+            self._groups.pop(number, None)
+            if entry.state in WITHOUT_PAYLOAD:
+                self._db.execute("DELETE FROM payloads WHERE number = ?", (number,))
+        self._write_partials(entry)
+
+    def _write_partials(self, entry: Entry) -> None:
+        held = self._partials.pop(entry.number, {})
+        if not entry.partials and held:
+            self._db.execute("DELETE FROM partials WHERE number = ?", (entry.number,))
+        for (sample, turn), partial in entry.partials.items():
+            if held.get((sample, turn)) is not partial:
+                row = (entry.number, sample, turn, encode(partial))
+                self._db.execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", row)
+        if entry.partials:
+            self._partials[entry.number] = dict(entry.partials)
+
+    @contextmanager
+    def _transaction(self, to_disk: bool = False) -> Iterator[None]:
+        if to_disk:
+            self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            # A full disk may have ended the transaction already.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        if to_disk:
+            self._db.execute("PRAGMA synchronous=NORMAL")
+
+    @contextmanager
+    def _telling(self, action: str) -> Iterator[None]:
+        """Errors of SQLite, and of bytes that are no payload, in words that say what to do."""
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            raise LedgerError(f"{self.path} refuses a group that it knows already: {error}") from error
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self.path} cannot be {action}: {error}; {_remedy(error)}") from error
+        except (sqlite3.DatabaseError, ValueError) as error:
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, how: str) -> LedgerError:
+        return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {WITHOUT}")
+
+
+def _remedy(error: sqlite3.OperationalError) -> str:
+    if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "another process holds it: is the run still going on?"
+    return "what it holds is whole: look after the disk, then `megasync resume` goes on from there"

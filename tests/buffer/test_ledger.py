@@ -1,0 +1,347 @@
+"""The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had happened."""
+
+import random
+import sqlite3
+from dataclasses import asdict
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megasync.buffer import Group, Partial, Trajectory
+from megasync.buffer.durable import DurableBuffer
+from megasync.buffer.entry import LIVE, State
+from megasync.buffer.ledger import Ledger
+from megasync.config.schema import ScheduleConfig
+from megasync.errors import LedgerError
+
+
+def schedule(groups_per_step=2, max_staleness=1, **options):
+    return ScheduleConfig(groups_per_step=groups_per_step, max_staleness=max_staleness, **options)
+
+
+ONE_BY_ONE = schedule(1, 2, window_fraction=None)
+
+
+def open_buffer(path, config=None, total_groups=None):
+    return DurableBuffer(config or ONE_BY_ONE, total_groups, lambda: 0.0, ledger=path)
+
+
+def do(buffer, method, *arguments):
+    return buffer.change(lambda state: getattr(state, method)(*arguments))
+
+
+def crash(buffer, config=None):
+    """Another buffer on the same file; the first one is gone without a farewell."""
+    path = buffer.ledger.path
+    buffer.ledger.close()
+    return open_buffer(path, config)
+
+
+def picture(buffer):
+    """Everything about a buffer that decides what it does next."""
+    book = buffer.state._book
+    entries = {
+        uid: (e.number, e.state, e.group, e.oldest_version, e.claimant, e.partials, e.step * (e.state in STEPPED))
+        for uid, e in book.open.items()
+    }
+    lease = buffer.state._lease and (buffer.state._lease[0], [e.uid for e in buffer.state._lease[1]])
+    return entries, list(entries), lease, asdict(buffer.state.standing), buffer.state.counts()
+
+
+STEPPED = (State.LEASED, State.UNPUBLISHED, State.PUBLISHED)
+
+
+def answers(rng, version, samples=2):
+    n = rng.randint(1, 4)
+    return [
+        Trajectory([1, 2], list(range(n)), [1] * n, [-rng.random()] * n, [version] * n, text="é", reward=rng.random())
+        for _ in range(samples)
+    ]
+
+
+class Life:
+    """Random calls on a buffer with a ledger; whoever works on a group is remembered outside, as the rollouter would."""
+
+    def __init__(self, path, seed):
+        self.random = r = random.Random(seed)
+        self.config = schedule(
+            r.randint(1, 3),
+            r.randint(0, 2),
+            weight_sync_steps=r.randint(1, 2),
+            window_fraction=r.choice([None, 0.3, 1.0]),
+            over_age=r.choice(["mask", "regenerate", "drop"]),
+        )
+        self.buffer = open_buffer(path, self.config)
+        self.admitted, self.working, self.step, self.version = 0, [], 0, 0
+        self.batch = None
+        # step -> uids, of the history that training stands on.
+        self.trained = {}
+        self.checkpoints = [0]
+
+    @property
+    def state(self):
+        return self.buffer.state
+
+    def again(self, call):
+        """Some answers get lost with the process, after the change was recorded or before; the call is made again."""
+        if self.random.random() < 0.15:
+            lost = self.unrecorded(call)
+            assert call() == lost
+            return lost
+        result = call()
+        if self.random.random() < 0.15:
+            self.crash()
+            assert call() == result
+        return result
+
+    def unrecorded(self, call):
+        ledger = self.buffer.ledger
+        ledger.write = ledger.prune = lambda *_: None
+        result = call()
+        self.buffer = crash(self.buffer, self.config)
+        return result
+
+    def crash(self):
+        before = picture(self.buffer)
+        self.buffer = crash(self.buffer, self.config)
+        assert picture(self.buffer) == before
+
+    def admit(self):
+        uid = f"0:{self.admitted}"
+        if self.again(lambda: self.buffer.change(lambda state: state.admit(uid))):
+            self.admitted += 1
+            self.working.append(uid)
+
+    def reclaim(self):
+        claimant = str(self.random.random())
+        uid = self.again(lambda: self.buffer.change(lambda state: state.reclaim(claimant)))
+        if uid is not None:
+            assert uid not in self.working
+            self.working.append(uid)
+
+    def partial(self):
+        if self.working:
+            uid = self.random.choice(self.working)
+            partial = Partial("digest", [1, 2, 3], [-0.1] * 3, [self.version] * 3)
+            key = self.random.randint(0, 1), self.random.randint(0, 1)
+            self.again(lambda: self.buffer.change(lambda state: state.save_partials({(uid, *key): partial})))
+            assert self.state.partials(uid)[key] == partial
+
+    def commit(self):
+        if self.working:
+            uid = self.working.pop(self.random.randrange(len(self.working)))
+            lag = self.random.choice([0, 0, 0, 3])
+            group = Group(uid, answers(self.random, max(0, self.version - lag), self.random.choice([1, 2, 2, 2])))
+            self.again(lambda: self.buffer.change(lambda state: state.commit(group)))
+            assert not self.state.partials(uid)
+
+    def drop(self):
+        if self.working:
+            uid = self.working.pop(self.random.randrange(len(self.working)))
+            assert self.buffer.change(lambda state: state.drop(uid, "failed"))
+
+    def lease(self):
+        if self.batch is None and self.state.version == self.version:
+            self.batch = self.again(lambda: self.buffer.change(lambda state: state.lease(self.step + 1, self.version)))
+
+    def train(self):
+        if self.batch is not None:
+            self.step += 1
+            self.trained[self.step] = [group.uid for group in self.batch]
+            self.batch = None
+            self.again(lambda: self.buffer.change(lambda state: state.ack(self.step)))
+
+    def publish(self):
+        if self.batch is None:
+            self.version += 1
+            self.again(lambda: self.buffer.publish(self.version))
+
+    def checkpoint(self):
+        if self.batch is None and self.step > self.checkpoints[-1]:
+            self.checkpoints = [*self.checkpoints, self.step][-2:]
+            self.again(lambda: self.buffer.checkpointed(self.step, self.checkpoints[0]))
+
+    def rollback(self):
+        self.step, self.batch = self.random.choice(self.checkpoints), None
+        self.checkpoints = [step for step in self.checkpoints if step <= self.step]
+        self.trained = {step: uids for step, uids in self.trained.items() if step <= self.step}
+        self.again(lambda: self.buffer.rollback(self.step, self.version))
+        self.publish()
+
+    def check(self):
+        counts = self.state.counts()
+        assert counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
+        assert counts["admitted"] == self.admitted
+        uids = [uid for batch in self.trained.values() for uid in batch]
+        assert len(uids) == len(set(uids)) == counts["trained"]
+        assert not set(uids) & set(self.state.live_uids())
+        assert self.state.standing.last_step == self.step
+        least = self.version - self.state.pacing.staleness_bound
+        for entry in self.state._book.among(State.FINISHED):
+            assert entry.oldest_version >= least
+        rows = dict(self.buffer.ledger._db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+        assert sum(rows.get(state, 0) for state in LIVE) == counts["live"]
+        assert rows.get("unpublished", 0) + rows.get("published", 0) == counts["trained"]
+        assert rows.get("dropped", 0) == sum(counts["dropped"].values())
+
+    def play(self, events):
+        calls = [*[self.admit] * 4, *[self.commit] * 4, self.drop, self.reclaim, self.partial]
+        calls += [*[self.lease] * 3, *[self.train] * 2, self.publish, self.checkpoint, self.rollback, self.crash]
+        for _ in range(events):
+            self.random.choice(calls)()
+            self.check()
+
+
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 2**32))
+def test_a_crash_at_any_call_changes_nothing_and_nothing_is_trained_twice(tmp_path_factory, seed):
+    life = Life(tmp_path_factory.mktemp("ledger") / "ledger.db", seed)
+    try:
+        life.play(80)
+    finally:
+        life.buffer.ledger.close()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def buffer(path):
+    made = open_buffer(path)
+    yield made
+    made.ledger.close()
+
+
+def train(buffer, group, *uids):
+    """One step a group, each published."""
+    state = buffer.state
+    for uid in uids:
+        step = state.standing.last_step + 1
+        do(buffer, "admit", uid)
+        do(buffer, "commit", group(uid, state.version, state.version))
+        do(buffer, "lease", step, state.version)
+        do(buffer, "ack", step)
+        buffer.publish(state.version + 1)
+
+
+def payloads(buffer):
+    rows = buffer.ledger._db.execute("SELECT uid FROM payloads JOIN groups USING (number) ORDER BY number")
+    return [uid for (uid,) in rows]
+
+
+# Size
+
+
+def test_payloads_go_when_every_kept_checkpoint_has_them_or_when_they_are_too_old(buffer, group):
+    train(buffer, group, "a", "b")
+    assert payloads(buffer) == ["a", "b"]
+    buffer.checkpointed(2, 1)
+    assert payloads(buffer) == ["b"]
+    train(buffer, group, "c", "d", "e")
+    assert buffer.state.version == 5 and payloads(buffer) == ["d", "e"], "b and c are older than version 5 - 2"
+
+
+def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_in_memory(buffer, group):
+    train(buffer, group, "a", "b", "c")
+    do(buffer, "admit", "d")
+    do(buffer, "drop", "d", "failed")
+    train(buffer, group, "e")
+    buffer.checkpointed(4, 3)
+    again = crash(buffer)
+    for one in (buffer, again):
+        assert list(one.state._book.ended) == ["d", "e"]
+        assert one.state.counts()["trained"] == 4 and one.state.counts()["dropped"] == {"failed": 1}
+    with pytest.raises(LedgerError, match="knows already"):
+        do(again, "admit", "a")
+    again.ledger.close()
+
+
+# What goes wrong
+
+
+def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path, buffer, group):
+    for uid in "ab":
+        do(buffer, "admit", uid)
+    assert do(buffer, "commit", group("a", 0, 0))
+    pages = buffer.ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    buffer.ledger._db.execute(f"PRAGMA max_page_count={pages}")
+    rng = random.Random(0)
+    large = Group("b", [Trajectory([1], [1], [1], [-0.1], [0], text=rng.randbytes(50_000).hex(), reward=1.0)] * 2)
+    with pytest.raises(
+        LedgerError, match=r"ledger.db cannot be written: database or disk is full.*megasync resume"
+    ) as error:
+        do(buffer, "commit", large)
+    assert buffer.state.closed == str(error.value)
+    with pytest.raises(LedgerError, match="disk is full"):
+        do(buffer, "drop", "b", "why")
+
+    again = crash(buffer)
+    assert [(e.uid, e.state.value) for e in again.state._book.open.values()] == [("a", "finished"), ("b", "generating")]
+    assert again.state.closed is None and do(again, "commit", large)
+    again.ledger.close()
+
+
+def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
+    path.write_bytes(b"something else entirely, longer than a header of SQLite" * 50)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="ledger.db is damaged or not a ledger.*move it away"):
+        Ledger(path)
+    assert path.read_bytes() == before
+
+    path.unlink()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE groups (x)")
+    other.close()
+    with pytest.raises(LedgerError, match="is a database, but not a ledger; move it away"):
+        Ledger(path)
+
+
+def test_a_ledger_of_another_format_is_refused(path):
+    ledger = Ledger(path)
+    ledger._db.execute("PRAGMA user_version=99")
+    ledger.close()
+    with pytest.raises(LedgerError, match="has format 99, this version of megasync reads 1"):
+        Ledger(path)
+
+
+def test_a_damaged_payload_is_named_as_such(buffer, group):
+    do(buffer, "admit", "a")
+    do(buffer, "commit", group("a", 0, 0))
+    (data,) = buffer.ledger._db.execute("SELECT data FROM payloads").fetchone()
+    buffer.ledger._db.execute("UPDATE payloads SET data = ?", (data[:-1] + bytes([data[-1] ^ 1]),))
+    with pytest.raises(LedgerError, match="is damaged.*generated again"):
+        crash(buffer)
+
+
+def test_only_one_process_holds_a_ledger(path, buffer):
+    with pytest.raises(LedgerError, match="locked; another process holds it: is the run still going on"):
+        Ledger(path, lock_seconds=0.1)
+
+
+# What comes back
+
+
+def test_rewards_of_numpy_come_back_as_plain_numbers(buffer):
+    numpy = pytest.importorskip("numpy")
+    one = Trajectory([1], [1], [1], [-0.1], [0], reward=numpy.float64(0.1), metrics={"n": numpy.int64(3)})
+    do(buffer, "admit", "a")
+    do(buffer, "commit", Group("a", [one, one]))
+    again = crash(buffer)
+    (leased,) = do(again, "lease", 1, 0)
+    assert (leased.trajectories[0].reward, leased.trajectories[0].metrics) == (0.1, {"n": 3})
+    assert type(leased.trajectories[0].reward) is float
+    again.ledger.close()
+
+
+def test_calls_that_change_nothing_write_nothing(buffer):
+    before = buffer.ledger._db.total_changes
+    for call in (lambda s: s.lease(1, 0), lambda s: s.reclaim("x"), lambda s: s.publish(0), lambda s: s.ack(0)):
+        buffer.change(call)
+    written = buffer.ledger._db.total_changes
+    do(buffer, "admit", "a")
+    assert buffer.ledger._db.total_changes > written >= before

@@ -1,0 +1,193 @@
+"""A run that is killed anywhere and taken up again: the ledger, the checkpoint and the prompt source agree."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from megasync.buffer import AsyncBuffer, Partial, Trajectory
+from megasync.buffer.ledger import Ledger
+from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.config.schema import PromptConfig, ScheduleConfig
+from megasync.data import PromptSource, Renderer
+from megasync.errors import LedgerError
+from megasync.models.digits import digits_tokenizer
+from megasync.rollout.rewards import RewardRunner
+from megasync.rollout.rollouter import Rollouter
+
+ROWS, STEPS = 5, 12
+SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)
+TOTAL = STEPS * SCHEDULE.groups_per_step
+
+
+def prompts():
+    rows = [{"prompt": str(n)} for n in range(ROWS)]
+    return PromptSource(rows, Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=True, seed=0)
+
+
+class Life:
+    """One life of a run's driver, from a checkpoint (step, version) on; `trained` is what that checkpoint stands on."""
+
+    def __init__(self, path, step, version, trained, rng):
+        self.random, self.step, self.trained = rng, step, dict(trained)
+        self.source = prompts()
+        if not path.exists():
+            begin_ledger(path, step, version, {}, self.source.state())
+        resumed = resume_ledger(path, SCHEDULE, TOTAL, step)
+        self.source.restore(resumed.origin)
+        self.source.skip(resumed.admitted)
+        self.version = version if resumed.version == version else resumed.version + 1
+        self.buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), SCHEDULE)
+
+    async def answer(self, client, sample):
+        version = self.version
+        await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.002]))
+        if self.random.random() < 0.05:
+            raise RuntimeError("unlucky")
+        return Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [version], reward=self.random.random())
+
+    async def live(self):
+        """Until the last step, or until death, at a random moment. The last checkpoint as (step, version, trained)."""
+        checkpoint = self.step, self.version, dict(self.trained)
+        rollout = asyncio.create_task(self.rollouter.run())
+        try:
+            await self.buffer.publish(self.version)
+            while self.step < STEPS:
+                groups = await self.buffer.lease(self.step + 1, self.version)
+                if self.random.random() < 0.1:
+                    return checkpoint
+                self.step += 1
+                self.trained[self.step] = [group.uid for group in groups]
+                await self.buffer.ack(self.step)
+                if self.random.random() < 0.1:
+                    return checkpoint
+                self.version += 1
+                await self.buffer.publish(self.version)
+                if self.random.random() < 0.4 or self.step == STEPS:
+                    checkpoint = self.step, self.version, dict(self.trained)
+                if self.random.random() < 0.1:
+                    return checkpoint
+            return checkpoint
+        finally:
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+            self.counts = await self.buffer.counts()
+            self.buffer._durable.ledger.close()
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_every_prompt_is_trained_once_however_often_the_run_is_killed(tmp_path, seed):
+    rng, path = random.Random(seed), tmp_path / "ledger.db"
+    step, version, trained, versions = 0, 0, {}, []
+    while step < STEPS:
+        life = Life(path, step, version, trained, rng)
+        assert life.version >= max(versions, default=0), "a number is not given to two sets of weights"
+        step, version, trained = await asyncio.wait_for(life.live(), 20)
+        versions.append(version)
+        assert life.counts["admitted"] == (
+            life.counts["trained"] + sum(life.counts["dropped"].values()) + life.counts["live"]
+        )
+    uids = [uid for batch in trained.values() for uid in batch]
+    assert len(uids) == TOTAL and max(Counter(uids).values()) == 1
+    ledger = Ledger(path)
+    admitted = ledger.admitted()
+    rows = dict(ledger._db.execute("SELECT uid, state FROM groups"))
+    ledger.close()
+    assert len(set(admitted)) == len(admitted) == life.counts["admitted"]
+    assert {uid for uid, state in rows.items() if state in ("unpublished", "published")} == set(uids)
+    # Nobody was passed over: what was admitted is the source's order without a gap.
+    source = prompts()
+    assert admitted == [source.next().uid for _ in admitted]
+
+
+async def one_step(path, trajectory_of, uids=("0:0", "0:1", "0:2", "0:3")):
+    """Four groups: two trained by step 1 and published as version 1, one finished, one being generated."""
+    buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+    for uid in uids:
+        await buffer.admit(uid)
+    for uid in uids[:3]:
+        await buffer.commit(trajectory_of(uid, 0, 0))
+    await buffer.lease(1, 0)
+    await buffer.ack(1)
+    await buffer.publish(1)
+    return buffer
+
+
+async def test_finished_groups_are_still_there_and_the_others_are_generated_from_their_partials(tmp_path, group):
+    path = tmp_path / "ledger.db"
+    begin_ledger(path, 0, 0, {}, {"rows": 5})
+    buffer = await one_step(path, group)
+    partial = Partial("digest", [7, 8], [-0.1, -0.2], [1, 1])
+    await buffer.save_partials({("0:3", 1, 0): partial})
+    await buffer.close("killed")
+    buffer._durable.ledger.close()
+
+    for _ in range(2):  # a run that dies while it resumes
+        resumed = resume_ledger(path, SCHEDULE, TOTAL, 1)
+    assert (resumed.version, resumed.admitted, resumed.origin) == (1, ["0:0", "0:1", "0:2", "0:3"], {"rows": 5})
+    again = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+    assert await again.reclaim() == "0:3"
+    assert await again.partials("0:3") == {(1, 0): partial}
+    await again.commit(group("0:3", 1, 1))
+    assert await again.partials("0:3") == {}
+    assert await again.lease(2, 1) == [group("0:2", 0, 0), group("0:3", 1, 1)]
+    again._durable.ledger.close()
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+async def test_a_batch_goes_with_the_checkpoint_that_contains_it(tmp_path, group, acknowledged):
+    """The step was trained and saved; whether its acknowledgement still reached the ledger makes no difference."""
+    path = tmp_path / "ledger.db"
+    begin_ledger(path, 0, 0, {}, {})
+    buffer = await one_step(path, group)
+    await buffer.commit(group("0:3", 1, 1))
+    await buffer.lease(2, 1)
+    if acknowledged:
+        await buffer.ack(2)
+    buffer._durable.ledger.close()
+    for step, trained in ((2, 4), (1, 2), (0, 0)):
+        resume_ledger(path, SCHEDULE, TOTAL, step)
+        again = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+        counts = await again.counts()
+        assert (counts["trained"], counts["live"], counts["admitted"]) == (trained, 4 - trained, 4)
+        again._durable.ledger.close()
+
+
+async def test_a_ledger_of_another_run_is_refused(tmp_path, group):
+    path = tmp_path / "ledger.db"
+    begin_ledger(path, 0, 0, {}, {})
+    (await one_step(path, group))._durable.ledger.close()
+    with pytest.raises(
+        LedgerError, match="does not belong to this checkpoint.*of step 9.*no step after 1.*move it away"
+    ):
+        resume_ledger(path, SCHEDULE, TOTAL, 9)
+
+
+async def test_a_run_without_its_ledger_goes_on_counting(tmp_path, group):
+    path = tmp_path / "ledger.db"
+    counters = {"trained": 8, "dropped": {"failed": 2}, "regenerated": 3, "masked_tokens": 0, "removed_trajectories": 1}
+    begin_ledger(path, 4, 4, counters, {"position": 10})
+    resumed = resume_ledger(path, SCHEDULE, TOTAL, 4)
+    assert (resumed.version, resumed.admitted, resumed.origin) == (4, [], {"position": 10})
+    buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+    for uid in ("2:0", "2:1"):
+        await buffer.admit(uid)
+        await buffer.commit(group(uid, 4, 4))
+    await buffer.lease(5, 4)
+    await buffer.ack(5)
+    assert await buffer.counters() == counters | {"trained": 10}
+    assert (await buffer.counts())["admitted"] == 12
+    buffer._durable.ledger.close()
+
+
+async def test_tokens_of_a_version_that_was_never_published_here_keep_its_number_from_being_used(tmp_path, group):
+    """A server had version 1 already when the run was killed, before the buffer heard of it."""
+    path = tmp_path / "ledger.db"
+    begin_ledger(path, 0, 0, {}, {})
+    buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
+    await buffer.admit("0:0")
+    await buffer.commit(group("0:0", 0, 1))
+    buffer._durable.ledger.close()
+    assert resume_ledger(path, SCHEDULE, TOTAL, 0).version == 1

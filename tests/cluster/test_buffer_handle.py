@@ -1,0 +1,138 @@
+"""kill -9 of the buffer's process: a new one goes on from the ledger, and nobody who called it notices."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasync.buffer import BufferClosed, BufferStateError, Group, Partial, Trajectory
+from megasync.cluster.buffer_handle import MAX_DEATHS, BufferHandle
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.config import Config
+from megasync.config.schema import ScheduleConfig
+from megasync.errors import LedgerError, TrainingError
+
+SCHEDULE = ScheduleConfig(groups_per_step=2, max_staleness=1)
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    session = RayCluster(Config(), devices_needed=1)
+    session.connect()
+    yield
+    session.close()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def make(cluster: None, ledger: Path) -> Iterator[Callable[..., BufferHandle]]:
+    made = []
+
+    def start(*arguments: object, **options: object) -> BufferHandle:
+        made.append(BufferHandle(SCHEDULE, *arguments, **{"ledger": str(ledger)} | options))
+        return made[-1]
+
+    yield start
+    for handle in made:
+        handle.kill()
+
+
+def kill_buffer() -> None:
+    """As an operator would, or a kernel short of memory."""
+    family = psutil.Process().children(recursive=True)
+    (process,) = [p for p in family if p.name().startswith("ray::AsyncBuffer")]
+    process.kill()
+    process.wait(PATIENCE)
+
+
+def group(uid: str, version: int = 0) -> Group:
+    return Group(uid, [Trajectory([1], [2, 3], [1, 1], [-0.5] * 2, [version] * 2, reward=1.0)] * 2)
+
+
+async def test_nothing_is_lost_and_waits_go_on(make: Callable[..., BufferHandle]) -> None:
+    buffer = make()
+    for uid in "abcd":
+        await buffer.admit(uid)
+    await buffer.commit(group("a"))
+    partial = Partial("digest", [2], [-0.5], [0])
+    await buffer.save_partials({("b", 0, 0): partial})
+    waits = [asyncio.create_task(call) for call in (buffer.admit("e"), buffer.lease(1, 0), buffer.reclaim())]
+    await asyncio.wait(waits, timeout=1)
+    kill_buffer()
+
+    assert await buffer.partials("b") == {(0, 0): partial}
+    assert (await buffer.counts())["slots"] | {"generating": 3, "finished": 1} == (await buffer.counts())["slots"]
+    assert await buffer.commit(group("a")) and await buffer.commit(group("b"))
+    assert await asyncio.wait_for(waits[1], PATIENCE) == [group("a"), group("b")]
+    kill_buffer()
+    assert await buffer.lease(1, 0) == [group("a"), group("b")], "the answer may have been lost"
+    await buffer.ack(1)
+    kill_buffer()
+    await buffer.ack(1)
+    await buffer.publish(1)
+    await asyncio.wait_for(waits[0], PATIENCE)
+    kill_buffer()
+    counts = await buffer.counts()
+    assert (counts["admitted"], counts["trained"], counts["live"]) == (5, 2, 3)
+
+    await buffer.rollback(0, 1)
+    assert (await buffer.counts())["trained"] == 0
+    assert await buffer.lease(1, 1) == [group("a"), group("b")]
+    await buffer.close("the test is over")
+    kill_buffer()
+    with pytest.raises(BufferClosed, match="the test is over"):
+        await asyncio.wait_for(waits[2], PATIENCE)
+
+
+async def test_errors_of_the_buffer_come_through_as_they_are(make: Callable[..., BufferHandle], ledger: Path) -> None:
+    buffer = make()
+    with pytest.raises(BufferStateError, match="group z cannot be dropped: it is unknown"):
+        await buffer.drop("z", "why")
+    with pytest.raises(AttributeError, match="no method"):
+        buffer.nonsense  # noqa: B018
+    buffer.kill()
+    for file in ledger.parent.iterdir():
+        file.unlink()
+    with sqlite3.connect(ledger) as other:
+        other.execute("CREATE TABLE a (b)")
+    other.close()
+    with pytest.raises(LedgerError, match="is a database, but not a ledger"):
+        await make().counts()
+
+
+async def test_a_buffer_that_keeps_dying_is_given_up_with_its_last_death(make: Callable[..., BufferHandle]) -> None:
+    buffer = make(clock=lambda: 7.0)
+    for _ in range(MAX_DEATHS):
+        await buffer.counts()
+        kill_buffer()
+    await buffer.counts()
+    kill_buffer()
+    with pytest.raises(LedgerError, match=r"(?s)died 6 times within 0 s.*buffer 0 died during.*megasync resume"):
+        await buffer.counts()
+
+
+async def test_a_buffer_that_was_put_away_does_not_come_back(make: Callable[..., BufferHandle]) -> None:
+    buffer = make()
+    waiting = asyncio.create_task(buffer.lease(1, 0))
+    await buffer.counts()
+    buffer.kill()
+    with pytest.raises(TrainingError, match="buffer 0 died during lease"):
+        await asyncio.wait_for(waiting, PATIENCE)
+
+
+async def test_without_a_ledger_a_death_is_the_end(make: Callable[..., BufferHandle]) -> None:
+    buffer = make(ledger=None)
+    await buffer.admit("a")
+    kill_buffer()
+    with pytest.raises(LedgerError, match="no ledger to start again from"):
+        await buffer.counts()
