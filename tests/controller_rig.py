@@ -13,7 +13,6 @@ from megasync.config import Config
 from megasync.controller import Controller
 from megasync.errors import CheckpointError, DataError, MegasyncError, RankLost, SyncError, TrainingError
 from megasync.progress import Progress
-from megasync.sim.rollback import RollbackBuffer
 from megasync.sync.attempt import PublishError
 
 
@@ -247,7 +246,7 @@ class Rig:
         config.timeouts.no_progress = no_progress
         config.trainer.max_restarts = max_restarts
         total = config.schedule.total_steps * config.schedule.groups_per_step
-        self.buffer = RollbackBuffer(config.schedule, total)
+        self.buffer = AsyncBuffer(config.schedule, total)
         self.rollouter = FakeRollouter(self.buffer, **(rollout or {}))
         self.trainer = trainer or FakeTrainer()
         self.publisher = publisher or FakePublisher()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasync.buffer import BufferClosed, BufferStateError
+from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.pacing import Pacing
 from megasync.config import Config
 from megasync.controller import Controller
@@ -27,7 +27,6 @@ from megasync.sim.client import SimClient
 from megasync.sim.clock import VirtualLoop
 from megasync.sim.laws import Broken, Laws
 from megasync.sim.ranks import SimRanks
-from megasync.sim.rollback import RollbackBuffer
 from megasync.sim.rpc import DistantBuffer
 from megasync.sim.servers import SimFleet
 from megasync.sim.transport import SimPublisher
@@ -92,7 +91,7 @@ class World:
         schedule = self.config.schedule
         self.laws = Laws(Pacing.of(schedule), loop.time)
         self.total_groups = schedule.total_steps * schedule.groups_per_step
-        self.buffer = RollbackBuffer(schedule, self.total_groups, clock=loop.time)
+        self.buffer = AsyncBuffer(schedule, self.total_groups, clock=loop.time)
         self.ranks = SimRanks(self.chance, self.laws, self.config.checkpoint.keep)
         self.fleet = SimFleet(self.config.rollout.servers, self.chance, self.laws)
         self.publisher = SimPublisher(self.ranks, self.chance, self.laws)

@@ -12,7 +12,6 @@ from megasync.controller import Controller
 from megasync.progress import Progress
 from megasync.recovery import Recovery
 from megasync.sim import simulate
-from megasync.sim.rollback import RollbackBuffer
 from megasync.sim.transport import SimPublisher
 
 SEEDS = 300
@@ -65,7 +64,7 @@ PUBLISH = TrajectoryBuffer.publish
     ("owner", "name", "bug", "law"),
     [
         (Progress, "claim", reused_version, "names weights of"),
-        (RollbackBuffer, "rollback", no_rollback, "asks for a batch"),
+        (AsyncBuffer, "rollback", no_rollback, "asks for a batch"),
         (Recovery, "bring_joiners", joins_without_weights, "answers from version|names weights of"),
         (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks"),
         (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound"),
