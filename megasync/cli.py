@@ -1,4 +1,4 @@
-"""The command line: `megasync train`, `plan`, `resume`, `export`, `check-layout`, `doctor`, `fetch`.
+"""The command line: `megasync train`, `plan`, `resume`, `scale`, `export`, `check-layout`, `doctor`, `fetch`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
 MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
+# Seconds beyond a server's start for everything else that changing the number of servers takes.
+SCALE_GRACE = 90.0
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, neither waits.",
@@ -97,6 +99,29 @@ def plan(
     loaded = load_config(config, overrides or ())
     check_config(loaded, planning=True)
     print_plan(resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9)), _console())
+
+
+@app.command(epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3")
+def scale(
+    run: RunDirectory,
+    size: Annotated[str, typer.Argument(metavar="rollout=N", help="Servers that the run shall have from now on.")],
+) -> None:
+    """Add servers to RUN, or remove some, while it goes on.
+
+    An added server serves after the next weight sync. What a removed one was generating goes on elsewhere.
+    """
+    from megasync.config import load_config
+    from megasync.errors import ConfigError
+    from megasync.mailbox import ask
+
+    pool, _, number = size.partition("=")
+    if pool != "rollout" or not number.isdecimal():
+        raise ConfigError(f"{size!r} does not say how many servers; write rollout=N, such as rollout=3")
+    settings = run / "config.yaml"
+    # The run itself waits so long for a server.
+    patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
+    done = ask(run, "scale", int(number), timeout=patience)
+    _console().print(done, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")

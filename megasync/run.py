@@ -29,12 +29,14 @@ from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller
 from megasync.device import Device, resolve_device
+from megasync.mailbox import Mailbox
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.progress import Progress
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
+from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.sync.choose import choose_sync
@@ -73,6 +75,7 @@ class Run:
         self.run_dir = run_dir
         self._workload = workload
         self._checkpoint = checkpoint
+        self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None
 
     def request_stop(self, reason: str) -> bool:
@@ -86,7 +89,7 @@ class Run:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
-            with RunObserver(self.config, self.run_dir) as observer:
+            with self._mailbox, RunObserver(self.config, self.run_dir) as observer:
                 async with AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
@@ -119,9 +122,7 @@ class Run:
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
-        controls = [ServerControl(url, key) for url in fleet.urls]
-        for control in controls:
-            stack.push_async_callback(control.close)
+        controls = fleet.joiners()
         client = RolloutClient(
             fleet.router_url,
             controls,
@@ -130,12 +131,16 @@ class Run:
             sampling=config.rollout.sampling,
             request_timeout=config.timeouts.request,
             tokenizer=workload.tokenizer,
+            stream_interval=config.rollout.stream_interval,
         )
         stack.push_async_callback(client.close)
         rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
         stack.push_async_callback(rewards.close)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
+        fleet.follow(client.add_server, client.remove_server, known=controls)
+        fleet.follow(publisher.add, publisher.remove, known=controls)
+        pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
             client,
             workload.source,
@@ -145,12 +150,18 @@ class Run:
             schedule,
             drop_uniform_groups=config.rollout.drop_uniform_groups,
             seed=seed,
+            max_attempts=config.rollout.max_attempts,
+            max_drop_share=config.rollout.max_drop_share,
+            fleet=fleet,
+            cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
             config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
         )
         await self._first_weights(publisher, progress, observer)
         await buffer.publish(progress.version)
+        await fleet.joined([control.url for control in controls])
+        await stack.enter_async_context(self._mailbox.answering({"scale": fleet.resize}))
         return Controller(
             config,
             trainer=ranks,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Self
 
 from aiohttp import web
+
+# Tokens in a piece of a streamed answer.
+PIECE = 3
 
 Behaviour = Callable[["FakeSGLang", dict], Awaitable[web.Response]]
 
@@ -15,6 +20,13 @@ Behaviour = Callable[["FakeSGLang", dict], Awaitable[web.Response]]
 async def DROP(fake: FakeSGLang, body: dict) -> web.Response:
     """Marks a request whose connection is closed without an answer."""
     raise AssertionError("handled before it is called")
+
+
+@dataclass(frozen=True)
+class Break:
+    """A streamed request whose connection is closed after pieces of (tokens, version at their sending)."""
+
+    pieces: tuple[tuple[int, int], ...]
 
 
 class FakeSGLang:
@@ -29,6 +41,7 @@ class FakeSGLang:
         self.script: deque[Behaviour] = deque()
         self.requests: list[dict] = []
         self.headers: list[dict] = []
+        self.peers: list[tuple] = []
         self.aborted: list[str] = []
         self.aborted_all = 0
 
@@ -62,24 +75,48 @@ class FakeSGLang:
         for version, tokens in versions if versions is not None else [(self.version, count)]:
             spans.append({"version": str(version), "start": at, "end": at + tokens})
             at += tokens
+        last = {"finish_reason": {"type": finish}, "weight_versions": spans}
+        if not body.get("stream"):
+            return web.json_response(self.piece(body, ids, self.version, last))
+        # All but the last piece end without saying which version is whose.
+        pieces = [self.piece(body, ids[at : at + PIECE], self.version) for at in range(0, max(0, count - PIECE), PIECE)]
+        pieces.append(self.piece(body, ids[PIECE * len(pieces) :], self.version, last))
+        return web.Response(text="".join(map(event, pieces)) + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    @staticmethod
+    def piece(body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
         meta = {
             "id": body["rid"],
-            "finish_reason": {"type": finish},
-            "weight_version": str(self.version),
+            "finish_reason": None,
+            "weight_version": str(version),
             "output_token_logprobs": [[-i / 100, i, None] for i in ids],
-            "weight_versions": spans,
         }
-        return web.json_response({"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta})
+        return {"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta | (last or {})}
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        self.peers.append(request.transport.get_extra_info("peername"))
         behave = self.script.popleft() if self.script else complete
         if behave is DROP:
             request.transport.close()
             return web.Response()
+        if isinstance(behave, Break):
+            return await self._break(request, body, behave)
         return await behave(self, body)
+
+    async def _break(self, request: web.Request, body: dict, broken: Break) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        ids, at = self.continuation(body, sum(count for count, _ in broken.pieces)), 0
+        for count, version in broken.pieces:
+            await response.write(event(self.piece(body, ids[at : at + count], version)).encode())
+            at += count
+            # Another piece in another packet.
+            await asyncio.sleep(0.01)
+        request.transport.close()
+        return response
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "fake", "is_generation": True, "weight_version": str(self.version)})
@@ -91,6 +128,10 @@ class FakeSGLang:
         else:
             self.aborted.append(body["rid"])
         return web.Response()
+
+
+def event(content: dict) -> str:
+    return f"data: {json.dumps(content)}\n\n"
 
 
 async def complete(fake: FakeSGLang, body: dict) -> web.Response:

@@ -38,13 +38,14 @@ class Actors:
         *,
         pools: Pools | None = None,
         guest: bool = False,
+        first_slot: int = 0,
         environment: dict[str, str] | None = None,
     ) -> Actors:
-        """One actor per entry of `arguments`, placed in the role's pool. A guest takes no device of the pool."""
+        """One actor per entry of `arguments`, placed in the role's pool from `first_slot` on. A guest takes no device."""
         spec = ROLES[role]
         remote = ray.remote(spec.actor)
         handles = []
-        for slot, args in enumerate(arguments):
+        for slot, args in enumerate(arguments, first_slot):
             if spec.pool is None or pools is None:
                 options: dict = {"num_cpus": 0}
             else:

@@ -1,86 +1,322 @@
-"""The rollout pool's processes: SGLang servers and the router in front of them. Their one owner in the driver."""
+"""The rollout pool: servers that come and go, and the router in front of those that serve. Their one owner in the driver.
+
+      slots (server_slot) ──▶ joiners ──(a complete sync: `joined`)──▶ serving ──▶ router's list ──▶ requests
+           ▲    │                ▲                                        │
+           │    └── died ────────┼──────────────── `sync_failed` ─────────┘
+           └── start again ──────┘
+
+    task          does                                    ends when
+    ------------  --------------------------------------  ---------------------------------------
+    one a slot    watches a server, starts it again       the slot is retired
+    router        keeps the router and its list            its restarts are used up: `watch` raises
+
+Invariant: the router is told of `serving` servers only, and a server serves only after `joined` (`ServerHealth.serves`).
+The one exception is the very first list, before any request is sent: a run generates after its first `joined`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from megasync.cluster.actors import Actors
+from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
+from megasync.cluster.router_slot import RouterSlot
+from megasync.cluster.server_slot import ServerSlot
 from megasync.config import Config
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.health import HealthPolicy, ServerHealth, State
+from megasync.rollout.inflight import ServerLoad
 
 log = logging.getLogger(__name__)
 
-# Lines of a dead process's log that go into the error.
-TAIL_LINES = 30
-ANSWER_SECONDS = 30.0
+# Seconds for the router to take a change of its list; it goes on trying after that.
+SETTLE_SECONDS = 30.0
+# Seconds for a server to let go of its aborted requests; it is ended all the same, and they go on elsewhere.
+DRAIN_SECONDS = 10.0
+# Seconds to wait for Ray to find room for an added server; it answers at once where there is some.
+PLACE_SECONDS = 15.0
 
 
 class Fleet:
-    """`urls` and `router_url` are known once `start` has returned."""
+    """`router_url` is known once `start` has returned."""
 
     def __init__(self, config: Config, run_dir: Path, device: Device, pools: Pools, api_key: str) -> None:
         self._config = config
         self._logs = run_dir / "logs"
+        self._device = device
         self._pools = pools
-        self._router: Actors | None = None
-        self.urls: list[str] = []
-        self.router_url = ""
-        host = config.cluster.host
-        self._servers = Actors.create(
-            "server",
-            [
-                (
-                    config.model.path,
-                    config.rollout,
-                    config.model.dtype,
-                    device.kind,
-                    host,
-                    0,
-                    str(self._logs / f"server-{index}.log"),
-                    api_key,
-                    config.seed + index,
-                    config.rollout.deterministic,
-                )
-                for index in range(config.rollout.servers)
-            ],
-            pools=pools,
+        self._api_key = api_key
+        health = config.rollout.health
+        self._policy = HealthPolicy(
+            health.probe_failures, health.request_failures, health.sync_failures, health.restarts, health.restart_window
         )
+        self._slots: dict[int, ServerSlot] = {}
+        self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
+        self._changed = asyncio.Event()
+        self._resizing = asyncio.Lock()
+        self._last_gone = ""
+        self._router = RouterSlot(
+            self._router_process,
+            lambda: [control.url for control in self.serving()],
+            health,
+            config.timeouts.server_start,
+            config.timeouts.shutdown,
+        )
+        self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
+
+    @property
+    def router_url(self) -> str:
+        return self._router.url
 
     async def start(self) -> None:
-        """Starts the servers together, then the router. Raises ServerError with the log's end when one dies."""
-        limit = self._config.timeouts.server_start
-        self.urls = await self._servers.call("start", limit, timeout=limit + ANSWER_SECONDS)
-        log.info("servers: %s", self.urls)
-        config = self._config
-        settings = (config.rollout.router_policy, config.cluster.host, 0, str(self._logs / "router.log"))
-        self._router = Actors.create(
-            "router", [(self.urls, *settings, config.timeouts.request)], pools=self._pools, guest=True
-        )
-        (self.router_url,) = await self._router.call("start", limit, timeout=limit + ANSWER_SECONDS)
-        log.info("router: %s", self.router_url)
+        """Starts the servers together, then the router. Raises MegasyncError with the log's end when one does not start."""
+        slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
+        await _all_or_first_error([slot.start() for slot in slots])
+        await self._router.start([slot.url for slot in slots])
+        log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
+        for slot in slots:
+            self._watch_over(slot)
+
+    def follow(
+        self,
+        on_up: Callable[[ServerControl], None],
+        on_gone: Callable[[str], None],
+        known: Collection[ServerControl] = (),
+    ) -> None:
+        """Both hear of every server that comes up, and of the URL of each that goes, beginning with what has changed
+        since the follower learned of those that it knows."""
+        self._followers.append((on_up, on_gone))
+        present = [slot.control for slot in self._slots.values() if slot.health.up]
+        for control in known:
+            if control not in present:
+                on_gone(control.url)
+        for control in present:
+            if control not in known:
+                on_up(control)
+
+    # What the controller asks and tells
+
+    def serving(self) -> list[ServerControl]:
+        """Servers that hold the published version and are in the router, in slot order."""
+        return [slot.control for _, slot in sorted(self._slots.items()) if slot.health.serves and slot.control]
+
+    def joiners(self) -> list[ServerControl]:
+        """Servers that are up and wait for a sync to bring them the published version."""
+        return [
+            slot.control for _, slot in sorted(self._slots.items()) if slot.health.state is State.STALE and slot.control
+        ]
+
+    async def changed(self) -> None:
+        """Returns when a server has come up or gone since the last time; for one caller."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def joined(self, urls: Collection[str]) -> None:
+        """A complete sync has brought these servers the published version: they enter the router."""
+        for slot in self._at(urls):
+            slot.note(slot.health.synced)
+        if None not in self._tasks:
+            self._tasks[None] = asyncio.create_task(self._router.live(), name="router")
+        await self._settle()
+
+    async def sync_failed(self, reasons: Mapping[str, str]) -> None:
+        """These servers leave the router, and what they were generating goes on elsewhere; each is stale until a later
+        sync, or started again where it does not let go of its requests or fails sync after sync."""
+        slots = self._at(reasons)
+        for slot in slots:
+            slot.note(slot.health.sync_failed, reasons[slot.url])
+        await self._settle()
+        for slot, drained in zip(
+            slots, await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in slots)), strict=True
+        ):
+            if not drained and slot.health.up:
+                slot.note(slot.health.died, "it did not let go of its requests after a failed sync")
 
     async def watch(self) -> None:
-        """Raises ServerError, with the last lines of its log, when a server or the router has died."""
-        for role in (self._servers, self._router):
-            if role is None:
-                continue
-            for slot, alive in enumerate(await role.call("alive", timeout=ANSWER_SECONDS)):
-                if not alive:
-                    tail = await role.call_one(slot, "tail", TAIL_LINES, timeout=ANSWER_SECONDS)
-                    raise ServerError(f"{role.role} {slot} has died. Last lines of its log:\n{tail}")
+        """Raises ServerError when nothing can be done any more: too few servers are left, or the router stays down."""
+        for slot, task in self._tasks.items():
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                error = task.exception()
+                if isinstance(error, MegasyncError):
+                    raise error
+                raise ServerError(
+                    f"the care for {'the router' if slot is None else f'server {slot.index}'} broke: {error!r}"
+                ) from error
+        left, least = len(self._slots), self._config.rollout.min_servers
+        if left < least:
+            raise ServerError(f"{left} servers are left, fewer than rollout.min_servers={least}. {self._last_gone}")
+
+    async def resize(self, servers: int) -> str:
+        """Adds or removes servers until there are so many; returns what was done, in words.
+
+        An added server serves after the next weight sync. A removed one leaves the router first, its requests go on
+        elsewhere. Raises MegasyncError when the cluster has no room or a server does not start; the others stay.
+        """
+        least = self._config.rollout.min_servers
+        if servers < least:
+            raise ServerError(f"rollout={servers} is below rollout.min_servers={least}; ask for {least} or more")
+        async with self._resizing:
+            before = len(self._slots)
+            if servers > before:
+                await self._grow(servers - before)
+            else:
+                await asyncio.gather(*(self._remove(slot) for slot in self._least_useful(before - servers)))
+        done = "there are already" if servers == before else f"{before} ->"
+        return f"{done} {servers} servers" + (
+            "; the new ones serve after the next weight sync" if servers > before else ""
+        )
+
+    def loads(self) -> list[ServerLoad]:
+        """The latest report of each serving server."""
+        return [slot.load for slot in self._slots.values() if slot.health.serves and slot.load is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Servers by state, and how often servers and router were started again."""
+        states = [slot.health.state for slot in self._slots.values()]
+        restarts = sum(slot.starts - 1 for slot in self._slots.values())
+        return {f"fleet/{state}": float(states.count(state)) for state in State if state is not State.RETIRED} | {
+            "fleet/restarts": float(restarts),
+            "fleet/router_restarts": float(self._router.starts - 1),
+        }
 
     async def stop(self) -> None:
-        limit = self._config.timeouts.shutdown
-        for role in (self._router, self._servers):
-            if role is None:
-                continue
-            try:
-                await role.call("stop", timeout=limit)
-            except (MegasyncError, asyncio.CancelledError) as error:
-                log.debug("%s was ended without an answer: %r", role.role, error)
-            finally:
-                role.kill()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        await asyncio.gather(self._router.close(), *(slot.close() for slot in self._slots.values()))
+        self._slots.clear()
+
+    # Slots
+
+    def _new_slot(self, index: int) -> ServerSlot:
+        timeouts = self._config.timeouts
+        self._slots[index] = ServerSlot(
+            index,
+            ServerHealth(self._policy),
+            lambda: ActorProcess("server", self._server_arguments(index), self._pools, slot=index),
+            self._config.rollout.health,
+            timeouts.server_start,
+            timeouts.shutdown,
+            self._api_key,
+            self._on_change,
+        )
+        return self._slots[index]
+
+    def _watch_over(self, slot: ServerSlot) -> None:
+        async def live() -> None:
+            await slot.live()
+            # It has retired by itself, and its process has ended.
+            self._pools.remove_slot("rollout", slot.index)
+            del self._tasks[slot]
+
+        self._tasks[slot] = asyncio.create_task(live(), name=f"server {slot.index}")
+
+    def _at(self, urls: Collection[str]) -> list[ServerSlot]:
+        return [slot for slot in self._slots.values() if slot.url and slot.url in urls]
+
+    def _on_change(self, slot: ServerSlot, before: State) -> None:
+        state = slot.health.state
+        if state.up and not before.up:
+            for on_up, _ in self._followers:
+                on_up(slot.control)
+        elif before.up and not state.up:
+            for _, on_gone in self._followers:
+                on_gone(slot.url)
+        if state is State.RETIRED:
+            del self._slots[slot.index]
+            self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
+        self._changed.set()
+
+    async def _settle(self) -> None:
+        if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
+            log.warning(
+                "the router did not take its new list of servers within %.0f s; it is asked again", SETTLE_SECONDS
+            )
+
+    # Resizing
+
+    async def _grow(self, count: int) -> None:
+        free = (index for index in range(len(self._slots) + count + 1) if index not in self._slots)
+        results = await asyncio.gather(*(self._add(next(free)) for _ in range(count)), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, MegasyncError):
+                raise error
+        if errors:
+            raise ServerError(f"{count - len(errors)} of {count} servers were added; {errors[0]}")
+
+    async def _add(self, index: int) -> None:
+        await self._pools.add_slot("rollout", index, PLACE_SECONDS)
+        slot = self._new_slot(index)
+        try:
+            await slot.start()
+        except BaseException:
+            del self._slots[index]
+            self._pools.remove_slot("rollout", index)
+            raise
+        self._watch_over(slot)
+
+    def _least_useful(self, count: int) -> list[ServerSlot]:
+        """Those that do not serve first, then the latest."""
+        ranked = sorted(self._slots.values(), key=lambda slot: (slot.health.serves, -slot.index))
+        return ranked[:count]
+
+    async def _remove(self, slot: ServerSlot) -> None:
+        """Router first, then its requests, then the process."""
+        slot.note(slot.health.retire, "it was scaled away")
+        task = self._tasks.pop(slot, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._settle()
+        await slot.drain(DRAIN_SECONDS)
+        await slot.close()
+        self._pools.remove_slot("rollout", slot.index)
+
+    # Processes
+
+    def _server_arguments(self, index: int) -> tuple[Any, ...]:
+        config = self._config
+        return (
+            config.model.path,
+            config.rollout,
+            config.model.dtype,
+            self._device.kind,
+            config.cluster.host,
+            0,
+            str(self._logs / f"server-{index}.log"),
+            self._api_key,
+            config.seed + index,
+            config.rollout.deterministic,
+        )
+
+    def _router_process(self, servers: Collection[str], port: int) -> ActorProcess:
+        config = self._config
+        log_path = str(self._logs / "router.log")
+        arguments = (
+            list(servers),
+            config.rollout.router_policy,
+            config.cluster.host,
+            port,
+            log_path,
+            config.timeouts.request,
+        )
+        return ActorProcess("router", arguments, self._pools, guest=True)
+
+
+async def _all_or_first_error(starts: list[Any]) -> None:
+    """Runs all at once; when one fails the others are cancelled, and its error is raised once they have ended."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

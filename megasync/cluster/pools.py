@@ -1,12 +1,15 @@
 """Placement groups: which nodes the trainer ranks and the servers own. One group per pool, one owner: `Pools`.
 
 A pool (`config.pools`) is one bundle per node, strictly spread where it spans nodes, so slot -> node is plain division.
+Slots beyond a pool's first size, of servers that joined a run later, have a placement group each, so that they can come
+and go one by one wherever the cluster has room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -25,6 +28,7 @@ class Pools:
         self.specs = specs
         self._kind = device_kind
         self._groups: dict[str, PlacementGroup] = {}
+        self._added: dict[tuple[str, int], PlacementGroup] = {}
 
     async def create(self, timeout: float) -> None:
         """Reserves every pool. `timeout` in seconds; MegasyncError says what the cluster has when it is not enough."""
@@ -43,11 +47,45 @@ class Pools:
                 ) from None
             log.info("pool %s: %s", name, group.bundle_specs)
 
+    async def add_slot(self, pool: str, slot: int, timeout: float) -> None:
+        """Reserves devices for a slot beyond the pool's first size; its own slots are reserved as long as the pool is.
+
+        Raises MegasyncError when the cluster has no room for it within `timeout` seconds; nothing is reserved then.
+        """
+        spec = self.specs[pool]
+        if slot < spec.slots or (pool, slot) in self._added:
+            return
+        (bundle,) = replace(spec, slots=1).bundles(self._kind)
+        group = placement_group([bundle], strategy="PACK", name=f"megasync-{pool}-{slot}")
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
+        except BaseException as error:
+            remove_placement_group(group)
+            if isinstance(error, TimeoutError):
+                raise MegasyncError(
+                    f"the Ray cluster has no room for another process of pool {pool!r}, which needs {bundle}: free are "
+                    f"{_devices(ray.available_resources())} of {_devices(ray.cluster_resources())}; add a node, or stop "
+                    f"what else runs there"
+                ) from None
+            raise
+        self._added[pool, slot] = group
+
+    def remove_slot(self, pool: str, slot: int) -> None:
+        """Gives back what `add_slot` reserved."""
+        group = self._added.pop((pool, slot), None)
+        if group is not None:
+            remove_placement_group(group)
+
     def options(self, pool: str, slot: int) -> dict:
         """Ray actor options that place process number `slot` of a pool on its node."""
         spec = self.specs[pool]
-        strategy = PlacementGroupSchedulingStrategy(
-            self._groups[pool], placement_group_bundle_index=slot // spec.slots_per_node
+        added = self._added.get((pool, slot))
+        strategy = (
+            PlacementGroupSchedulingStrategy(added, placement_group_bundle_index=0)
+            if added is not None
+            else PlacementGroupSchedulingStrategy(
+                self._groups[pool], placement_group_bundle_index=slot // spec.slots_per_node
+            )
         )
         devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
@@ -62,6 +100,11 @@ class Pools:
         return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
 
     def remove(self) -> None:
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._added.values()):
             remove_placement_group(group)
         self._groups.clear()
+        self._added.clear()
+
+
+def _devices(resources: dict[str, float]) -> dict[str, float]:
+    return {name: resources.get(name, 0.0) for name in ("GPU", "CPU") if name in resources}

@@ -25,7 +25,8 @@ class RayCluster:
 
     def __init__(self, config: Config, devices_needed: int) -> None:
         self._address = config.cluster.address
-        self._devices = devices_needed
+        # Up to a whole node, so that servers can be added while the run goes on.
+        self._devices = max(devices_needed, config.cluster.devices_per_node)
         self._host = resolve_host(config.cluster.host)
         self._owned = False
 

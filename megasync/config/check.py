@@ -37,6 +37,8 @@ RESERVED_SERVER_ARGS = {
     "--enable-deterministic-inference": "rollout.deterministic",
     "--device": "cluster.device",
     "--host": "cluster.host",
+    "--stream-interval": "rollout.stream_interval",
+    "--incremental-streaming-output": "rollout.stream_interval",
     "--port": None,
     "--weight-version": None,
     "--api-key": None,
@@ -213,6 +215,17 @@ def _check_prompt(config: Config) -> None:
 
 def _check_servers(config: Config) -> None:
     rollout = config.rollout
+    if rollout.min_servers > rollout.servers:
+        raise ConfigError(
+            f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}: the run would end "
+            f"before it began; lower it"
+        )
+    if rollout.save_partials_seconds and not rollout.stream_interval:
+        raise ConfigError(
+            f"rollout.save_partials_seconds={rollout.save_partials_seconds:g} would find nothing to save with "
+            f"rollout.stream_interval=0, as requests send nothing before their end; set it to 0, or stream_interval to 1 "
+            f"or more"
+        )
     top_k = rollout.sampling.top_k
     if top_k == 0 or top_k < -1:
         raise ConfigError(f"rollout.sampling.top_k={top_k} must be -1 (all tokens) or at least 1")

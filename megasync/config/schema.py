@@ -97,9 +97,30 @@ class SamplingConfig:
 
 
 @dataclass
+class HealthConfig:
+    """When a server of the fleet counts as dead, and how often it is started again. A dead process is seen at once."""
+
+    # Seconds between two probes of a server's HTTP process, for the answer, and unanswered ones in a row that are too many.
+    probe_seconds: float = 2.0
+    probe_timeout: float = 20.0
+    probe_failures: int = 3
+    # The same for requests through the scheduler, which answers between two batches: allow for the longest prefill.
+    request_seconds: float = 10.0
+    request_timeout: float = 60.0
+    request_failures: int = 3
+    # Weight syncs in a row that a server may fail before it is started again instead of being synced once more.
+    sync_failures: int = 2
+    # Restarts of a server, and of the router, in any `restart_window` seconds; one that needs more is given up.
+    restarts: int = 5
+    restart_window: float = 600.0
+
+
+@dataclass
 class RolloutConfig:
-    # SGLang servers, and the tensor-parallel ranks (GPUs) of each.
+    # SGLang servers at the start (`megasync scale` changes it), and the tensor-parallel ranks (GPUs) of each.
     servers: int = 2
+    # The run goes on with fewer servers while others are started again; it ends when fewer than this can be had.
+    min_servers: int = 1
     tensor_parallel: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function`, or null for a single turn. The signature is `async def rollout(client, sample)`.
@@ -119,6 +140,18 @@ class RolloutConfig:
     max_running_requests: int | None = None
     mem_fraction: float = 0.8
     router_policy: str = "cache_aware"
+    # Tokens after which a running request sends what it has: so much is lost when its server dies. 0 sends all at the end.
+    stream_interval: int = 16
+    # Seconds between two saves of what running requests hold, to be continued after a restart of the run; 0 never saves.
+    save_partials_seconds: float = 30.0
+    # Fewer requests at once than the buffer allows while servers run out of KV cache (above this share of it); null
+    # leaves it to schedule.max_inflight_groups and the buffer.
+    kv_pressure: float | None = 0.9
+    # Times that a workflow or reward that raises is tried on the same prompt. Failures of servers do not count.
+    max_attempts: int = 2
+    # Share of the last groups that may be dropped for errors; above it the run ends and sums up why.
+    max_drop_share: float = 0.5
+    health: HealthConfig = field(default_factory=HealthConfig)
     # Extra SGLang command line arguments, for example {"--chunked-prefill-size": 4096}.
     server_args: dict[str, Any] = field(default_factory=dict)
 

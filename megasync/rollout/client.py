@@ -1,8 +1,10 @@
 """Asks the servers for tokens, through the router.
 
-A generation survives interruptions: an aborted request is sent again with the tokens it has so far as part of the
-prompt, within what is left of its budget, and keeps the log-probs and versions of every part. What the caller passed is
-never changed, all sampling parameters are always sent, and no token id outside the vocabulary leaves this module (one
+A generation survives interruptions: a request that was aborted, or whose server or router died, is sent again with the
+tokens it has so far as part of the prompt, within what is left of its budget, and keeps the log-probs and versions of
+every part. With `stream_interval` tokens arrive while they are sampled, so a dead server costs at most so many of each
+request. Whatever may pass is tried again, with growing waits, until the generation's own deadline. What the caller passed
+is never changed, all sampling parameters are always sent, and no token id outside the vocabulary leaves this module (one
 would kill the server): `_checked` guarantees that.
 """
 
@@ -13,7 +15,7 @@ import logging
 import operator
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -22,7 +24,9 @@ import orjson
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, ServerError
 from megasync.rollout.control import ServerControl
-from megasync.rollout.generation import Generation, Parts, Reply
+from megasync.rollout.event_stream import events
+from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.parts import Parts
 from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, merge_params
 
@@ -30,14 +34,22 @@ log = logging.getLogger(__name__)
 
 # Statuses that may pass: no server is free or healthy, or one went away under the request (the router says 500 then).
 _RETRIED = frozenset({429, 500, 502, 503, 504})
-_ATTEMPTS = 6
-# Seconds before the second attempt, doubled for each further one: 6 s in all.
-_BACKOFF = 0.2
+# Statuses with which a server says that it is the request that is wrong.
+_BAD_REQUEST = frozenset({400, 413, 422})
+# Seconds before a second attempt after a failure, doubled for each further one in a row up to the second number.
+_FAILURE_WAIT = (0.2, 5.0)
 # Seconds before asking again after an abort that brought no token, doubled up to the second number: a server that
 # aborts everything is not asked in a tight loop.
 _EMPTY_ABORT_WAIT = (0.01, 1.0)
 _ABORT_TIMEOUT = 5.0
 _BODY_SHOWN = 500
+
+# Given a prompt's token ids, what there is already of the response; it grows in place.
+Keep = Callable[[list[int]], Parts]
+
+
+class _Passing(Exception):
+    """A failure that another attempt may not meet."""
 
 
 class RolloutClient:
@@ -53,10 +65,12 @@ class RolloutClient:
         request_timeout: float,
         tokenizer: Any = None,
         api_key: str | None = None,
+        stream_interval: int = 0,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
-        `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is the router's, if it has one.
+        `servers` are those that are told to abort requests; `add_server` and `remove_server` change them.
+        `stream_interval` is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is the router's, if it has one.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -66,6 +80,7 @@ class RolloutClient:
         self._base = base_params(sampling)
         self._timeout = request_timeout
         self._api_key = api_key
+        self._stream = stream_interval > 0
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task] = set()
         # Of fixed length: SGLang aborts every request whose id starts with the one it is given.
@@ -73,22 +88,30 @@ class RolloutClient:
         self._requests = 0
         self._random = random.Random()
 
+    def add_server(self, server: ServerControl) -> None:
+        self.servers.append(server)
+
+    def remove_server(self, url: str) -> None:
+        self.servers = [server for server in self.servers if server.url != url]
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
         *,
         routing_key: str | None = None,
         seed: int | None = None,
+        keep: Keep | None = None,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` replaces configured parameters (temperature, max_new_tokens, stop, ...).
 
         With `seed`, a server started as deterministic gives the same tokens whatever else it is doing; other servers
         ignore it. `max_new_tokens` is cut to what the context still holds. With stop strings, one that straddles an
-        interruption is not seen.
+        interruption is not seen. `keep` brings what the response begins with, from an earlier attempt, and lets its
+        caller see the response grow.
 
-        Raises DataError for ids outside the vocabulary, unknown parameters, or a prompt that fills the context;
-        ServerError when the servers refuse, keep failing, or take longer than `request_timeout`.
+        Raises DataError for ids outside the vocabulary, unknown parameters, a prompt that fills the context or that a
+        server calls wrong; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
@@ -100,19 +123,23 @@ class RolloutClient:
         # Deterministic servers would give every request without a seed the same one.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
+        parts = Parts() if keep is None else keep(prompt)
+        self._give_text(parts)
+        failures: list[str] = []
         try:
             async with asyncio.timeout(self._timeout):
-                parts = await self._generate_parts(prompt, params, budget, headers)
+                await self._finish(parts, prompt, params, budget, headers, failures)
         except TimeoutError:
+            last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
                 f"no complete answer from {self.url} within {self._timeout:g} s (timeouts.request) for a prompt of "
-                f"{len(prompt)} tokens and a budget of {budget}"
+                f"{len(prompt)} tokens and a budget of {budget}, after {len(parts.token_ids)} tokens{last}"
             ) from None
         return Generation(
             prompt_ids=prompt,
-            token_ids=parts.token_ids,
-            logprobs=parts.logprobs,
-            versions=parts.versions,
+            token_ids=list(parts.token_ids),
+            logprobs=list(parts.logprobs),
+            versions=list(parts.versions),
             finish_reason=parts.finish_reason,
             text=self._text(parts, params),
             parts=len(parts.texts),
@@ -124,6 +151,7 @@ class RolloutClient:
         *,
         routing_key: str | None = None,
         seed: int | None = None,
+        keep: Keep | None = None,
         **sampling: Any,
     ) -> Reply:
         """Renders `messages` with the tokenizer's chat template and generates the assistant's turn.
@@ -143,7 +171,7 @@ class RolloutClient:
         except Exception as error:  # templates are programs that raise what they like
             raise DataError(f"the chat template refused {len(conversation)} messages: {error}") from error
         prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        generation = await self.generate(prompt_ids, routing_key=routing_key, seed=seed, **sampling)
+        generation = await self.generate(prompt_ids, routing_key=routing_key, seed=seed, keep=keep, **sampling)
         return Reply([*conversation, {"role": "assistant", "content": generation.text}], generation)
 
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
@@ -181,58 +209,87 @@ class RolloutClient:
             session, self._session = self._session, None
             await session.close()
 
-    async def _generate_parts(
-        self, prompt: list[int], params: dict[str, Any], budget: int, headers: dict[str, str] | None
-    ) -> Parts:
-        parts = Parts()
-        wait, longest = _EMPTY_ABORT_WAIT
-        minimum = params["min_new_tokens"]
-        while True:
-            done = len(parts.token_ids)
+    async def _finish(
+        self,
+        parts: Parts,
+        prompt: list[int],
+        params: dict[str, Any],
+        budget: int,
+        headers: dict[str, str] | None,
+        failures: list[str],
+    ) -> None:
+        """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
+        empty, failed = _Waits(_EMPTY_ABORT_WAIT, self._random), _Waits(_FAILURE_WAIT, self._random)
+        minimum = min(params["min_new_tokens"], budget)
+        while (done := len(parts.token_ids)) < budget:
             body = {
                 "input_ids": prompt + parts.token_ids,
-                "sampling_params": params
-                | {"max_new_tokens": budget - done, "min_new_tokens": max(0, min(minimum, budget) - done)},
+                "sampling_params": params | {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)},
                 "return_logprob": True,
+                "stream": self._stream,
             }
-            gained = parts.add(await self._post_generate(body, headers))
-            if parts.finish_reason != "abort":
-                return parts
-            if len(parts.token_ids) >= budget:
-                parts.finish_reason = "length"
-                return parts
-            if not gained:
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, longest)
-
-    async def _post_generate(self, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
-        """One answer; each attempt has a request id of its own, aborted on the servers when nobody waits any more."""
-        failure = ""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1) * self._random.uniform(0.75, 1.25))
-            rid = self._next_rid()
-            body["rid"] = rid
+            wait = empty
             try:
-                async with self._open().post(
-                    self.url + "/generate", data=orjson.dumps(body), headers=headers
-                ) as response:
-                    raw = await response.read()
-                    status = response.status
-            except asyncio.CancelledError:
-                self._abort_later(rid)
+                await self._request(body, headers, parts)
+            except _Passing as failure:
+                failures.append(str(failure))
+                wait = failed
+            if parts.finish_reason != "abort":
+                return
+            if len(parts.token_ids) > done:
+                empty.reset()
+                failed.reset()
+            else:
+                await asyncio.sleep(wait.next())
+        parts.finish_reason = "length"
+
+    async def _request(self, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
+        """One request, with an id of its own that is aborted on the servers when nobody waits for the rest any more.
+
+        Raises _Passing when another attempt may succeed; what it brought until then is in `parts`.
+        """
+        body["rid"] = self._next_rid()
+        parts.begin()
+        try:
+            async with self._open().post(self.url + "/generate", data=orjson.dumps(body), headers=headers) as response:
+                if response.status != 200:
+                    text = (await response.read())[:_BODY_SHOWN].decode("utf-8", "replace")
+                    self._refused(response.status, text, len(body["input_ids"]))
+                await self._take(response, parts, len(body["input_ids"]))
+        except (aiohttp.ClientError, OSError) as error:
+            self._abort_later(body["rid"])
+            raise _Passing(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self._abort_later(body["rid"])
+            raise
+
+    async def _take(self, response: aiohttp.ClientResponse, parts: Parts, sent: int) -> None:
+        if not self._stream:
+            parts.add(_parse(await response.read(), self.url))
+            return
+        finished = False
+        try:
+            # To the end of the stream: a connection with something left in it is not used again.
+            async for piece in events(response):
+                if "error" in piece:
+                    self._refused(piece["error"].get("code"), str(piece["error"].get("message")), sent)
+                finished = parts.add(piece)
+                if finished and "status_code" in (reason := piece["meta_info"]["finish_reason"]):
+                    # Unstreamed it would have been the status of the answer.
+                    self._refused(reason["status_code"], str(reason.get("message")), sent)
+        except (aiohttp.ClientError, OSError):
+            if not finished:
                 raise
-            except (aiohttp.ClientError, OSError) as error:
-                failure = f"{type(error).__name__}: {error}"
-                self._abort_later(rid)
-                continue
-            if status == 200:
-                return _parse(raw, self.url)
-            failure = f"status {status}: {raw[:_BODY_SHOWN].decode('utf-8', 'replace')}"
-            if status not in _RETRIED:
-                raise ServerError(f"{self.url}/generate refused a prompt of {len(body['input_ids'])} tokens: {failure}")
-            self._abort_later(rid)
-        raise ServerError(f"{self.url}/generate failed {_ATTEMPTS} times in a row; the last time with {failure}")
+        if not finished:
+            raise _Passing("the stream ended before the request did")
+
+    def _refused(self, status: int | None, text: str, sent: int) -> None:
+        """Raises what an error status means."""
+        failure = f"status {status}: {text}"
+        if status in _RETRIED:
+            raise _Passing(failure)
+        error = DataError if status in _BAD_REQUEST else ServerError
+        raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
     def _next_rid(self) -> str:
         self._requests += 1
@@ -265,6 +322,11 @@ class RolloutClient:
             raise DataError(f"token id {bad[1]} at position {bad[0]} is outside the vocabulary [0, {self.vocab_size})")
         return checked
 
+    def _give_text(self, parts: Parts) -> None:
+        """What was saved of a response came without its text."""
+        if parts.token_ids and not parts.texts and self.tokenizer is not None:
+            parts.texts.append(self.tokenizer.decode(parts.token_ids))
+
     def _text(self, parts: Parts, params: dict[str, Any]) -> str:
         if len(parts.texts) == 1 or self.tokenizer is None or params["stop"]:
             return "".join(parts.texts)
@@ -285,6 +347,22 @@ class RolloutClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
+
+
+class _Waits:
+    """Waits that double, each a little off, so that requests that failed together do not come back together."""
+
+    def __init__(self, first_and_longest: tuple[float, float], rng: random.Random) -> None:
+        self._first, self._longest = first_and_longest
+        self._wait = self._first
+        self._random = rng
+
+    def next(self) -> float:
+        wait, self._wait = self._wait, min(2 * self._wait, self._longest)
+        return wait * self._random.uniform(0.75, 1.25)
+
+    def reset(self) -> None:
+        self._wait = self._first
 
 
 def _parse(raw: bytes, url: str) -> dict[str, Any]:

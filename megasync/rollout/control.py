@@ -36,6 +36,10 @@ class ServerControl:
         """As `post`."""
         return await self._request("GET", path, None, timeout)
 
+    async def delete(self, path: str, timeout: float = 60.0) -> Any:
+        """As `post`."""
+        return await self._request("DELETE", path, None, timeout)
+
     async def weight_version(self, timeout: float = 60.0) -> int:
         """The version of the weights that the server holds, by its own report."""
         info = await self.get("/model_info", timeout)

@@ -121,4 +121,6 @@ class ManagedProcess:
     def kill(self) -> None:
         """Kills the group at once, without waiting; for exit paths that have no event loop."""
         if self.alive():
+            # A supervisor that somebody has stopped would not hear it.
+            self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGUSR1)

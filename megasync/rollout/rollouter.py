@@ -8,9 +8,12 @@
     --------  ------------------  ----------------  -------------------------------  ------------------------------
     draw      prompts             groups under way  a free place, a slot             finished groups; training, drops
     redo      uids to regenerate  groups under way  an over-age group, a free place  training; finished groups
+    save      growing responses   saved partials    its own tick                     the clock
+    cap       the servers' loads  the gate's limit  its own tick                     the clock
 
 Invariant: every admitted prompt ends in exactly one `commit` or `drop`, or is still live in the buffer when the run
-stops; `_work` guarantees it. A prompt that was drawn but not admitted stays with the source.
+stops; `_work` guarantees it. A prompt that was drawn but not admitted stays with the source. What is done about a failure
+depends on whose it is (`failures`): servers' failures never cost a prompt.
 """
 
 from __future__ import annotations
@@ -18,17 +21,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
-from megasync.errors import DataError, ServerError
+from megasync.errors import DataError
 from megasync.rollout.drops import DropWatch
+from megasync.rollout.failures import UnknownErrors, is_infrastructure
+from megasync.rollout.inflight import InflightCap, ServerLoad
+from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.tally import RolloutTally
@@ -36,12 +43,20 @@ from megasync.rollout.workflow import Workflow, as_trajectories, name_of
 
 log = logging.getLogger(__name__)
 
-# A group is generated again this often when servers fail in the middle of it; the client has retried each request by
-# then, so more would only hide a pool that is gone.
-GROUP_ATTEMPTS = 3
-RETRY_SECONDS = 2.0
+# Seconds before a sample is tried again after its servers failed, doubled up to the second number. The client has retried
+# each request by then, until `timeouts.request`.
+RETRY_SECONDS = (1.0, 30.0)
+# Seconds between two looks at the servers' loads.
+CAP_SECONDS = 2.0
 # Reason of a drop that is no failure: all rewards are equal, so there is nothing to learn.
 UNIFORM = "uniform"
+
+
+class Fleet(Protocol):
+    """What the rollout sees of the servers."""
+
+    def loads(self) -> Sequence[ServerLoad]: ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,9 @@ class Rollouter:
 
     `client` is a RolloutClient, `source` a PromptSource, `buffer` anything with the AsyncBuffer's methods. With
     `relative_advantage` (a reward counts against its group's mean) a group with one survivor is dropped. With `seed`
-    every request carries a seed drawn from (seed, uid, sample, turn).
+    every request carries a seed drawn from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward
+    that raises is tried; `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits
+    requests below what the buffer allows, by the loads of the `fleet`.
     """
 
     def __init__(
@@ -72,7 +89,12 @@ class Rollouter:
         drop_uniform_groups: bool = False,
         relative_advantage: bool = True,
         seed: int | None = None,
-        retry_seconds: float = RETRY_SECONDS,
+        max_attempts: int = 1,
+        max_drop_share: float = 0.5,
+        save_seconds: float = 0.0,
+        cap: InflightCap | None = None,
+        fleet: Fleet | None = None,
+        retry_seconds: tuple[float, float] = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -84,11 +106,18 @@ class Rollouter:
         self._drop_uniform = drop_uniform_groups
         self._relative = relative_advantage
         self._seed = seed
+        self._max_attempts = max_attempts
+        self._save_seconds = save_seconds
+        self._cap = cap
+        self._fleet = fleet
         self._retry_seconds = retry_seconds
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
         self._gate = RequestGate()
         self._tally = RolloutTally(schedule.groups_per_step, clock)
-        self._drops = DropWatch()
+        self._drops = DropWatch(max_drop_share)
+        self._unknown = UnknownErrors()
+        self._partials = Partials()
+        self._server_failures = 0
         self._groups: set[asyncio.Task] = set()
         self._failed: asyncio.Future[None]
         self._stopped = asyncio.Event()
@@ -101,15 +130,22 @@ class Rollouter:
             asyncio.create_task(self._draw(), name="rollout draw"),
             asyncio.create_task(self._redo(), name="rollout redo"),
         }
+        ticks = set()
+        if self._save_seconds:
+            ticks.add(asyncio.create_task(self._save_loop(), name="rollout save"))
+        if self._cap is not None and self._fleet is not None:
+            ticks.add(asyncio.create_task(self._cap_loop(self._cap, self._fleet), name="rollout cap"))
         stopped = asyncio.create_task(self._stopped.wait(), name="rollout stop")
         self._failed = asyncio.get_running_loop().create_future()
-        watched = {*loops, stopped, self._failed}
+        watched = {*loops, *ticks, stopped, self._failed}
         try:
             ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
         finally:
             await _cancel(watched | self._groups)
+            if self._save_seconds:
+                await self._save()
 
     def stop(self) -> None:
         """Ends `run` at whatever it waits for. Admitted prompts stay live in the buffer."""
@@ -133,7 +169,18 @@ class Rollouter:
         return self._tally.snapshot() | {
             "rollout/inflight_groups": float(len(self._groups)),
             "rollout/inflight_requests": float(self._gate.inflight),
+            "rollout/server_failures": float(self._server_failures),
+            **self._fleet_metrics(),
         }
+
+    def _fleet_metrics(self) -> dict[str, float]:
+        if self._fleet is None:
+            return {}
+        metrics = self._fleet.metrics()
+        if self._cap is not None:
+            metrics["rollout/inflight_limit"] = float(self._cap.limit)
+            metrics["rollout/kv_usage"] = max((load.token_usage for load in self._fleet.loads()), default=0.0)
+        return metrics
 
     # The two loops
 
@@ -159,6 +206,20 @@ class Rollouter:
             self._tally.regenerated += 1
             self._start(self._source.get(uid))
 
+    async def _save_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._save_seconds)
+            await self._save()
+
+    async def _save(self) -> None:
+        if unsaved := self._partials.unsaved():
+            await self._buffer.save_partials(unsaved)
+
+    async def _cap_loop(self, cap: InflightCap, fleet: Fleet) -> None:
+        while True:
+            self._gate.limit = cap.update(fleet.loads(), self._gate.inflight)
+            await asyncio.sleep(CAP_SECONDS)
+
     def _start(self, prompt: Prompt) -> None:
         """Works on one group in a task of its own, which holds a place until it ends."""
         task = asyncio.create_task(self._work(prompt), name=f"group {prompt.uid}")
@@ -174,7 +235,10 @@ class Rollouter:
     # One group
 
     async def _work(self, prompt: Prompt) -> None:
+        if self._save_seconds:
+            self._partials.restore(prompt.uid, await self._buffer.partials(prompt.uid))
         outcome = await self._outcome(prompt)
+        self._partials.forget(prompt.uid)
         try:
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is too old by now and will come back.
@@ -193,14 +257,14 @@ class Rollouter:
             self._drops.passed()
             return
         log.warning("group %s was dropped (%s) %s", prompt.uid, drop.reason, drop.problem)
-        self._drops.failed(drop.reason, drop.problem)
+        self._drops.failed(prompt.uid, drop.reason, drop.problem)
 
     async def _outcome(self, prompt: Prompt) -> Group | _Dropped:
-        trajectories, problems = await self._responses(prompt)
+        trajectories, problems = await self._sample_all(prompt)
         if not trajectories:
             return _Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory")
         try:
-            scored = await self._rewards.score(trajectories, prompt.columns, prompt.uid)
+            scored = await self._scored(trajectories, prompt)
         except DataError as error:
             return _Dropped("reward_error", str(error))
         self._tally.scored(scored)
@@ -213,17 +277,16 @@ class Rollouter:
             return _Dropped(UNIFORM)
         return Group(prompt.uid, kept)
 
-    async def _responses(self, prompt: Prompt) -> tuple[list[Trajectory], list[str]]:
-        """All samples of a group at once; again when servers failed, a few times. Raises ServerError after that."""
-        for attempt in range(1, GROUP_ATTEMPTS + 1):
+    async def _scored(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
+        """Raises DataError when the reward has failed as often as it may."""
+        for attempt in range(1, self._max_attempts + 1):
             try:
-                return await self._sample_all(prompt)
-            except ServerError as error:
-                if attempt == GROUP_ATTEMPTS:
+                return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
+            except DataError as error:
+                self._unknown.note(f"the reward of group {prompt.uid}", error)
+                if attempt == self._max_attempts:
                     raise
-                log.warning("group %s, attempt %d of %d: %s", prompt.uid, attempt, GROUP_ATTEMPTS, error)
-                await asyncio.sleep(self._retry_seconds * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _sample_all(self, prompt: Prompt) -> tuple[list[Trajectory], list[str]]:
         samples = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._samples)]
@@ -235,20 +298,36 @@ class Rollouter:
         return trajectories, [result for result in results if isinstance(result, str)]
 
     async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
-        """One workflow call: its trajectories, or the text of its error. ServerError goes up, it is nobody's answer."""
+        """One sample's trajectories, or the text of its error once it has failed as often as it may."""
+        attempts = 0
+        wait, longest = self._retry_seconds
+        while True:
+            try:
+                trajectories = await self._attempt(prompt, index)
+            except Exception as error:  # whatever a user's workflow raises
+                if is_infrastructure(error):
+                    self._server_failures += 1
+                    log.warning("sample %d of group %s goes on when servers do: %s", index, prompt.uid, error)
+                    await asyncio.sleep(wait * random.uniform(0.75, 1.25))
+                    wait = min(2 * wait, longest)
+                    continue
+                attempts += 1
+                log.debug("sample %d of group %s failed", index, prompt.uid, exc_info=error)
+                self._tally.failed_samples += 1
+                self._unknown.note(f"sample {index} of group {prompt.uid}", error)
+                if attempts == self._max_attempts:
+                    return f"the workflow {name_of(self._workflow)} raised {type(error).__name__}: {error}"
+            else:
+                self._tally.generated(trajectories)
+                return trajectories
+
+    async def _attempt(self, prompt: Prompt, index: int) -> list[Trajectory]:
+        """One workflow call. It sees a copy of the row: what it changes is gone with the next attempt."""
         seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
-        client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed)
+        partials = self._partials.sample(prompt.uid, index)
+        client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        try:
-            trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
-        except ServerError:
-            raise
-        except Exception as error:  # whatever a user's workflow raises
-            self._tally.failed_samples += 1
-            log.debug("sample %d of group %s failed", index, prompt.uid, exc_info=error)
-            return f"the workflow {name_of(self._workflow)} raised {type(error).__name__}: {error}"
-        self._tally.generated(trajectories)
-        return trajectories
+        return as_trajectories(await self._workflow(client, sample), self._workflow)
 
 
 async def _cancel(tasks: Iterable[asyncio.Future]) -> None:

@@ -1,8 +1,9 @@
 """The router in front of the SGLang servers: one address, requests spread by policy.
 
-It forwards generation only; control calls go straight to the servers. A request is sent once: the router's own retries
-would run a generation twice, so they are off and the client retries. Health probes stay rare and lenient, because a
-server that is paused for a weight sync must not be taken out of rotation.
+It forwards generation only; control calls go straight to the servers. Which servers those are may change while it runs
+(`router_members`). A request is sent once: the router's own retries would run a generation twice, so they are off and the
+client retries. Health probes stay rare and lenient, because a server that is paused for a weight sync must not be taken
+out of rotation.
 """
 
 from __future__ import annotations
@@ -46,13 +47,11 @@ class Router(Service):
         request_timeout: float = 600.0,
     ) -> None:
         super().__init__(host, port, log_path)
-        if not worker_urls:
-            raise ServerError("a router needs at least one server to route to")
         if policy not in POLICIES:
             raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
         self.worker_urls = [url.rstrip("/") for url in worker_urls]
-        # Between two is how power_of_two chooses; the router refuses it for a single server, where nothing is to choose.
-        self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) == 1 else policy
+        # Between two is how power_of_two chooses; the router refuses to start with it for fewer.
+        self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) < 2 else policy
         self.request_timeout = request_timeout
         self._prometheus_port = 0
 
@@ -93,19 +92,21 @@ class Router(Service):
         return dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
 
     async def serving(self) -> bool:
-        """True once every server is registered and healthy."""
+        """True once it answers and every server that it was started with is registered and healthy."""
         if not self.alive():
             return False
         workers = await self.workers()
+        if workers is None:
+            return False
         ready = {worker["url"].rstrip("/") for worker in workers if worker.get("is_healthy")}
         return ready.issuperset(self.worker_urls)
 
-    async def workers(self) -> list[dict]:
-        """What the router knows of its servers; empty while it does not answer."""
+    async def workers(self) -> list[dict] | None:
+        """What the router knows of its servers; None while it does not answer."""
         control = ServerControl(self.url)
         try:
             return (await control.get("/workers", timeout=5.0)).get("workers", [])
         except ServerError:
-            return []
+            return None
         finally:
             await control.close()

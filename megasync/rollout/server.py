@@ -111,6 +111,9 @@ class SGLangServer(Service):
             "--admin-api-key": self.api_key,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
+        if rollout.stream_interval:
+            # Only new tokens with each piece; all of them again would be quadratic in the response's length.
+            options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
         if self.deterministic:
             options["--enable-deterministic-inference"] = True
         if self.device == "cpu":

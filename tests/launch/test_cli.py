@@ -13,7 +13,7 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "plan", "resume", "export", "check-layout", "doctor", "fetch")
+COMMANDS = ("train", "plan", "resume", "scale", "export", "check-layout", "doctor", "fetch")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_plan_prints_the_plan_with_overrides_applied():
     assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "warning" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["resume", "export"])
+@pytest.mark.parametrize("command", ["resume", "scale", "export"])
 def test_a_folder_that_is_no_run_is_named(here, command, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *(["out"] if command == "export" else []))
     assert status == 2 and "absent" in err

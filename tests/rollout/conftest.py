@@ -88,6 +88,7 @@ class FakeBuffer:
         self.changed = asyncio.Condition()
         self.again = asyncio.Queue()
         self.reason = None
+        self.saved = {}
 
     async def admit(self, uid):
         async with self.changed:
@@ -118,6 +119,12 @@ class FakeBuffer:
             self.live.remove(uid)
             ended[uid] = value
             self.changed.notify_all()
+
+    async def save_partials(self, partials):
+        self.saved |= partials
+
+    async def partials(self, uid):
+        return {(sample, turn): partial for (of, sample, turn), partial in self.saved.items() if of == uid}
 
     async def reclaim(self):
         uid = await self.again.get()
@@ -164,7 +171,7 @@ def make_bench():
         client, source, buffer = FakeClient(behave), FakeSource(size), FakeBuffer(total, capacity)
         schedule = ScheduleConfig(groups_per_step=4, samples_per_group=samples, max_inflight_groups=inflight)
         rollouter = Rollouter(
-            client, source, buffer, workflow, RewardRunner(reward), schedule, retry_seconds=0.0, **options
+            client, source, buffer, workflow, RewardRunner(reward), schedule, retry_seconds=(0.0, 0.0), **options
         )
         return Bench(client, source, buffer, rollouter)
 

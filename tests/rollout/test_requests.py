@@ -77,3 +77,69 @@ def test_a_seed_depends_on_every_part_and_fits_31_bits():
     seeds = {request_seed(*parts) for parts in [(0, "0:1", 0), (1, "0:1", 0), (0, "0:2", 0), (0, "0:1", 1)]}
     assert len(seeds) == 4
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+# The gate's limit
+
+
+async def test_no_more_requests_run_than_the_limit_and_they_come_in_order():
+    gate, running, most, order = RequestGate(), 0, 0, []
+    gate.limit = 3
+
+    async def request(number):
+        nonlocal running, most
+        async with gate.request():
+            order.append(number)
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+
+    await asyncio.gather(*(request(number) for number in range(20)))
+    assert (most, order, gate.inflight) == (3, list(range(20)), 0)
+
+
+async def test_a_lower_limit_leaves_running_requests_alone_and_a_higher_one_lets_waiting_ones_in():
+    gate, release = RequestGate(), asyncio.Event()
+
+    async def request():
+        async with gate.request():
+            await release.wait()
+
+    tasks = [asyncio.create_task(request()) for _ in range(6)]
+    await asyncio.sleep(0)
+    gate.limit = 2
+    assert gate.inflight == 6
+    tasks += [asyncio.create_task(request()) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert gate.inflight == 6
+    gate.limit = 8
+    assert gate.inflight == 8
+    release.set()
+    await asyncio.gather(*tasks)
+    assert gate.inflight == 0
+
+
+async def test_whoever_gives_up_waiting_keeps_no_place():
+    gate, release = RequestGate(), asyncio.Event()
+    gate.limit = 1
+
+    async def request():
+        async with gate.request():
+            await release.wait()
+
+    first, second, third = (asyncio.create_task(request()) for _ in range(3))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    release.set()
+    await asyncio.wait_for(asyncio.gather(first, third), 5)
+    # Let in and cancelled in the same moment: the place goes to the next.
+    release.clear()
+    first, second = (asyncio.create_task(request()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert gate.inflight == 0
+    await gate.close(1)

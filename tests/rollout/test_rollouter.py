@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import DataError, ServerError
+from megasync.rollout.inflight import InflightCap
 
 PATIENCE = 20  # seconds; a hang is a failure, not a long test
 
@@ -159,7 +160,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_the_cause(make_bench
 
     bench = make_bench(reward=broken, capacity=2)
     with pytest.raises(
-        DataError, match=r"all of the first 8 groups were dropped.*reward_error.*raised KeyError: 'gold'"
+        DataError, match=r"all of the first 8 groups were dropped.\n.*reward_error.*raised KeyError: 'gold'"
     ):
         await finish(bench)
     assert bench.client.running == 0
@@ -201,16 +202,175 @@ async def test_servers_that_fail_for_a_moment_cost_nothing(make_bench):
     assert not bench.buffer.dropped
 
 
-async def test_servers_that_are_gone_end_the_run_after_bounded_retries(make_bench):
-    def behave(ids, options):
-        raise ServerError("no server answers")
+async def test_servers_that_are_gone_cost_time_but_no_prompt_however_long(make_bench):
+    calls = []
 
-    bench = make_bench(behave=behave, inflight=1, samples=2)
-    with pytest.raises(ServerError, match="no server answers"):
-        await finish(bench)
-    assert len(bench.client.calls) <= 3 * 2
-    assert "0:0" in bench.buffer.live
+    def behave(ids, options):
+        calls.append(ids)
+        if len(calls) <= 200:
+            raise ServerError("no server answers")
+        return "x"
+
+    bench = make_bench(behave=behave, inflight=1, samples=2, total=2, max_attempts=1)
+    await finish(bench)
+    assert len(bench.buffer.committed) == 2
     assert not bench.buffer.dropped
+    assert bench.rollouter.metrics()["rollout/server_failures"] == 200.0
+
+
+async def test_a_server_failure_that_a_workflow_wrapped_is_still_one(make_bench):
+    failures = iter([ServerError("connection refused")] * 3)
+
+    async def wrapping(client, sample):
+        if error := next(failures, None):
+            raise RuntimeError("the tool loop broke") from error
+        return (await client.generate([1])).trajectory()
+
+    bench = make_bench(total=1, workflow=wrapping)
+    await finish(bench)
+    assert len(bench.buffer.committed) == 1
+    assert bench.rollouter.metrics()["rollout/samples_failed"] == 0.0
+
+
+async def test_a_workflow_that_raises_is_tried_as_often_as_allowed_then_its_prompt_is_dropped(make_bench):
+    calls = []
+
+    def behave(ids, options):
+        calls.append(ids[0])
+        if ids[0] == 1:
+            raise DataError("malformed tool call")
+        return "x"
+
+    bench = make_bench(total=3, size=4, samples=2, behave=behave, inflight=1, max_attempts=3)
+    await finish(bench)
+    assert bench.buffer.dropped == {"0:1": "no_response"}
+    assert calls.count(1) == 3 * 2
+
+
+async def test_a_sample_that_fails_once_is_only_tried_again_itself(make_bench):
+    calls = []
+
+    def behave(ids, options):
+        calls.append(ids)
+        if len(calls) == 2:
+            raise RuntimeError("tool broke")
+        return "x"
+
+    bench = make_bench(total=1, samples=3, behave=behave, max_attempts=2)
+    await finish(bench)
+    assert [len(group.trajectories) for group in bench.buffer.committed.values()] == [3]
+    assert len(calls) == 4
+
+
+async def test_a_reward_that_fails_once_scores_the_same_responses_again(make_bench):
+    asked = []
+
+    def reward(completions, **columns):
+        asked.append(completions)
+        if len(asked) == 1:
+            raise ConnectionError("the judge is away")
+        return [0.0, 1.0]
+
+    bench = make_bench(total=1, reward=reward, max_attempts=2)
+    await finish(bench)
+    assert (len(bench.client.calls), asked[0]) == (2, asked[1])
+
+
+async def test_unknown_errors_are_logged_with_their_traceback_the_first_times(make_bench, caplog):
+    def behave(ids, options):
+        if ids[0] % 2:
+            raise ZeroDivisionError("by zero")
+        return "x"
+
+    bench = make_bench(total=8, size=16, behave=behave, inflight=1)
+    with caplog.at_level(logging.ERROR):
+        await finish(bench)
+    loud = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(loud) == 3 < bench.rollouter.metrics()["rollout/samples_failed"]
+    assert all("does not know, ZeroDivisionError" in record.getMessage() and record.exc_info for record in loud)
+
+
+# Unfinished responses
+
+
+def grows(tokens, last=None):
+    """Lets each response grow by `tokens`; after `last` calls they do not end."""
+    calls = []
+
+    async def behave(ids, options):
+        calls.append(ids)
+        parts = options["keep"](ids)
+        parts.token_ids += [7] * tokens
+        parts.logprobs += [-0.5] * tokens
+        parts.versions += [3] * tokens
+        if last is not None and len(calls) > last:
+            await asyncio.sleep(600)
+        return "x"
+
+    return behave
+
+
+async def test_unfinished_responses_are_saved_at_the_end_and_finished_ones_are_not(make_bench):
+    bench = make_bench(capacity=2, behave=grows(4, last=2), save_seconds=600.0)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    bench.rollouter.stop()
+    await run
+    assert len(bench.buffer.committed) == 1
+    assert {key[0] for key in bench.buffer.saved} == set(bench.buffer.live)
+    assert {tuple(p.token_ids) for p in bench.buffer.saved.values()} == {(7, 7, 7, 7)}
+    assert {tuple(p.versions) for p in bench.buffer.saved.values()} == {(3, 3, 3, 3)}
+
+
+async def test_a_new_life_goes_on_from_what_was_saved_where_the_prompt_is_the_same(make_bench):
+    first = make_bench(capacity=1, behave=grows(4, last=0), save_seconds=600.0)
+    run = asyncio.create_task(first.rollouter.run())
+    await until(lambda: first.client.running == 2)
+    first.rollouter.stop()
+    await run
+    begun = []
+
+    async def behave(ids, options):
+        begun.append(len(options["keep"](ids).token_ids))
+        begun.append(len(options["keep"]([*ids, 1]).token_ids))
+        return "x"
+
+    second = make_bench(total=1, behave=behave, save_seconds=600.0)
+    second.buffer.saved = first.buffer.saved
+    await finish(second)
+    assert begun == [4, 0, 4, 0]
+
+
+async def test_unfinished_responses_are_saved_every_so_often(make_bench):
+    bench = make_bench(capacity=1, behave=grows(4, last=0), save_seconds=0.01)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: len(bench.buffer.saved) == 2)
+    bench.rollouter.stop()
+    await run
+
+
+# The in-flight cap
+
+
+class FakeFleet:
+    def __init__(self, *loads):
+        self._loads = list(loads)
+
+    def loads(self):
+        return self._loads
+
+    def metrics(self):
+        return {"fleet/healthy": float(len(self._loads))}
+
+
+async def test_the_cap_holds_requests_back(make_bench):
+    cap = InflightCap(servers=1, high_usage=0.9)
+    cap.limit = 3
+    bench = make_bench(total=8, samples=4, behave=lambda ids, o: asyncio.sleep(0.001, "x"), cap=cap, fleet=FakeFleet())
+    await finish(bench)
+    assert bench.client.most_running == 3
+    assert bench.rollouter.metrics()["rollout/inflight_limit"] == 3.0
+    assert bench.rollouter.metrics()["fleet/healthy"] == 0.0
 
 
 # Groups that teach nothing

@@ -7,7 +7,8 @@ import copy
 
 import numpy as np
 import pytest
-from fake_sglang import DROP, FakeSGLang, finish, hang, refuse
+from aiohttp import web
+from fake_sglang import DROP, Break, FakeSGLang, event, finish, hang, refuse
 from tiny_models import byte_tokenizer
 
 from megasync.config.schema import SamplingConfig
@@ -15,12 +16,13 @@ from megasync.errors import DataError, ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
+from megasync.rollout.parts import Parts
 from megasync.rollout.router import ROUTING_KEY_HEADER
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(client_module, "_BACKOFF", 0.005)
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
 
 
 @pytest.fixture
@@ -41,9 +43,9 @@ def make_client(fake: FakeSGLang, **changes) -> RolloutClient:
     return RolloutClient(**(arguments | changes))
 
 
-@pytest.fixture
-async def client(fake):
-    made = make_client(fake)
+@pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
+async def client(fake, request):
+    made = make_client(fake, stream_interval=request.param)
     yield made
     await made.close()
     for server in made.servers:
@@ -201,25 +203,138 @@ async def test_a_retry_keeps_the_partial_tokens(fake, client):
     assert got.versions == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
-async def test_retries_end(fake, client):
-    fake.script += [refuse(503, "all workers are gone")] * 100
-    with pytest.raises(ServerError, match="failed 6 times in a row; .* 503: all workers are gone"):
+async def test_retries_go_on_until_the_requests_own_deadline(fake):
+    client = make_client(fake, request_timeout=0.5)
+    fake.script += [refuse(503, "all workers are gone")] * 10_000
+    with pytest.raises(
+        ServerError, match=r"within 0.5 s \(timeouts.request\).*failed attempts: .*503: all workers are gone"
+    ):
         await client.generate([1])
-    assert len(fake.requests) == 6
+    assert len(fake.requests) > 6
+    await client.close()
 
 
 async def test_no_listener_is_a_server_error(fake):
-    client = make_client(fake, router_url="http://127.0.0.1:9", servers=[])
-    with pytest.raises(ServerError, match="failed 6 times"):
+    client = make_client(fake, router_url="http://127.0.0.1:9", servers=[], request_timeout=0.2)
+    with pytest.raises(ServerError, match="failed attempts: ClientConnectorError"):
         await client.generate([1])
     await client.close()
 
 
-async def test_a_refused_request_is_not_retried(fake, client):
-    fake.script += [refuse(400, "bad sampling_params")]
-    with pytest.raises(ServerError, match="bad sampling_params"):
+# Streams
+
+
+async def test_a_server_that_dies_in_the_middle_costs_only_what_it_had_not_sent(fake):
+    client = make_client(fake, stream_interval=3)
+    fake.script += [Break(((1, 4), (2, 4))), Break(((2, 5),))]
+    got = await client.generate([1])
+    assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert got.logprobs == [-i / 100 for i in got.token_ids]
+    assert got.versions == [4, 4, 4, 5, 5, 0, 0, 0]
+    assert [r["input_ids"] for r in fake.requests] == [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+    assert [r["sampling_params"]["max_new_tokens"] for r in fake.requests] == [8, 5, 3]
+    assert (got.text, got.parts) == ("<2><3><4><5><6><7><8><9>", 3)
+    await until(lambda: set(fake.aborted) == {r["rid"] for r in fake.requests[:2]})
+    await client.close()
+
+
+async def test_tokens_around_an_update_of_a_server_that_died_look_older_never_younger(fake):
+    client = make_client(fake, stream_interval=3)
+    # The piece of three was sent after the update; which of its tokens came before it is not known.
+    fake.script += [Break(((1, 4), (3, 5), (2, 5)))]
+    got = await client.generate([1])
+    assert got.versions == [4, 4, 4, 4, 5, 5, 0, 0]
+    await client.close()
+
+
+async def test_the_end_of_a_stream_says_exactly_which_token_has_which_version(fake):
+    client = make_client(fake, stream_interval=3)
+    fake.version = 9
+    fake.script += [finish(8, "length", [(4, 5), (9, 3)])]
+    assert (await client.generate([1])).versions == [4] * 5 + [9] * 3
+    await client.close()
+
+
+async def test_a_stream_that_ends_politely_before_its_request_is_continued_too(fake):
+    async def half(fake, body):
+        piece = fake.piece(body, fake.continuation(body, 2), 0)
+        return web.Response(text=event(piece) + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    client = make_client(fake, stream_interval=3)
+    fake.script += [half]
+    got = await client.generate([1])
+    assert (got.token_ids, got.parts) == ([2, 3, 4, 5, 6, 7, 8, 9], 2)
+    await client.close()
+
+
+@pytest.mark.parametrize(("code", "error"), [(400, DataError), (401, ServerError)])
+async def test_an_error_inside_a_stream_is_what_its_code_says(fake, code, error):
+    async def refused(fake, body):
+        text = event({"error": {"message": "the input is too long", "code": code}}) + "data: [DONE]\n\n"
+        return web.Response(text=text, content_type="text/event-stream")
+
+    client = make_client(fake, stream_interval=3)
+    fake.script += [refused]
+    with pytest.raises(error, match=f"status {code}: the input is too long"):
         await client.generate([1])
     assert len(fake.requests) == 1
+    await client.close()
+
+
+async def test_a_stream_of_nonsense_is_a_server_error(fake):
+    async def nonsense(fake, body):
+        return web.Response(text="data: [1]\n\n", content_type="text/event-stream")
+
+    client = make_client(fake, stream_interval=3)
+    fake.script += [nonsense]
+    with pytest.raises(ServerError, match="an event that is no object"):
+        await client.generate([1])
+    await client.close()
+
+
+async def test_a_connection_serves_one_stream_after_the_other(fake):
+    client = make_client(fake, stream_interval=3)
+    for start in range(5):
+        await client.generate([start])
+    assert len(set(fake.peers)) == 1
+    await client.close()
+
+
+# What is there already
+
+
+async def test_a_generation_goes_on_from_what_is_kept_and_grows_in_view(fake, client):
+    kept = Parts([2, 3], [-0.1, -0.2], [7, 7])
+    fake.script += [finish(3, "abort")]
+    got = await client.generate([1], keep=lambda prompt: kept)
+    assert [r["input_ids"] for r in fake.requests] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
+    assert got.token_ids == kept.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert got.versions == [7, 7, 0, 0, 0, 0, 0, 0]
+    assert got.logprobs[:2] == [-0.1, -0.2]
+
+
+async def test_what_is_kept_may_be_a_whole_response(fake, client):
+    got = await client.generate([1], keep=lambda prompt: Parts([2] * 8, [-0.1] * 8, [7] * 8))
+    assert (len(got.token_ids), got.finish_reason, fake.requests) == (8, "length", [])
+
+
+async def test_a_failed_generation_leaves_what_it_had(fake):
+    client = make_client(fake, stream_interval=3, request_timeout=0.3)
+    kept = Parts()
+    fake.script += [Break(((1, 4), (2, 4))), *[refuse(503)] * 10_000]
+    with pytest.raises(ServerError, match="after 3 tokens"):
+        await client.generate([1], keep=lambda prompt: kept)
+    assert (kept.token_ids, kept.versions) == ([2, 3, 4], [4, 4, 4])
+    await client.close()
+
+
+async def test_a_refused_request_is_not_retried(fake, client):
+    fake.script += [refuse(400, "bad sampling_params"), refuse(401, "who are you")]
+    with pytest.raises(DataError, match="bad sampling_params"):
+        await client.generate([1])
+    with pytest.raises(ServerError, match="who are you"):
+        await client.generate([1])
+    assert len(fake.requests) == 2
 
 
 async def test_a_cancelled_generation_is_ended_on_the_servers(fake, client):

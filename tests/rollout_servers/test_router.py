@@ -15,6 +15,7 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.ports import free_port
 from megasync.rollout.router import POLICIES, Router
+from megasync.rollout.router_members import RouterMembers
 
 
 @asynccontextmanager
@@ -62,7 +63,7 @@ async def test_a_routing_key_sticks_to_one_server(tmp_path):
 
 
 async def test_the_router_does_not_retry_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(client_module, "_RETRIED", frozenset())
     async with routed(tmp_path, "round_robin") as (fakes, client):
         for fake in fakes:
             fake.script += [refuse(503)] * 10
@@ -72,7 +73,7 @@ async def test_the_router_does_not_retry_by_itself(tmp_path, monkeypatch):
 
 
 async def test_a_dead_server_costs_retries_not_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "_BACKOFF", 0.01)
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.01, 0.1))
     # The policy that would send each prompt to the server it knows, dead or not.
     async with routed(tmp_path, "cache_aware") as (fakes, client):
         prompts = [[i] * 20 for i in range(16)]
@@ -104,8 +105,67 @@ async def test_a_router_without_its_servers_does_not_start(tmp_path):
     assert not router.alive()
 
 
-def test_unknown_policies_and_empty_pools_are_refused(tmp_path):
+def test_unknown_policies_are_refused(tmp_path):
     with pytest.raises(ServerError, match="cache_aware"):
         Router(["http://127.0.0.1:1"], "fastest", "127.0.0.1", 0, tmp_path / "log")
-    with pytest.raises(ServerError, match="at least one server"):
-        Router([], "round_robin", "127.0.0.1", 0, tmp_path / "log")
+
+
+async def test_servers_come_and_go_while_requests_run(tmp_path):
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeSGLang()) for _ in range(2)]
+        router = Router([], "round_robin", "127.0.0.1", 0, tmp_path / "router.log")
+        stack.push_async_callback(router.stop)
+        url = await router.start(30)
+        members = RouterMembers(url)
+        stack.push_async_callback(members.close)
+        client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=4), 20.0, stream_interval=2)
+        stack.push_async_callback(client.close)
+        # Without a server a request waits, and is answered once there is one.
+        early = asyncio.create_task(client.generate([5]))
+        await settled(members, [fakes[0].url])
+        assert (await asyncio.wait_for(early, 20)).token_ids == [6, 7, 8, 9]
+        # A server that is taken away finishes what it is at, and gets nothing more.
+        started, release = asyncio.Event(), asyncio.Event()
+
+        async def slow(fake, body):
+            started.set()
+            await release.wait()
+            return fake.answer(body, 4, "length")
+
+        fakes[0].script += [slow]
+        running = asyncio.create_task(client.generate([1]))
+        await asyncio.wait_for(started.wait(), 5)
+        await settled(members, [fakes[1].url])
+        seen = len(fakes[0].requests)
+        await asyncio.gather(*(client.generate([i]) for i in range(6)))
+        release.set()
+        assert (await running).parts == 1
+        assert len(fakes[0].requests) == seen
+
+
+async def settled(members: RouterMembers, urls: list[str]) -> None:
+    async with asyncio.timeout(20):
+        while not await members.adjust(urls):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(tmp_path):
+    async with AsyncExitStack() as stack:
+        fake = await stack.enter_async_context(FakeSGLang())
+        first = Router([fake.url], "cache_aware", "127.0.0.1", 0, tmp_path / "router.log")
+        stack.push_async_callback(first.stop)
+        url = await first.start(30)
+        client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=4), 60.0, stream_interval=2)
+        stack.push_async_callback(client.close)
+        started = asyncio.Event()
+        fake.script += [hang(started)]
+        running = asyncio.create_task(client.generate([1]))
+        await asyncio.wait_for(started.wait(), 5)
+        first.kill()
+        second = Router([fake.url], "cache_aware", "127.0.0.1", first.port, tmp_path / "router.log")
+        stack.push_async_callback(second.stop)
+        async with asyncio.timeout(10):
+            while first.alive():
+                await asyncio.sleep(0.02)
+        assert await second.start(30) == url
+        assert (await asyncio.wait_for(running, 30)).token_ids == [2, 3, 4, 5]

@@ -1,0 +1,228 @@
+"""One server of the fleet: its actor, the process in it, and the loops that keep `ServerHealth` informed.
+
+    start ──▶ look: alive? · probe · request ──(dead)──▶ bury ──▶ wait ──▶ start again, as another server at another URL
+                                                          └──▶ retired
+
+`live` is the whole life; it ends when the slot is retired. Whoever owns the slot hears of each transition by `on_change`.
+A dead process is known at once from its owner; what is alive and says nothing only from streaks of unanswered calls,
+with deadlines that a server in a long prefill or paused for a weight sync meets easily.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from megasync.config.schema import HealthConfig
+from megasync.errors import MegasyncError, ServerError
+from megasync.rollout.control import ServerControl
+from megasync.rollout.health import ServerHealth, State
+from megasync.rollout.inflight import ServerLoad
+
+log = logging.getLogger(__name__)
+
+# Lines of a dead process's log that go into the reason.
+TAIL_LINES = 30
+# Seconds between two looks at the process itself, and for the actor's answer to that.
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 30.0
+# Seconds between two looks at a server that is to finish its requests.
+_DRAIN_POLL = 0.2
+
+
+class ServerProcess(Protocol):
+    """A server's process, wherever it runs. Every call may raise MegasyncError."""
+
+    async def start(self, timeout: float) -> str:
+        """Starts and waits; the URL."""
+
+    async def alive(self) -> bool: ...
+
+    async def tail(self, lines: int) -> str: ...
+
+    async def stop(self, timeout: float) -> None:
+        """Ends the process and what holds it, whatever state they are in. Does not raise."""
+
+
+class ServerSlot:
+    """`control` is that of the server that runs here now; None while none does."""
+
+    def __init__(
+        self,
+        index: int,
+        health: ServerHealth,
+        make_process: Callable[[], ServerProcess],
+        config: HealthConfig,
+        start_timeout: float,
+        stop_timeout: float,
+        api_key: str,
+        on_change: Callable[[ServerSlot, State], None],
+    ) -> None:
+        """`on_change` is told of each transition with the state before it, while `control` still is what it was."""
+        self.index = index
+        self.health = health
+        self.control: ServerControl | None = None
+        self.load: ServerLoad | None = None
+        self.starts = 0
+        self._make_process = make_process
+        self._config = config
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._api_key = api_key
+        self._on_change = on_change
+        self._process: ServerProcess | None = None
+        self._shown = health.state
+        self._wake = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Empty while no server runs here."""
+        return self.control.url if self.control is not None else ""
+
+    def note(self, event: Callable[..., None], *arguments: str) -> None:
+        """Tells the health machine of an event, one of its methods, and the owner of the transition if it is one."""
+        event(*arguments)
+        self._show()
+
+    def _show(self) -> None:
+        state = self.health.state
+        if state is self._shown:
+            return
+        before, self._shown = self._shown, state
+        level = logging.INFO if state in (State.HEALTHY, State.STALE, State.RESTARTING) else logging.WARNING
+        log.log(level, "server %d: %s -> %s %s %s", self.index, before, state, self.url, self.health.reason)
+        self._wake.set()
+        self._on_change(self, before)
+
+    async def start(self) -> None:
+        """Starts the process. Raises MegasyncError, and leaves nothing running, when it does not serve."""
+        self.starts += 1
+        self._process = self._make_process()
+        try:
+            url = await self._process.start(self._start_timeout)
+        except BaseException:
+            await self._end_process()
+            raise
+        self.control = ServerControl(url, self._api_key)
+        self.note(self.health.started)
+
+    async def live(self) -> None:
+        """Watches the started server, and starts it again whenever it died, until the slot is retired."""
+        while True:
+            if self.health.up:
+                await self._watch()
+            await self._bury()
+            if self.health.state is State.RETIRED:
+                return
+            wait = self.health.next_restart()
+            self._show()
+            if wait is None:
+                return
+            await asyncio.sleep(wait)
+            self.note(self.health.begin_restart)
+            if self.health.state is State.RETIRED:
+                return
+            try:
+                await self.start()
+            except MegasyncError as error:
+                self.note(self.health.died, str(error))
+
+    async def drain(self, seconds: float) -> bool:
+        """Aborts what runs here, which goes on elsewhere from its partial tokens; False when something is left."""
+        control = self.control
+        deadline = asyncio.get_running_loop().time() + seconds
+        while control is not None and asyncio.get_running_loop().time() < deadline:
+            left = max(_DRAIN_POLL, deadline - asyncio.get_running_loop().time())
+            try:
+                # Repeated: a request that the router sent before it let go of the server may arrive only now.
+                await control.post("/abort_request", {"abort_all": True}, timeout=left)
+                await asyncio.sleep(_DRAIN_POLL)
+                load = ServerLoad.parse(await control.get("/v1/loads?include=core", timeout=left))
+            except MegasyncError:
+                return False
+            if load.running + load.waiting == 0:
+                return True
+        return False
+
+    async def close(self) -> None:
+        """Ends the process; the slot is not used again."""
+        await self._bury()
+
+    async def _watch(self) -> None:
+        """Returns when the server no longer counts as up."""
+        control = self.control
+        looks = [
+            asyncio.create_task(self._look_at_process(), name=f"process of server {self.index}"),
+            asyncio.create_task(self._probe(control), name=f"probe of server {self.index}"),
+            asyncio.create_task(self._request(control), name=f"request to server {self.index}"),
+            asyncio.create_task(self._until_down(), name=f"end of server {self.index}"),
+        ]
+        try:
+            done, _ = await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in looks:
+                task.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _until_down(self) -> None:
+        while self.health.up:
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _look_at_process(self) -> None:
+        while True:
+            try:
+                alive = await self._process.alive()
+            except MegasyncError as error:
+                self.note(self.health.died, f"its actor is gone: {error}")
+                return
+            if not alive:
+                self.note(
+                    self.health.died, f"its process has ended. Last lines of its log:\n{await self._last_words()}"
+                )
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _last_words(self) -> str:
+        try:
+            return await self._process.tail(TAIL_LINES)
+        except MegasyncError as error:
+            return f"(unknown: {error})"
+
+    async def _probe(self, control: ServerControl) -> None:
+        """Asks the HTTP process for the scheduler's last report, which also is what the in-flight cap goes by."""
+        while True:
+            try:
+                answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
+                self.load = ServerLoad.parse(answer)
+            except (ServerError, KeyError, TypeError) as error:
+                self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
+            else:
+                self.note(self.health.probe_ok)
+            await asyncio.sleep(self._config.probe_seconds)
+
+    async def _request(self, control: ServerControl) -> None:
+        """Asks what only the scheduler knows; it answers between two batches, also while it is paused."""
+        while True:
+            await asyncio.sleep(self._config.request_seconds)
+            try:
+                await control.get("/server_info", timeout=self._config.request_timeout)
+            except ServerError as error:
+                self.note(self.health.request_failed, str(error))
+            else:
+                self.note(self.health.request_ok)
+
+    async def _bury(self) -> None:
+        control, self.control, self.load = self.control, None, None
+        if control is not None:
+            await control.close()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop(self._stop_timeout)

@@ -1,0 +1,53 @@
+"""Whose fault a failed sample or reward is, which decides what happens next.
+
+    kind            what it is                                            what happens
+    --------------  ----------------------------------------------------  ------------------------------------------
+    infrastructure  a server or router died, refused, was too slow        tried again, elsewhere, for as long as it takes
+    data            a prompt, tool call or reward that megasync refused    counted against the prompt, then dropped
+    unknown         anything else that a workflow or reward raised         as data, and its traceback is logged
+
+Nothing but the run's own watchdog ends the tries of the first kind: a fleet that can recover must not cost prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+from megasync.errors import MegasyncError, ServerError
+
+log = logging.getLogger(__name__)
+
+# Tracebacks of the same type of error that are logged in full; later ones would only repeat them.
+LOUD = 3
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Also when a workflow has wrapped the error in one of its own with `raise ... from`."""
+    return any(isinstance(cause, ServerError) for cause in _chain(error))
+
+
+class UnknownErrors:
+    """Logs the first few errors of each type that nobody foresaw, with their tracebacks."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def note(self, what: str, error: BaseException) -> None:
+        unknown = next((cause for cause in _chain(error) if not isinstance(cause, MegasyncError)), None)
+        if unknown is None:
+            return
+        kind = type(unknown).__name__
+        self.seen[kind] += 1
+        if self.seen[kind] <= LOUD:
+            log.error("%s failed with an error that megasync does not know, %s:", what, kind, exc_info=error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its explicit causes, outermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__

@@ -1,0 +1,182 @@
+"""The laws of a server's life, for every order of events."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.rollout.health import HealthPolicy, ServerHealth, State
+from megasync.rollout.restarts import FIRST_WAIT, LONGEST_WAIT, Restarts
+
+POLICY = HealthPolicy(probe_failures=3, request_failures=2, sync_failures=2, restarts=3, restart_window=100.0)
+EVENTS = {
+    "started": lambda h: h.started(),
+    "synced": lambda h: h.synced(),
+    "sync_failed": lambda h: h.sync_failed("lost"),
+    "probe_ok": lambda h: h.probe_ok(),
+    "probe_failed": lambda h: h.probe_failed("late"),
+    "request_ok": lambda h: h.request_ok(),
+    "request_failed": lambda h: h.request_failed("late"),
+    "died": lambda h: h.died("gone"),
+    "next_restart": lambda h: h.next_restart(),
+    "begin_restart": lambda h: h.begin_restart(),
+    "retire": lambda h: h.retire("scaled away"),
+}
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def healthy(policy=POLICY):
+    health = ServerHealth(policy, FakeClock())
+    health.started()
+    health.synced()
+    return health
+
+
+# Weighted so that long lives happen: an early retirement ends everything.
+events = st.lists(st.sampled_from([*(name for name in EVENTS if name != "retire")] * 4 + ["retire"]), max_size=60)
+
+
+@settings(deadline=None, max_examples=400)
+@given(events)
+def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_failed_since(names):
+    health = ServerHealth(POLICY, FakeClock())
+    entitled = False
+    for name in names:
+        before = health.state
+        EVENTS[name](health)
+        if name == "synced" and before.up:
+            entitled = True
+        if name in ("sync_failed", "died", "retire") or not health.up:
+            entitled = False
+        assert health.serves == entitled
+        assert health.serves <= health.up
+
+
+@settings(deadline=None, max_examples=400)
+@given(events)
+def test_retired_is_final_and_only_a_restart_leads_out_of_death(names):
+    health = ServerHealth(POLICY, FakeClock())
+    for name in names:
+        before = health.state
+        EVENTS[name](health)
+        if before is State.RETIRED:
+            assert health.state is State.RETIRED
+        if before is State.DEAD and health.state is not State.DEAD:
+            assert (name, health.state) in {
+                ("begin_restart", State.RESTARTING),
+                ("next_restart", State.RETIRED),
+                ("retire", State.RETIRED),
+            }
+        if health.state is State.HEALTHY and before is not State.HEALTHY:
+            assert name in ("synced", "probe_ok", "request_ok")
+        assert (health.state is State.HEALTHY) <= (health.reason == "")
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["probe_ok", "probe_failed", "request_ok", "request_failed"]), max_size=40))
+def test_each_kind_of_failure_has_a_streak_of_its_own(names):
+    health = healthy()
+    streaks = {"probe": 0, "request": 0}
+    for name in names:
+        kind, outcome = name.split("_")
+        EVENTS[name](health)
+        streaks[kind] = streaks[kind] + 1 if outcome == "failed" else 0
+        if streaks["probe"] >= 3 or streaks["request"] >= 2:
+            assert health.state is State.DEAD
+            return
+        assert health.state is (State.SUSPECT if any(streaks.values()) else State.HEALTHY)
+
+
+def test_good_probes_do_not_save_a_wedged_scheduler():
+    health = healthy()
+    health.request_failed("late")
+    for _ in range(10):
+        health.probe_ok()
+    assert health.state is State.SUSPECT
+    health.request_failed("late")
+    assert health.state is State.DEAD
+    assert "2 requests in a row failed: late" in health.reason
+
+
+def test_a_stale_server_dies_of_failed_probes_too():
+    health = ServerHealth(POLICY, FakeClock())
+    health.started()
+    for _ in range(3):
+        assert health.state is State.STALE
+        health.probe_failed("late")
+    assert health.state is State.DEAD
+
+
+def test_a_server_that_fails_sync_after_sync_is_started_again():
+    health = healthy()
+    health.sync_failed("lost the link")
+    assert (health.state, health.serves) == (State.STALE, False)
+    health.synced()
+    health.sync_failed("lost the link")
+    assert health.state is State.STALE
+    health.sync_failed("lost the link")
+    assert health.state is State.DEAD
+    assert "2 syncs in a row failed: lost the link" in health.reason
+
+
+def test_a_sync_does_not_hide_that_probes_fail():
+    health = ServerHealth(POLICY, FakeClock())
+    health.started()
+    health.probe_failed("late")
+    health.synced()
+    assert (health.state, health.serves) == (State.SUSPECT, True)
+    health.probe_ok()
+    assert health.state is State.HEALTHY
+
+
+def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
+    health = healthy()
+    for _ in range(POLICY.restarts):
+        health.died("killed")
+        assert health.next_restart() is not None
+        health.begin_restart()
+        health.started()
+    health.died("killed again")
+    assert health.next_restart() is None
+    assert health.state is State.RETIRED
+    assert health.reason == "3 restarts in 100 s were not enough; the last time: killed again"
+
+
+@settings(deadline=None)
+@given(limit=st.integers(0, 5), gaps=st.lists(st.floats(0.0, 60.0), max_size=40))
+def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(limit, gaps):
+    clock = FakeClock()
+    restarts = Restarts(limit, 100.0, clock)
+    begun = []
+    for gap in gaps:
+        clock.now += gap
+        wait = restarts.next_wait()
+        if wait is None:
+            assert len(begun) >= limit
+            continue
+        assert 0 <= wait <= LONGEST_WAIT
+        clock.now += wait
+        begun.append(clock.now)
+        assert sum(when > clock.now - 100.0 for when in begun) <= limit
+
+
+def test_waits_double_and_are_forgotten_after_the_window():
+    clock = FakeClock()
+    restarts = Restarts(4, 100.0, clock)
+    assert [restarts.next_wait() for _ in range(5)] == [0.0, FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, None]
+    clock.now = 105.0
+    assert restarts.next_wait() == 0.0
+
+
+@pytest.mark.parametrize("late", ["started", "synced", "sync_failed", "probe_failed", "probe_ok"])
+def test_news_of_a_server_that_is_gone_changes_nothing(late):
+    health = healthy()
+    health.died("gone")
+    EVENTS[late](health)
+    assert (health.state, health.reason) == (State.DEAD, "gone")
