@@ -94,7 +94,8 @@ class Controller:
         self._stop_reason = ""
         self._target_reached = False
         self._evaluation_due = asyncio.Event()
-        self._saved_step = -1
+        # A run begins, or goes on, from what is saved.
+        self._saved_step = self.progress.step
         self._trained_steps = 0
         # Set once the initial weights have been evaluated; nothing is generated or trained before.
         self._begun = asyncio.Event()
@@ -398,7 +399,7 @@ class Controller:
         self._observer.message(f"checkpoint: {saved.path}")
 
     async def _save_unsaved(self) -> None:
-        if self.progress.step not in (0, self._saved_step):
+        if self.progress.step != self._saved_step:
             await self._save()
 
     async def _save_after(self, error: BaseException) -> None:

@@ -139,7 +139,9 @@ class Recovery:
             self._observer.message(f"publishing again: {error}")
             return set()
         reasons = {url: error.quarantined.get(url, str(error)) for url in error.failed}
-        self._observer.message(f"weights did not reach {', '.join(reasons)}, which serve no more until they do: {error}")
+        self._observer.message(
+            f"weights did not reach {', '.join(reasons)}, which serve no more until they do: {error}"
+        )
         await self._fleet.sync_failed(reasons)
         return set(reasons)
 

@@ -75,6 +75,7 @@ class AsyncBuffer:
         self._clock = clock
         # In the order of arrival, which is the order in which they try again.
         self._waiters: dict[_Waiter, None] = {}
+        self._rollbacks = 0
 
     @cached_property
     def _durable(self) -> DurableBuffer:
@@ -112,8 +113,19 @@ class AsyncBuffer:
     # Training side
 
     async def lease(self, step: int, version: int) -> list[Group]:
-        """Waits for the step's batch."""
-        return await self._until(f"lease {step}", lambda state: state.lease(step, version), self._state.lease_blocker)
+        """Waits for the step's batch. Raises BufferStateError when a rollback came meanwhile: the step is another now.
+
+        Whoever asked may have given up long ago, which a call to another process does not tell: it must not take the
+        batch that the first step after the rollback needs.
+        """
+        rollbacks = self._rollbacks
+
+        def attempt(state: TrajectoryBuffer) -> list[Group] | None:
+            if rollbacks != self._rollbacks:
+                raise BufferStateError(f"training went back while step {step} waited for its batch; ask again")
+            return state.lease(step, version)
+
+        return await self._until(f"lease {step}", attempt, self._state.lease_blocker)
 
     async def ack(self, step: int) -> None:
         self._change(lambda state: state.ack(step), to_disk=True)
@@ -124,6 +136,7 @@ class AsyncBuffer:
 
     async def rollback(self, step: int, version: int) -> None:
         """Training goes on from the checkpoint of ``step``; the next version is greater than ``version``."""
+        self._rollbacks += 1
         with self._waking():
             self._durable.rollback(step, version)
 

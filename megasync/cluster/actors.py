@@ -18,7 +18,6 @@ from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
 
-
 # The peers of a member that died may fail, in a collective with it, before Ray knows of the death.
 OBITUARY_SECONDS = 5.0
 

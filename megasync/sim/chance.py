@@ -23,6 +23,7 @@ FAULTS = {
     "link breaks in a sync": 0.05,
     "server dies while it starts": 0.2,
     "answer is lost": 0.05,
+    "buffer dies": 0.01,
     "reward fails": 0.03,
     "slow": 0.05,
 }

@@ -33,7 +33,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def sleep_until_timer(self, seconds: float | None) -> None:
         if seconds is None:
-            raise Deadlock(f"at {self._now:.3f} s nothing is left that could wake anybody:\n{describe_tasks(asyncio.all_tasks(self))}")
+            raise Deadlock(
+                f"at {self._now:.3f} s nothing is left that could wake anybody:\n{describe_tasks(asyncio.all_tasks(self))}"
+            )
         self._now += seconds
 
 
@@ -49,7 +51,9 @@ class _Timers(selectors.SelectSelector):
         if timeout is not None and timeout <= 0:
             self._rounds += 1
             if self._rounds > ROUNDS_AT_ONCE:
-                raise Livelock(f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n{describe_tasks(asyncio.all_tasks(self._loop))}")
+                raise Livelock(
+                    f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n{describe_tasks(asyncio.all_tasks(self._loop))}"
+                )
         else:
             self._rounds = 0
             self._loop.sleep_until_timer(timeout)

@@ -1,10 +1,11 @@
 """What no schedule may break, asserted at the moment at which it would be broken.
 
-    trajectories  admitted == trained + dropped + live, after every event of the buffer; slots within the capacity
-                  what is trained is within the staleness bound, and was sampled by weights that its version names
-    weights       a version names one set of weights for ever; published versions only grow
-                  a server that serves holds one whole version, the published one or the one that is being published
-    training      the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
+trajectories  admitted == trained + dropped + live, after every event of the buffer; slots within the capacity
+              what is trained is within the staleness bound, and was sampled by weights that its version names
+              a killed buffer has afterwards what it had before
+weights       a version names one set of weights for ever; published versions only grow
+              a server that serves holds one whole version, the published one or the one that is being published
+training      the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Laws:
         self._pacing = pacing
         self._clock = clock
         self._named: dict[int, Weights] = {0: INITIAL}
+        # Versions of tokens that the buffer was given.
+        self._sampled: set[int] = set()
         self.published = 0
         self.publishing: int | None = None
         # What happened, for whoever looks into a failing seed.
@@ -55,6 +58,8 @@ class Laws:
 
         def event(*args: Any) -> Any:
             answer = method(*args)
+            if name == "commit":
+                self._sampled.update(version for trajectory in args[0].trajectories for version in trajectory.versions)
             if answer is not None or name in ("ack", "publish", "rollback", "close"):
                 shown = ", ".join(a.uid if isinstance(a, Group) else str(a) for a in args)
                 self.note(f"buffer {name}({shown}) -> {_shown(answer)}")
@@ -62,6 +67,11 @@ class Laws:
             return answer
 
         return event
+
+    def survives(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """The buffer was killed and has started again: nothing is lost."""
+        kept = {key: before[key] for key in ("admitted", "trained", "dropped", "live", "slots")}
+        self.need(kept.items() <= after.items(), f"a killed buffer had {before} and has {after}")
 
     def balance(self, counts: dict[str, Any]) -> None:
         dropped = sum(counts["dropped"].values())
@@ -73,10 +83,18 @@ class Laws:
 
     # Weights
 
+    def driver_died(self) -> None:
+        """All servers went with it: a number that was never published, and is on no token, may be used again."""
+        known = {number for number in self._named if number <= self.published} | self._sampled
+        self._named = {number: weights for number, weights in self._named.items() if number in known}
+        self.publishing = None
+
     def names(self, version: int, weights: Weights) -> None:
         """Some server holds these weights under this number."""
         known = self._named.setdefault(version, weights)
-        self.need(known == weights, f"version {version} names weights of {len(known)} groups and of {len(weights)} groups")
+        self.need(
+            known == weights, f"version {version} names weights of {len(known)} groups and of {len(weights)} groups"
+        )
 
     def publish_begins(self, version: int, weights: Weights) -> None:
         self.need(version >= self.published, f"version {version} is published after version {self.published}")
@@ -102,9 +120,13 @@ class Laws:
         """The trainer, whose weights have seen these groups, is given a batch."""
         uids = [group.uid for group in groups]
         self.need(len(uids) == self._pacing.groups_per_step, f"step {step} trains {len(uids)} groups")
-        self.need(not set(uids) & set(seen) and len(set(uids)) == len(uids), f"step {step} trains a group twice: {uids}")
+        self.need(
+            not set(uids) & set(seen) and len(set(uids)) == len(uids), f"step {step} trains a group twice: {uids}"
+        )
         self.need(len(seen) == (step - 1) * len(uids), f"step {step} trains weights that have seen {len(seen)} groups")
-        self.need(version == self.published, f"step {step} trains at version {version}, but {self.published} is published")
+        self.need(
+            version == self.published, f"step {step} trains at version {version}, but {self.published} is published"
+        )
         for group in groups:
             for trajectory in group.trajectories:
                 age = version - trajectory.oldest_version

@@ -6,38 +6,42 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megasync.buffer.trajectory import Group
+from megasync.cluster.trainer_group import Saved
 from megasync.errors import RankLost
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
+from megasync.trainer import checkpoint
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
 # Deadline of a collective: a rank that hangs is known by then.
 HANG_SECONDS = 10.0
 
 
-class Checkpoint(NamedTuple):
-    path: Path
-    oldest_step: int
-    step: int
-    weights: Weights
-    state: str
+WEIGHTS = "weights.json"
 
 
 class SimRanks:
-    """`checkpoints` outlive the ranks, as a disk does; the newest `keep` are kept."""
+    """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them."""
 
-    def __init__(self, chance: Chance, laws: Laws, keep: int) -> None:
+    def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int) -> None:
         self._chance = chance
         self._laws = laws
+        self._run_dir = run_dir
         self._keep = keep
         self._dead = asyncio.Event()
         self.weights: Weights = INITIAL
-        self.checkpoints: list[Checkpoint] = []
         # How often these ranks were started; the links of a transport belong to one start.
         self.starts = 1
+        self.load()
+
+    def load(self) -> Path | None:
+        """Takes up the newest checkpoint, or the initial weights."""
+        newest = checkpoint.latest(self._run_dir)
+        self.weights = INITIAL if newest is None else tuple(json.loads((newest / WEIGHTS).read_text()))
+        return newest
 
     def kill(self) -> None:
         self._dead.set()
@@ -57,20 +61,23 @@ class SimRanks:
         self.weights += tuple(group.uid for group in groups)
         return {"train/loss": 0.0}
 
-    async def save(self, step: int, state: dict[str, Any]) -> Checkpoint:
+    async def save(self, step: int, state: dict[str, Any]) -> Saved:
         about = f"save {step}"
         if self._chance.happens("rank dies before a save", about):
             self.kill()
         await self.work(about, self._chance.seconds("train", SAVE_SECONDS, about))
-        steps = [kept.step for kept in self.checkpoints]
-        self._laws.need(step not in steps, f"step {step} is saved again; {steps} are kept")
-        kept = [*self.checkpoints, Checkpoint(Path(about), 0, step, self.weights, json.dumps(state))][-self._keep :]
-        self.checkpoints = [saved._replace(oldest_step=kept[0].step) for saved in kept]
+        path = checkpoint.step_path(self._run_dir, step)
+        self._laws.need(not path.exists(), f"step {step} is saved again")
+        path.mkdir(parents=True)
+        (path / WEIGHTS).write_text(json.dumps(self.weights))
+        (path / checkpoint.STATE).write_text(json.dumps(state))
+        (path / checkpoint.MARKER).touch()
         self._laws.note(f"ranks have saved step {step}")
         if self._chance.happens("rank dies after a save", about):
             self.kill()
         await self.work(about, 0.0)
-        return self.checkpoints[-1]
+        checkpoint.prune(self._run_dir, self._keep)
+        return Saved(path, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
 
     async def check(self) -> None:
         await self.work("check", 0.01)
@@ -83,10 +90,9 @@ class SimRanks:
         if self._chance.happens("rank dies while it starts", about):
             self.kill()
         await self.work(about, self._chance.seconds("train", START_SECONDS, about))
-        saved = self.checkpoints[-1] if self.checkpoints else None
-        self.weights = saved.weights if saved else INITIAL
-        self._laws.note(f"ranks have started again from step {saved.step if saved else 0}")
-        return json.loads(saved.state) if saved else None
+        newest = self.load()
+        self._laws.note(f"ranks have started again from {newest.name if newest else 'the start'}")
+        return None if newest is None else checkpoint.read_state(newest)
 
     async def work(self, what: str, seconds: float) -> None:
         """Time in which a rank may die. Raises RankLost as soon as one does."""

@@ -62,10 +62,11 @@ class SimServer:
 class SimFleet:
     """The controller's `Fleet`. `on_up` and `on_gone` tell the weight sync who can be reached."""
 
-    def __init__(self, servers: int, chance: Chance, laws: Laws) -> None:
+    def __init__(self, servers: int, life: int, chance: Chance, laws: Laws) -> None:
         self._chance = chance
         self._laws = laws
         self._count = servers
+        self._life_number = life
         self._up: dict[int, SimServer] = {}
         self._lives: list[asyncio.Task] = []
         self._retired: set[int] = set()
@@ -74,9 +75,9 @@ class SimFleet:
         self.on_gone: Callable[[str], None] = lambda url: None
 
     def start(self) -> None:
-        """All servers are up and hold the initial weights, as at the start of a run."""
+        """All servers are up and hold the initial weights."""
         for index in range(self._count):
-            self._add(index, 0).serves = True
+            self._add(index, 0)
             self._lives.append(asyncio.create_task(self._life(index), name=f"server {index}"))
 
     async def stop(self) -> None:
@@ -120,7 +121,7 @@ class SimFleet:
             raise ServerError("no server has a restart left")
 
     def _add(self, index: int, start: int) -> SimServer:
-        server = self._up[index] = SimServer(f"server-{index}.{start}", self._laws)
+        server = self._up[index] = SimServer(f"server-{self._life_number}.{index}.{start}", self._laws)
         self._laws.note(f"{server.url} is up")
         self.on_up(server)
         self._change.set()
@@ -135,7 +136,7 @@ class SimFleet:
             self.on_gone(server.url)
             self._change.set()
             await asyncio.sleep(BACKOFF_SECONDS * start)
-            about = f"start {index}.{start}"
+            about = f"start {self._life_number}.{index}.{start}"
             await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, about))
             server = self._add(index, start)
             if self._chance.happens("server dies while it starts", about):
@@ -145,7 +146,6 @@ class SimFleet:
         self._retired.add(index)
         self._change.set()
 
-    async def wedge(self, server: SimServer) -> None:
+    def wedge(self, server: SimServer) -> None:
         server.wedged = True
-        await asyncio.sleep(WEDGED_SECONDS)
-        server.gone.set()
+        asyncio.get_running_loop().call_later(WEDGED_SECONDS, server.gone.set)

@@ -31,5 +31,7 @@ def test_a_seed_is_the_same_run_again_in_any_process() -> None:
     code = f"from megasync.sim import simulate; print('\\n'.join(simulate({seed}).history))"
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        there = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
         assert there.stdout.splitlines() == "\n".join(here).splitlines()
