@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,7 @@ class Chaos:
         seed: int,
         *,
         stop: bool,
-        recovery_seconds: float,
+        patience: float,
         say: Callable[[str], None],
     ) -> None:
         if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -96,32 +97,36 @@ class Chaos:
         self._kinds = list(kinds)
         self._chance = random.Random(seed)
         self._stop = stop
-        self._recovery_seconds = recovery_seconds
+        self._patience = patience
         self._say = say
         self._began = time.monotonic()
         self._run_dir: Path | None = None
         self._process: subprocess.Popen | None = None
 
-    def run(self, minutes: float) -> Verdict:
-        """Strikes until the time is over or the run has ended, ends the run, and judges."""
+    def run(self, minutes: float, rounds: int | None = None) -> Verdict:
+        """Strikes until the time is over, every kind was hit `rounds` times, or the run has ended; ends it, and judges."""
         blows: list[Blow] = []
-        deadline = self._began + 60.0 * minutes
         self._start("train", str(self._config), *self._overrides)
         try:
-            self._wait_for_step(0.0, self._recovery_seconds)
-            kinds = self._order()
-            while time.monotonic() < deadline and self._process.poll() is None:
-                blow = self._strike(next(kinds))
-                if blow is not None:
+            if self._wait_for_step(0.0, self._patience) is not None:
+                for kind in islice(self._order(), None if rounds is None else rounds * len(self._kinds)):
+                    if self._sleep(self._chance.uniform(0.0, PAUSE_SECONDS), self._began + 60.0 * minutes):
+                        break
+                    if (blow := self._strike(kind)) is None:
+                        break
                     blows.append(blow)
                     if blow.recovered is None:
                         break
-                time.sleep(self._chance.uniform(0.0, PAUSE_SECONDS))
             status = self._end()
         finally:
             if self._process.poll() is None:
                 self._process.kill()
         return self._judge(blows, status)
+
+    def _sleep(self, seconds: float, deadline: float) -> bool:
+        """Whether the time, or the run, is over."""
+        time.sleep(max(0.0, min(seconds, deadline - time.monotonic())))
+        return time.monotonic() >= deadline or self._process.poll() is not None
 
     def _order(self) -> Iterator[str]:
         """Every kind once in each round, in random order."""
@@ -156,17 +161,22 @@ class Chaos:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         timeouts = self._loaded.timeouts
-        return self._process.wait(timeouts.train_step + timeouts.weight_sync + timeouts.shutdown)
+        try:
+            return self._process.wait(timeouts.train_step + timeouts.weight_sync + timeouts.shutdown)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     # Striking
 
     def _strike(self, kind: str) -> Blow | None:
-        """Hits one process of the kind; None when there is none just now."""
+        """Hits one process of the kind; None when the run ended, or none of that kind came up, before it could."""
         number = self._chance.choice([signal.SIGKILL, signal.SIGSTOP]) if self._stop else signal.SIGKILL
         if kind == CONTROLLER:
+            # A stopped driver has nobody who could resume it.
             number, found = signal.SIGKILL, [psutil.Process(self._process.pid)]
         else:
-            found = sorted(self._processes(kind), key=lambda process: process.pid)
+            found = self._wait_for(kind)
         if not found:
             return None
         at, now, step = time.monotonic() - self._began, time.time(), self._last_step()
@@ -175,8 +185,17 @@ class Chaos:
         if kind == CONTROLLER:
             self._process.wait()
             self._start("resume", str(self._run_dir))
-        recovered = self._wait_for_step(now, self._recovery_seconds)
+        recovered = self._wait_for_step(now, self._patience)
         return Blow(kind, number.name, at, step, recovered)
+
+    def _wait_for(self, kind: str) -> list[psutil.Process]:
+        """The processes of the kind; one that was hit before may still be starting again."""
+        deadline = time.monotonic() + self._patience
+        while self._process.poll() is None and time.monotonic() < deadline:
+            if found := self._processes(kind):
+                return sorted(found, key=lambda process: process.pid)
+            time.sleep(LOOK_SECONDS)
+        return []
 
     def _processes(self, kind: str) -> list[psutil.Process]:
         found = []
@@ -235,7 +254,10 @@ class Chaos:
                 status == 0,
                 f"the run ended with status {status}; its output is in {self._loaded.run_root}/{OUTPUT_FILE}",
             ),
-            (all(blow.recovered is not None or blow is blows[-1] for blow in blows), "a blow was not recovered from"),
+            (
+                all(blow.recovered is not None for blow in blows) or steps == self._loaded.schedule.total_steps,
+                "a blow was not recovered from",
+            ),
             (bool(blows), "nothing was hit: the run was too short, or no process of that kind was found"),
             (verdict.admitted == verdict.trained + verdict.dropped + verdict.live, "the ledger does not balance"),
             (verdict.trained == wanted, f"{verdict.trained} groups are trained by the ledger, {wanted} by the steps"),

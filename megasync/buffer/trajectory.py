@@ -65,20 +65,6 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
-    """What is generated of one response so far; lists are per token.
-
-    ``prompt_digest`` is of the token ids that the request began with: a workflow that asks something else this time
-    cannot go on from here.
-    """
-
-    prompt_digest: str
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Prompt:
     """One dataset row on its way to the servers.
 
