@@ -71,6 +71,9 @@ class DurableBuffer:
         self._prune()
 
     def checkpointed(self, step: int, oldest_kept: int) -> None:
+        """Makes room only, so a ledger that could not be written is left as it is."""
+        if self._broken is not None:
+            return
         self.change(lambda state: state.checkpointed(step, oldest_kept))
         self._prune()
 

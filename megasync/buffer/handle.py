@@ -148,7 +148,8 @@ class AsyncBuffer:
 
     async def close(self, reason: str) -> None:
         """Ends every wait, now and later, with BufferClosed(reason)."""
-        self._change(lambda state: state.close(reason))
+        if self._state.closed is None:
+            self._change(lambda state: state.close(reason))
 
     async def counts(self) -> dict[str, Any]:
         return self._state.counts()

@@ -1,9 +1,10 @@
 """Who sends which rectangle to which serving rank: a pure function of the trainer's layout and the engine's slots.
 
 Every slot of every engine rank is cut where trainer ranks meet, and each cut goes to one of the ranks that hold it: the
-one with the fewest bytes so far, so that replicas share the work. What the same rank sends into the same slot is merged
-into the largest rectangles and put into parcels of limited size, one message each. Nothing is gathered anywhere, and
-each byte travels once to every engine rank that keeps it.
+one with the fewest bytes so far, so that replicas share the work. A large cut that lies in one line in its sender's memory
+is a message by itself, sent without being copied; the others that the same rank sends into the same slot are merged into
+the largest rectangles and put into parcels of limited size. Nothing is gathered anywhere, and each byte travels once to
+every engine rank that keeps it.
 
 Trainer, engine and driver derive the same plan from the same inputs without talking.
 """
@@ -25,6 +26,8 @@ from megasync.sync.layout import Box, Holder, Layout, Piece
 
 # Messages are whole words, over which digests are taken.
 WORD_BYTES = 8
+# From this size on a message of its own costs less than packing it with others.
+DIRECT_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,15 @@ class Region:
 class Parcel:
     """Regions that trainer rank ``source`` sends to tensor-parallel rank ``target`` of an engine as one message.
 
-    Regions lie behind each other, row by row, as elements of ``dtype``; the end is filled up to whole words.
+    Regions lie behind each other, row by row, as elements of ``dtype``; the end is filled up to whole words. A ``direct``
+    parcel is a single region that its single source holds in one line.
     """
 
     source: int
     target: int
     dtype: str
     regions: tuple[Region, ...]
+    direct: bool = False
 
     @property
     def elements(self) -> int:
@@ -113,6 +118,7 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int,
         SyncError: a tensor that no engine rank keeps, or one that the engine keeps and the trainer does not have.
     """
     check_coverage(layout, engine)
+    shapes = {rank: layout.params(rank) for rank in range(layout.topology.world)}
     load: dict[int, int] = defaultdict(int)
     lanes: dict[tuple[int, int], list[Parcel]] = {}
     for target, rank in enumerate(engine):
@@ -123,7 +129,9 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int,
                 for source, region in _assign(part, layout.holders[slot.hf_name], load, ITEM_BYTES[wire]):
                     regions[source, wire].append(region)
         for (source, wire), found in regions.items():
-            lanes.setdefault((source, target), []).extend(_parcels(source, target, wire, found, parcel_bytes))
+            lanes.setdefault((source, target), []).extend(
+                _parcels(source, target, wire, found, parcel_bytes, shapes[source])
+            )
     # Taking one parcel of each lane in turn keeps every link busy.
     rounds = zip_longest(*(lanes[lane] for lane in sorted(lanes)))
     parcels = tuple(parcel for turn in rounds for parcel in turn if parcel is not None)
@@ -191,8 +199,14 @@ def _assign(
     for ranks, found in by_ranks.items():
         source = min(ranks, key=lambda rank: (load[rank], rank))
         load[source] += item_bytes * sum(box.rows * box.cols for box, _ in found)
-        for box in _merge([box for box, _ in found]):
-            inside = ((common, piece) for common, piece in found if intersect(common, box))
+        small = []
+        for box, piece in found:
+            if box.rows * box.cols * item_bytes >= DIRECT_BYTES:
+                yield source, Region(slot.part(box), (_clip(piece, box),))
+            else:
+                small.append((box, piece))
+        for box in _merge([box for box, _ in small]):
+            inside = ((common, piece) for common, piece in small if intersect(common, box))
             yield source, Region(slot.part(box), tuple(_clip(piece, common) for common, piece in inside))
 
 
@@ -222,12 +236,22 @@ def _clip(piece: Piece, box: Box) -> Piece:
     return piece._replace(hf_box=box, param_box=Box(local.row + down, box.rows, local.col + right, box.cols))
 
 
-def _parcels(source: int, target: int, dtype: str, regions: Sequence[Region], limit: int) -> Iterator[Parcel]:
-    """Regions in order, as few parcels as the limit allows."""
+def _parcels(
+    source: int,
+    target: int,
+    dtype: str,
+    regions: Sequence[Region],
+    limit: int,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[Parcel]:
+    """Regions that go as they are first; then the others in order, in as few parcels as the limit allows."""
     held: list[Region] = []
     size = 0
     for region in regions:
         nbytes = region.elements * ITEM_BYTES[dtype]
+        if nbytes >= DIRECT_BYTES and _in_one_line(region, shapes, ITEM_BYTES[dtype]):
+            yield Parcel(source, target, dtype, (region,), direct=True)
+            continue
         if held and size + nbytes > limit:
             yield Parcel(source, target, dtype, tuple(held))
             held, size = [], 0
@@ -235,6 +259,17 @@ def _parcels(source: int, target: int, dtype: str, regions: Sequence[Region], li
         size += nbytes
     if held:
         yield Parcel(source, target, dtype, tuple(held))
+
+
+def _in_one_line(region: Region, shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> bool:
+    """Whether a region is one run of whole words in its only source's memory."""
+    if len(region.sources) > 1:
+        return False
+    (piece,) = region.sources
+    box, width = piece.param_box, prod(shapes[piece.param][1:])
+    start = (box.row * width + box.col) * item_bytes
+    whole = start % WORD_BYTES == 0 and region.elements * item_bytes % WORD_BYTES == 0
+    return whole and (box.cols == width or box.rows == 1)
 
 
 def receive_program(plan: ShardPlan, target: int) -> list[dict]:

@@ -1,7 +1,8 @@
 """The trainer rank's side of a shard-to-shard sync: pack what this rank owes each engine rank, and send it.
 
 Engines that keep the same rectangles are of one kind: for each kind a parcel is packed and digested once and sent to every
-engine of it, while the next one is packed. Two parcels of memory, and with deltas a host copy of what was sent last.
+engine of it, while the next one is packed. What lies in one line in a parameter is sent from there. Two parcels of memory,
+and with deltas a host copy of what was sent last.
 
 A failure closes this rank's links before it is raised; the next `send` makes new ones.
 """
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,14 +164,17 @@ class ShardSender:
         deadline: Deadline,
         outcome: Outcome,
     ) -> None:
-        """Packs parcel i + 1 while parcel i is on the wire; a buffer is packed again only when its message has left."""
+        """Packs a parcel while others are on the wire; a buffer is packed again only when its message has left."""
         sent = self._sent.setdefault(kind, {}) if given["keep"] else {}
         against = self._sent.get(kind, {}) if given["bases"].get(kind) else {}
-        under_way: list[_Message | None] = [None, None]
-        for index, (tag, parcel) in enumerate(mine):
-            self._settle(under_way[index % 2], deadline, given["stall"], outcome)
+        under_way: deque[_Message] = deque()
+        buffers = cycle(range(len(self._buffers)))
+        for tag, parcel in mine:
+            buffer = None if self._goes_as_it_is(parcel) else next(buffers)
+            while buffer is not None and any(message.buffer == buffer for message in under_way):
+                self._settle(under_way.popleft(), deadline, given["stall"], outcome)
             with outcome.clock("pack"):
-                packed = self._pack(kind, index, tag, parcel)
+                packed = self._part(parcel) if buffer is None else self._pack(kind, buffer, tag, parcel)
                 value = digest(packed)
                 header, payload = self._encode(packed, parcel, against.get(tag), value)
                 if given["keep"]:
@@ -179,13 +185,11 @@ class ShardSender:
             for url, link in links.items():
                 works += [(url, link.send(header, to, 2 * tag)), (url, link.send(payload, to, 2 * tag + 1))]
                 outcome.bytes += payload.numel()
-            under_way[index % 2] = _Message(tag, works, (header, payload))
+            under_way.append(_Message(tag, buffer, works, (header, payload)))
         for message in under_way:
             self._settle(message, deadline, given["stall"], outcome)
 
-    def _settle(self, message: _Message | None, deadline: Deadline, stall: float, outcome: Outcome) -> None:
-        if message is None:
-            return
+    def _settle(self, message: _Message, deadline: Deadline, stall: float, outcome: Outcome) -> None:
         with outcome.clock("wire"):
             for url, work in message.works:
                 try:
@@ -193,10 +197,22 @@ class ShardSender:
                 except (RuntimeError, SyncError) as error:
                     raise SyncError(f"parcel {message.tag} to {url}: {error}") from error
 
+    def _goes_as_it_is(self, parcel: Parcel) -> bool:
+        """Whether the parameter's own memory is the message; a parameter may be kept in another dtype than is sent."""
+        if not parcel.direct:
+            return False
+        param = self._params[parcel.regions[0].sources[0].param]
+        return param.is_contiguous() and param.dtype == getattr(torch, parcel.dtype)
+
+    def _part(self, parcel: Parcel) -> torch.Tensor:
+        """The message of a direct parcel, [nbytes] uint8, where its parameter keeps it."""
+        piece = parcel.regions[0].sources[0]
+        return box_of(self._params[piece.param].detach(), piece.param_box).view(-1).view(torch.uint8)
+
     @torch.no_grad()
-    def _pack(self, kind: str, index: int, tag: int, parcel: Parcel) -> torch.Tensor:
+    def _pack(self, kind: str, buffer: int, tag: int, parcel: Parcel) -> torch.Tensor:
         """The message of one parcel, [nbytes] uint8, in one of the two buffers."""
-        message = self._buffers[index % 2][: parcel.nbytes]
+        message = self._buffers[buffer][: parcel.nbytes]
         dtype: torch.dtype = getattr(torch, parcel.dtype)
         if (kind, tag) not in self._copies:
             self._copies[kind, tag] = packing(parcel, message, self._params)
@@ -269,9 +285,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Message:
-    """A parcel on the wire to servers, by URL; ``tensors`` must live until it has left."""
+    """A parcel on the wire to servers, by URL, packed into ``buffer`` if any; ``tensors`` must live until it has left."""
 
     tag: int
+    buffer: int | None
     works: list[tuple[str, dist.Work]]
     tensors: tuple[torch.Tensor, ...]
 

@@ -1,5 +1,6 @@
 """The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had happened."""
 
+import asyncio
 import random
 import sqlite3
 from dataclasses import asdict
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer import Group, Partial, Trajectory
+from megasync.buffer import AsyncBuffer, Group, Partial, Trajectory
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.entry import LIVE, State
 from megasync.buffer.ledger import Ledger
@@ -284,6 +285,26 @@ def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path,
     assert [(e.uid, e.state.value) for e in again.state._book.open.values()] == [("a", "finished"), ("b", "generating")]
     assert again.state.closed is None and do(again, "commit", large)
     again.ledger.close()
+
+
+async def test_whoever_waits_is_told_of_a_full_disk_and_the_run_can_still_be_ended(path, group):
+    buffer = AsyncBuffer(schedule(1, 0), ledger=path)
+    await buffer.admit("a")
+    waits = [asyncio.create_task(call) for call in (buffer.admit("b"), buffer.lease(1, 0), buffer.reclaim())]
+    await asyncio.sleep(0)
+    database = buffer._durable.ledger._db
+    database.execute(f"PRAGMA max_page_count={database.execute('PRAGMA page_count').fetchone()[0]}")
+    large = [Trajectory([1], list(range(9000)), [1] * 9000, [-n / 7 for n in range(9000)], [0] * 9000, reward=1.0)] * 2
+    with pytest.raises(LedgerError, match="disk is full"):
+        await buffer.commit(Group("a", large))
+    for result in await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5):
+        assert isinstance(result, LedgerError) and "disk is full" in str(result)
+    with pytest.raises(LedgerError, match="disk is full"):
+        await buffer.ack(1)
+    await buffer.close("the run failed")
+    await buffer.checkpointed(0, 0)
+    assert await buffer.live_uids() == ["a"]
+    buffer._durable.ledger.close()
 
 
 def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):

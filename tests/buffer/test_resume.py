@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -29,22 +30,22 @@ def prompts():
 class Life:
     """One life of a run's driver, from a checkpoint (step, version) on; `trained` is what that checkpoint stands on."""
 
-    def __init__(self, path, step, version, trained, rng):
-        self.random, self.step, self.trained = rng, step, dict(trained)
+    def __init__(self, path, step, version, trained, rng, schedule=SCHEDULE, failures=0.05):
+        self.random, self.step, self.trained, self.failures = rng, step, dict(trained), failures
         self.source = prompts()
         if not path.exists():
             begin_ledger(path, step, version, {}, self.source.state())
-        resumed = resume_ledger(path, SCHEDULE, TOTAL, step)
+        resumed = resume_ledger(path, schedule, TOTAL, step)
         self.source.restore(resumed.origin)
         self.source.skip(resumed.admitted)
         self.version = version if resumed.version == version else resumed.version + 1
-        self.buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
-        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), SCHEDULE)
+        self.buffer = AsyncBuffer(schedule, TOTAL, ledger=path)
+        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), schedule)
 
     async def answer(self, client, sample):
         version = self.version
         await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.002]))
-        if self.random.random() < 0.05:
+        if self.random.random() < self.failures:
             raise RuntimeError("unlucky")
         return Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [version], reward=self.random.random())
 
@@ -100,6 +101,17 @@ async def test_every_prompt_is_trained_once_however_often_the_run_is_killed(tmp_
     # Nobody was passed over: what was admitted is the source's order without a gap.
     source = prompts()
     assert admitted == [source.next().uid for _ in admitted]
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_synchronous_batches_are_those_of_a_run_that_was_never_killed(tmp_path, seed):
+    rng, schedule = random.Random(seed), replace(SCHEDULE, max_staleness=0)
+    step, version, trained = 0, 0, {}
+    while step < STEPS:
+        life = Life(tmp_path / "ledger.db", step, version, trained, rng, schedule, failures=0)
+        step, version, trained = await asyncio.wait_for(life.live(), 20)
+    source = prompts()
+    assert trained == {n: [source.next().uid for _ in range(SCHEDULE.groups_per_step)] for n in range(1, STEPS + 1)}
 
 
 async def one_step(path, trajectory_of, uids=("0:0", "0:1", "0:2", "0:3")):

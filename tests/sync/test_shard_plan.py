@@ -1,6 +1,7 @@
 """The plan of a shard-to-shard sync, carried out in memory: every byte once, from a rank that holds it, to its place."""
 
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_shards import random_weights, shards_of
 
 from megasync.errors import SyncError
+from megasync.sync import shard_plan
 from megasync.sync.engine_layout import EngineRank
 from megasync.sync.layout import Box, Layout
 from megasync.sync.shard_plan import intersect, plan_shards
@@ -21,7 +23,7 @@ SLOW_OK = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 
 @st.composite
 def cases(draw):
-    """(config of a tiny model, trainer topology, engine ranks, parcel bytes)."""
+    """(config of a tiny model, trainer topology, engine ranks, parcel bytes, bytes from which a message is direct)."""
     tensor, pipeline, data = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     groups = draw(st.sampled_from([2, 4]))
     heads = groups * draw(st.sampled_from([2, 4]))
@@ -37,7 +39,13 @@ def cases(draw):
         "tie_word_embeddings": draw(st.booleans()),
     }
     topology = Topology(tensor, pipeline, data)
-    return config, topology, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([64, 1000, 10**6]))
+    return (
+        config,
+        topology,
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([64, 1000, 10**6])),
+        draw(st.sampled_from([64, 400, 10**6])),
+    )
 
 
 def place(slot, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,6 +62,7 @@ def carry_out(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
             message = torch.full((box.rows, box.cols), torch.nan)
             for piece in region.sources:
                 source = box_of(shards[parcel.source][piece.param], piece.param_box)
+                assert not parcel.direct or source.is_contiguous()
                 inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
                 target = box_of(message, inside)
                 assert target.isnan().all(), "two pieces fill the same place of a message"
@@ -66,13 +75,16 @@ def carry_out(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
 @given(cases())
 @SLOW_OK
 def test_every_element_is_written_once_with_the_bits_of_a_load(case):
-    config, topology, size, limit = case
+    config, topology, size, limit, direct = case
     layout = Layout(config, topology)
     whole = random_weights(layout)
     shards = [shards_of(layout, rank, whole) for rank in range(topology.world)]
     engine, oracle = fake_engine(config, size), fake_engine(config, size)
     ranks = traced(engine, layout)
-    written = carry_out(plan_shards(layout, ranks, limit, "float32"), shards, engine)
+    with mock.patch.object(shard_plan, "DIRECT_BYTES", direct):
+        plan = plan_shards(layout, ranks, limit, "float32")
+    assert all(parcel.nbytes == 4 * parcel.elements >= direct for parcel in plan.parcels if parcel.direct)
+    written = carry_out(plan, shards, engine)
     for tp in range(size):
         oracle[tp].load_weights(whole.items())
         filled = {(fill.param, fill.offset) for fill in ranks[tp].fills}
@@ -87,10 +99,11 @@ def test_every_element_is_written_once_with_the_bits_of_a_load(case):
 @given(cases())
 @SLOW_OK
 def test_parcels_keep_to_the_limit_and_replicas_share_the_work(case):
-    config, topology, size, limit = case
+    config, topology, size, limit, direct = case
     layout = Layout(config, topology)
     ranks = traced(fake_engine(config, size), layout)
-    plan = plan_shards(layout, ranks, limit, "float32")
+    with mock.patch.object(shard_plan, "DIRECT_BYTES", direct):
+        plan = plan_shards(layout, ranks, limit, "float32")
     widest = max(shape[-1] for shape in layout.hf_tensors.values()) * 4
     assert plan.largest <= max(limit, widest) + 8
     needed = sum(slot.hf_box.rows * slot.hf_box.cols * 4 for rank in ranks for slot in rank.slots)

@@ -13,7 +13,7 @@ from tiny_shards import random_weights, shards_of
 
 from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.sync import shard_sender
+from megasync.sync import shard_plan, shard_sender
 from megasync.sync.digest import combine
 from megasync.sync.layout import Layout
 from megasync.sync.receiver import Receiver
@@ -147,8 +147,10 @@ class Wires:
             sender.leave()
 
 
-@pytest.fixture
-def wires():
+@pytest.fixture(params=[10**9, 1000], ids=["packed", "direct"])
+def wires(request, monkeypatch):
+    """Everything goes in packed parcels, or most of it straight from the parameters."""
+    monkeypatch.setattr(shard_plan, "DIRECT_BYTES", request.param)
     made = []
 
     def make(**options) -> Wires:
@@ -156,6 +158,7 @@ def wires():
         return made[-1]
 
     yield make
+    assert all(any(parcel.direct for parcel in w.plan.parcels) == (request.param == 1000) for w in made)
     for each in made:
         each.close()
 
@@ -240,7 +243,7 @@ def flip_a_bit(monkeypatch) -> None:
     encode, count = ShardSender._encode, iter(range(10**6))
 
     def flipped(self, packed, *rest):
-        header, payload = encode(self, packed, *rest)
+        header, payload = encode(self, packed.clone(), *rest)
         if next(count) == 2:
             payload[5] ^= 4
         return header, payload
@@ -250,27 +253,27 @@ def flip_a_bit(monkeypatch) -> None:
 
 def die_in_the_middle(monkeypatch) -> None:
     """A sender fails at its third parcel; the other one goes on."""
-    pack, lock, count = ShardSender._pack, threading.Lock(), iter(range(10**6))
+    encode, lock, count = ShardSender._encode, threading.Lock(), iter(range(10**6))
 
     def dying(self, *args):
         with lock:
             if self._rank == 1 and next(count) == 2:
                 raise RuntimeError("this rank is gone")
-        return pack(self, *args)
+        return encode(self, *args)
 
-    monkeypatch.setattr(ShardSender, "_pack", dying)
+    monkeypatch.setattr(ShardSender, "_encode", dying)
 
 
 def stall_in_the_middle(monkeypatch) -> None:
     """A sender sleeps past the limit of a message."""
-    pack, count = ShardSender._pack, iter(range(10**6))
+    encode, count = ShardSender._encode, iter(range(10**6))
 
     def sleeping(self, *args):
         if self._rank == 1 and next(count) == 2:
             time.sleep(2.5)
-        return pack(self, *args)
+        return encode(self, *args)
 
-    monkeypatch.setattr(ShardSender, "_pack", sleeping)
+    monkeypatch.setattr(ShardSender, "_encode", sleeping)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""The buffer's process and the whole run are killed on the real stack; the run goes on from its ledger."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+STEPS = 12
+
+
+def books(run_dir: Path) -> dict[str, int]:
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as ledger:
+        return dict(ledger.execute("SELECT state, count(*) FROM groups GROUP BY state"))
+
+
+def test_a_run_goes_on_without_its_buffer_and_after_its_own_death(miniature, launch, the_run_dir) -> None:
+    schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+    run = launch("train", miniature(schedule=schedule, checkpoint={"every_steps": 4, "export": False}))
+    run.wait_for("step 3/")
+    (buffer,) = [p for p in run.family() if p.is_running() and p.name().startswith("ray::AsyncBuffer")]
+    buffer.kill()
+    run.wait_for("step 9/")
+    run.signal(signal.SIGKILL)
+    run.wait()
+    more = launch("resume", the_run_dir(), f"schedule.total_steps={STEPS}")
+    assert more.wait() == 0, more.output
+    assert f"step {STEPS}/{STEPS}" in more.output
+    rows = books(the_run_dir())
+    assert rows.pop("unpublished", 0) + rows.pop("published") == STEPS * 4
+    assert set(rows) <= {"dropped"}, "whole batches to the end"
+    assert run.survivors() == more.survivors() == []
