@@ -17,12 +17,12 @@ from megasync.sync.attempt import PublishError
 
 
 class FakeRollouter:
-    """Admits and commits groups as fast as the buffer lets it; `fail` raises after so many, `stall` never commits."""
+    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many."""
 
-    def __init__(self, buffer: AsyncBuffer, fail_after: int | None = None, stall: bool = False) -> None:
+    def __init__(self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None) -> None:
         self.finished_groups = 0
         self.gates: list[str] = []
-        self.stall = stall
+        self._stall_after = stall_after
         self._buffer = buffer
         self._fail_after = fail_after
         self._stopped = asyncio.Event()
@@ -55,7 +55,7 @@ class FakeRollouter:
 
     async def _generate(self, uid: str) -> None:
         await asyncio.sleep(0)
-        if not self.stall:
+        if self._stall_after is None or self.finished_groups < self._stall_after:
             answer = Trajectory([1], [2], [1], [-1.0], [self._buffer._state.version], reward=1.0)
             await self._buffer.commit(Group(uid, [answer, answer]))
             self.finished_groups += 1

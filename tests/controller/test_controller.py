@@ -74,7 +74,7 @@ async def test_a_stop_request_finishes_the_step_and_saves() -> None:
 
 
 async def test_a_stop_request_ends_a_wait_for_groups_that_never_come() -> None:
-    rig = Rig(rollout={"stall": True})
+    rig = Rig(rollout={"stall_after": 0})
     running = asyncio.create_task(rig.run())
     await asyncio.sleep(0.05)
     rig.controller.request_stop("Ctrl-C")
@@ -131,7 +131,7 @@ async def test_a_lost_fleet_is_named_even_when_a_sync_noticed_it_first() -> None
 
 
 async def test_a_run_without_progress_ends_and_says_what_everyone_waits_for() -> None:
-    rig = Rig(rollout={"stall": True}, no_progress=0.5)
+    rig = Rig(rollout={"stall_after": 0}, no_progress=0.5)
     with pytest.raises(TrainingError, match=r"no group was finished[\s\S]*lease 1[\s\S]*x training: .*_next_batch"):
         await rig.run()
 

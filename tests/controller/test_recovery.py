@@ -27,7 +27,6 @@ async def test_a_lost_rank_takes_training_back_to_the_checkpoint_and_every_group
     assert (rig.trainer.restarts, rig.publisher.forgotten) == (1, 1)
     trained_once(rig, 6)
     assert [state["step"] for state in rig.trainer.saved] == [2, 4, 6]
-    assert rig.observer.metrics[-1]["faults/trainer_restarts"] == 1 or call == "save 6"
 
 
 async def test_versions_only_grow_and_none_names_two_sets_of_weights() -> None:
@@ -116,7 +115,7 @@ async def test_a_sync_that_fails_for_the_link_alone_is_repeated_a_few_times() ->
 
 
 async def test_a_joiner_gets_the_published_version_while_the_trainer_waits() -> None:
-    rig = Rig(rollout={"stall": True})
+    rig = Rig(rollout={"stall_after": 0})
     running = asyncio.create_task(rig.run())
     await asyncio.sleep(0.01)
     rig.fleet.come("c")
@@ -128,18 +127,17 @@ async def test_a_joiner_gets_the_published_version_while_the_trainer_waits() -> 
 
 
 async def test_a_joiner_gets_a_new_version_when_the_trainer_has_newer_weights() -> None:
-    # Room for one batch at a time, so the trainer waits with a step unpublished.
-    rig = Rig(weight_sync_steps=3, max_staleness=0, groups_per_step=2)
+    # Two steps train before a sync; after the first of them no group is finished any more.
+    rig = Rig(weight_sync_steps=2, rollout={"stall_after": 2})
     running = asyncio.create_task(rig.run())
-    while len(rig.trainer.steps) < 1:
+    while not rig.trainer.steps:
         await asyncio.sleep(0)
-    rig.rollouter.stall = True
     await asyncio.sleep(0.01)
-    before = len(rig.trainer.steps)
     rig.fleet.come("c")
     while not rig.fleet.up["c"]:
         await asyncio.sleep(0)
-    assert rig.publisher.only[-1] == (1, None) if before % 3 else (0, {"c"})
+    assert rig.publisher.only == [(1, None)]
+    assert (rig.controller.progress.step, rig.controller.progress.unpublished) == (1, 0)
     rig.controller.request_stop("enough")
     await running
 
@@ -152,7 +150,7 @@ async def test_joiners_of_a_full_sync_serve_after_it() -> None:
 
 
 async def test_a_joiner_that_fails_is_left_to_the_fleet() -> None:
-    rig = Rig(rollout={"stall": True}, publisher=FakePublisher(lose={0: ["c"]}))
+    rig = Rig(rollout={"stall_after": 0}, publisher=FakePublisher(lose={0: ["c"]}))
     running = asyncio.create_task(rig.run())
     await asyncio.sleep(0.01)
     rig.fleet.come("c")
