@@ -1,9 +1,9 @@
 """Generation through megasync (client and router) against raw calls to the same SGLang servers, same prompts, same run.
 
-    python benchmarks/generation.py MODEL [--servers 2] [--concurrency 1 16 64] [--tokens 5 64] [--repeats 5]
+    python benchmarks/generation.py MODEL [--servers 2] [--concurrency 1 16 64] [--tokens 5 64] [--repeats 5] [--stream 16]
 
 Raw calls go straight to the servers, in turn, over one connection pool, and keep nothing but a count of the tokens; that
-is the upper bound. Rounds of both alternate, so that whatever else the machine does meets both; the table has medians,
+is the upper bound. With `--stream` a third way has the client take tokens as they come. Rounds alternate, so that whatever else the machine does meets all; the table has medians,
 and client CPU in milliseconds per request.
 """
 
@@ -84,7 +84,11 @@ async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url
     """The table's lines."""
     model = json.loads((arguments.model / "config.json").read_text())
     vocab, context = model["vocab_size"], model["max_position_embeddings"]
-    client = RolloutClient(router_url, [], vocab, context, SamplingConfig(), REQUEST_TIMEOUT)
+    intervals = {"megasync": 0} | ({"streamed": arguments.stream} if arguments.stream else {})
+    clients = {
+        way: RolloutClient(router_url, [], vocab, context, SamplingConfig(), REQUEST_TIMEOUT, stream_interval=interval)
+        for way, interval in intervals.items()
+    }
     rng = random.Random(0)
     lines = [
         "| concurrency | tokens | | requests/s | tokens/s | client CPU ms | ratio |",
@@ -92,7 +96,8 @@ async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url
     ]
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
-        ways = {"raw": raw_generate(session, urls), "megasync": megasync_generate(client)}
+        ways = {"raw": raw_generate(session, urls)}
+        ways |= {way: megasync_generate(client) for way, client in clients.items()}
         for concurrency, tokens in itertools.product(arguments.concurrency, arguments.tokens):
             count = max(concurrency, min(arguments.requests, arguments.requests * concurrency // 16))
             rounds: dict[str, list[Round]] = {way: [] for way in ways}
@@ -114,12 +119,18 @@ async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url
                 lines.append(
                     f"| {concurrency} | {tokens} | {way} | {requests:.0f} | {sampled:.0f} | {cpu:.2f} | {ratio:.2f} |"
                 )
-    await client.close()
+    for client in clients.values():
+        await client.close()
     return lines
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    rollout = RolloutConfig(max_total_tokens=arguments.kv_tokens, max_running_requests=64, mem_fraction=0.5)
+    rollout = RolloutConfig(
+        max_total_tokens=arguments.kv_tokens,
+        max_running_requests=64,
+        mem_fraction=0.5,
+        stream_interval=arguments.stream,
+    )
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         servers = [
@@ -147,6 +158,9 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=640, help="per round, at concurrency 16 and above")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policy", default="cache_aware")
+    parser.add_argument(
+        "--stream", type=int, default=0, help="tokens of a piece for a third, streaming way; 0 for none"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV cache of each server, in tokens")

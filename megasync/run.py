@@ -165,6 +165,7 @@ class Run:
             schedule,
             drop_uniform_groups=config.rollout.drop_uniform_groups,
             seed=seed,
+            save_seconds=config.rollout.save_partials_seconds,
             max_attempts=config.rollout.max_attempts,
             max_drop_share=config.rollout.max_drop_share,
             fleet=fleet,

@@ -55,6 +55,17 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
+class Fleet:
+    """What becomes of servers that die: the run goes on with `least` of them, each starts again so often in a window."""
+
+    least: int
+    restarts: int
+    window: float
+    # Tokens of a running request that are lost with its server; None for all of them.
+    lost_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     name: str
     model: str
@@ -76,6 +87,7 @@ class Plan:
     window_slack: int
     over_age: str
     sync: Sync
+    fleet: Fleet
     stages: tuple[RankMemory, ...]
     server: ServerMemory
     device_bytes: int | None
@@ -117,6 +129,12 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         staleness_bound=pacing.staleness_bound,
         window_slack=pacing.window_slack,
         over_age=schedule.over_age,
+        fleet=Fleet(
+            least=config.rollout.min_servers,
+            restarts=config.rollout.health.restarts,
+            window=config.rollout.health.restart_window,
+            lost_tokens=config.rollout.stream_interval or None,
+        ),
         sync=Sync(
             nbytes=buckets.nbytes,
             buckets=len(buckets.buckets),

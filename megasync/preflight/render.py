@@ -36,7 +36,7 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 
 def _summary(plan: Plan) -> Table:
-    sizes, sync = plan.sizes, plan.sync
+    sizes, sync, fleet = plan.sizes, plan.sync, plan.fleet
     senders = ", ".join(map(str, sync.senders))
     rows = {
         "run": plan.name,
@@ -50,6 +50,10 @@ def _summary(plan: Plan) -> Table:
         f"look-ahead window; older ones: {plan.over_age}",
         "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
         f"{bytes_text(sync.largest)}, sent by rank(s) {senders}",
+        "fleet": f"goes on with {fleet.least} of {plan.rollout.spec.slots} server(s); each is started again up to "
+        f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "
+        + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
+        + " of each request it runs",
     }
     return facts(rows)
 

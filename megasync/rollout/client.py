@@ -274,9 +274,9 @@ class RolloutClient:
                 if "error" in piece:
                     self._refused(piece["error"].get("code"), str(piece["error"].get("message")), sent)
                 finished = parts.add(piece)
-                if finished and "status_code" in (reason := piece["meta_info"]["finish_reason"]):
+                if finished and (status := piece["meta_info"]["finish_reason"].get("status_code")):
                     # Unstreamed it would have been the status of the answer.
-                    self._refused(reason["status_code"], str(reason.get("message")), sent)
+                    self._refused(status, str(piece["meta_info"]["finish_reason"].get("message")), sent)
         except (aiohttp.ClientError, OSError):
             if not finished:
                 raise

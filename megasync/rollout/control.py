@@ -1,7 +1,8 @@
 """Control calls to one server: an HTTP session with JSON in and out, and errors that say who answered what.
 
 Calls go straight to the server, never through the router, which forwards generation only. The session opens on the
-loop of the first call and is closed by `close` on that loop.
+loop of the first call and is closed by `close` on that loop, for good: whoever still holds the control of a server that
+is gone gets a ServerError.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class ServerControl:
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"ServerControl({self.url})"
@@ -49,11 +51,14 @@ class ServerControl:
             raise ServerError(f"{self.url}/model_info carries no integer weight_version: {info!r}") from error
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
 
     async def _request(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
+        if self._closed:
+            raise ServerError(f"{method} {self.url}{path}: the server is gone, or no longer part of the run")
         session = self._open()
         data = None if body is None else orjson.dumps(body)
         try:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
-from megasync.errors import DataError
+from megasync.errors import DataError, MegasyncError
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
@@ -145,7 +145,7 @@ class Rollouter:
         finally:
             await _cancel(watched | self._groups)
             if self._save_seconds:
-                await self._save()
+                await self._save_at_end()
 
     def stop(self) -> None:
         """Ends `run` at whatever it waits for. Admitted prompts stay live in the buffer."""
@@ -215,6 +215,12 @@ class Rollouter:
         if unsaved := self._partials.unsaved():
             await self._buffer.save_partials(unsaved)
 
+    async def _save_at_end(self) -> None:
+        try:
+            await self._save()
+        except MegasyncError as error:
+            log.warning("unfinished responses were not saved, and are generated again after a restart: %s", error)
+
     async def _cap_loop(self, cap: InflightCap, fleet: Fleet) -> None:
         while True:
             self._gate.limit = cap.update(fleet.loads(), self._gate.inflight)
@@ -235,11 +241,11 @@ class Rollouter:
     # One group
 
     async def _work(self, prompt: Prompt) -> None:
-        if self._save_seconds:
-            self._partials.restore(prompt.uid, await self._buffer.partials(prompt.uid))
-        outcome = await self._outcome(prompt)
-        self._partials.forget(prompt.uid)
         try:
+            if self._save_seconds:
+                self._partials.restore(prompt.uid, await self._buffer.partials(prompt.uid))
+            outcome = await self._outcome(prompt)
+            self._partials.forget(prompt.uid)
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is too old by now and will come back.
                 self._tally.committed += await self._buffer.commit(outcome)

@@ -75,16 +75,15 @@ def test_a_killed_controller_takes_everything_with_it(miniature, launch) -> None
     assert run.survivors() == []
 
 
-def test_a_dead_server_that_may_not_start_again_ends_the_run_with_its_log_and_the_work_saved(
+def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work_saved(
     miniature, launch, the_run_dir
 ) -> None:
-    limits = ("rollout.health.restarts=0", "rollout.min_servers=2")
-    run = launch("train", miniature(schedule=ENDLESS), *limits)
+    run = launch("train", miniature(schedule=ENDLESS, rollout={"min_servers": 2, "health": {"restarts": 0}}))
     run.wait_for("step 3/")
     (scheduler, *_) = [p for p in run.family() if p.is_running() and "sglang::scheduler" in " ".join(p.cmdline())]
     scheduler.kill()
     assert run.wait() == 2, run.output
-    assert "server" in run.output and "log" in run.output
+    assert "1 servers are left, fewer than rollout.min_servers=2" in run.output and "its log" in run.output
     assert checkpoints(the_run_dir())
     assert run.survivors() == []
 

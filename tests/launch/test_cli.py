@@ -93,9 +93,8 @@ def test_plan_prints_the_plan_with_overrides_applied():
     assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "warning" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["resume", "scale", "export"])
-def test_a_folder_that_is_no_run_is_named(here, command, tmp_path):
-    more = {"export": ["out"], "scale": ["rollout=2"]}.get(command, [])
+@pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])
+def test_a_folder_that_is_no_run_is_named(here, command, more, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
 
@@ -110,6 +109,12 @@ def test_simulated_schedules_are_counted_and_one_can_be_read(here):
     assert status == 0 and "finished" in out
     status, out, _ = here("simulate", "--seed", "1", "--history")
     assert status == 0 and "buffer admit(" in out and "publish" in out
+
+
+@pytest.mark.parametrize("size", ["3", "servers=3", "rollout=", "rollout=many", "rollout=-1"])
+def test_scale_says_how_to_write_a_size(here, size, tmp_path):
+    status, _, err = here("scale", tmp_path, "--", size)
+    assert status == 2 and size in err and "rollout=N" in err
 
 
 def test_export_leaves_a_full_folder_alone(here, tmp_path):

@@ -1,0 +1,215 @@
+"""The fleet on real servers, the real router and Ray: whatever is killed or stopped, requests come back whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from serving import reference
+from tiny_models import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from megasync.cluster.fleet import Fleet
+from megasync.cluster.pools import Pools
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.config import Config
+from megasync.config.pools import PoolSpec
+from megasync.config.schema import HealthConfig, SamplingConfig
+from megasync.device import resolve_device
+from megasync.errors import MegasyncError, ServerError
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.parts import Parts
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+PATIENCE = 120.0
+TOKENS = 1200
+VOCAB = 300
+
+
+@dataclass
+class Rig:
+    fleet: Fleet
+    client: RolloutClient
+    model: torch.nn.Module
+    gone: list[str]
+
+    async def all_serve(self, count: int) -> list[str]:
+        """URLs, once `count` servers are up and have joined."""
+        async with asyncio.timeout(PATIENCE):
+            while len(up := [*self.fleet.serving(), *self.fleet.joiners()]) != count:
+                await self.fleet.changed()
+        await self.fleet.joined([control.url for control in up])
+        return [control.url for control in up]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("fleet")
+    config = Config()
+    config.model.path = str(make_tiny_model(folder / "model", "qwen3", seed=0))
+    config.model.dtype = "float32"
+    # Ray's own idea of how large this machine is: room for three servers, and no more.
+    config.cluster.devices_per_node = 1
+    config.rollout.max_total_tokens, config.rollout.max_running_requests = 32768, 32
+    config.rollout.mem_fraction = 0.3
+    config.rollout.router_policy = "round_robin"
+    config.rollout.stream_interval = 8
+    config.rollout.health = HealthConfig(
+        probe_seconds=0.5, probe_timeout=3.0, probe_failures=3, request_seconds=1.0, request_timeout=10.0
+    )
+    cluster = RayCluster(config, devices_needed=1)
+    cluster.connect()
+    pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
+    fleet = Fleet(config, folder, resolve_device("cpu"), pools, "admin-key-of-this-test")
+    client = None
+    try:
+        await pools.create(60)
+        await fleet.start()
+        gone: list[str] = []
+        client = RolloutClient(
+            fleet.router_url, [], VOCAB, 2048, SamplingConfig(max_new_tokens=TOKENS), 300.0, stream_interval=8
+        )
+        fleet.follow(client.add_server, client.remove_server)
+        fleet.follow(lambda control: None, gone.append)
+        assert not fleet.serving() and len(fleet.joiners()) == 2
+        await fleet.joined([control.url for control in fleet.joiners()])
+        yield Rig(fleet, client, AutoModelForCausalLM.from_pretrained(config.model.path), gone)
+    finally:
+        if client is not None:
+            await client.close()
+        await fleet.stop()
+        pools.remove()
+        cluster.close()
+        assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+def family(url: str) -> list[psutil.Process]:
+    """The processes of a server or router at this address: its supervisor, and everything below."""
+    port = str(urlsplit(url).port)
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if any(word.endswith("supervisor.py") for word in words) and (port in words or f'"port": {port},' in words[-1]):
+            return [process, *process.children(recursive=True)]
+    raise AssertionError(f"nothing at {url}")
+
+
+async def interrupted(rig: Rig, harm: Callable[[], None | asyncio.Future]) -> list:
+    """Eight long generations, with harm done once each of them has its first tokens; they must be whole all the same."""
+    growing = [Parts() for _ in range(8)]
+    requests = [
+        asyncio.create_task(rig.client.generate([5, 6, 7 + i], keep=lambda ids, i=i: growing[i], ignore_eos=True))
+        for i in range(8)
+    ]
+    async with asyncio.timeout(PATIENCE):
+        while not all(parts.token_ids for parts in growing):
+            assert not any(request.done() for request in requests), "too quick to be interrupted"
+            await asyncio.sleep(0.02)
+    result = harm()
+    if result is not None:
+        await result
+    async with asyncio.timeout(PATIENCE):
+        answers = await asyncio.gather(*requests)
+    for answer in answers:
+        assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == TOKENS
+        assert answer.finish_reason == "length"
+    return answers
+
+
+def check_logprobs(rig: Rig, answer) -> None:
+    """What the parts say of their tokens is what Hugging Face says of the whole."""
+    ours = reference(rig.model, answer.prompt_ids + answer.token_ids)[len(answer.prompt_ids) - 1 :]
+    assert max(abs(a - b) for a, b in zip(answer.logprobs, ours, strict=True)) < 1e-3
+
+
+async def test_requests_of_a_killed_server_are_finished_by_another(rig):
+    victim, survivor = await rig.all_serve(2)
+    answers = await interrupted(rig, lambda: family(victim)[1].kill())
+    broken = [answer for answer in answers if answer.parts > 1]
+    assert 0 < len(broken) < len(answers)
+    check_logprobs(rig, broken[0])
+    assert rig.gone == [victim]
+    assert [control.url for control in rig.fleet.serving()] == [survivor]
+    # It is started again as another server, which serves only once a sync has reached it.
+    urls = await rig.all_serve(2)
+    assert survivor in urls and victim not in urls
+    assert rig.fleet.metrics()["fleet/restarts"] == 1.0
+    await rig.fleet.watch()
+
+
+async def test_a_stopped_server_is_found_and_its_requests_go_on(rig):
+    victim, survivor = await rig.all_serve(2)
+    stopped = family(victim)
+
+    def stop() -> None:
+        for process in stopped:
+            process.suspend()
+
+    answers = await interrupted(rig, stop)
+    assert any(answer.parts > 1 for answer in answers)
+    async with asyncio.timeout(PATIENCE):
+        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in stopped):
+            await asyncio.sleep(0.05)
+    assert survivor in await rig.all_serve(2)
+
+
+async def test_a_killed_router_is_back_at_its_address_with_the_serving_servers(rig):
+    await rig.all_serve(2)
+    url = rig.fleet.router_url
+    answers = await interrupted(rig, lambda: family(url)[1].kill())
+    assert all(answer.parts > 1 for answer in answers)
+    assert rig.fleet.router_url == url
+    assert rig.fleet.metrics()["fleet/router_restarts"] == 1.0
+    await rig.fleet.watch()
+
+
+async def test_a_server_whose_sync_failed_leaves_the_router_and_comes_back_with_the_next(rig):
+    victim, other = await rig.all_serve(2)
+    answers = await interrupted(rig, lambda: rig.fleet.sync_failed({victim: "version 7 was lost"}))
+    assert any(answer.parts > 1 for answer in answers)
+    assert [control.url for control in rig.fleet.joiners()] == [victim]
+    assert [control.url for control in rig.fleet.serving()] == [other]
+    assert set(await rig.all_serve(2)) == {victim, other}
+
+
+async def test_the_fleet_grows_and_shrinks_while_requests_run(rig):
+    before = await rig.all_serve(2)
+    assert await rig.fleet.resize(3) == "2 -> 3 servers; the new ones serve after the next weight sync"
+    assert len(rig.fleet.serving()) == 2
+    (added,) = set(await rig.all_serve(3)) - set(before)
+    with pytest.raises(MegasyncError, match="0 of 3 servers were added; the Ray cluster has no room.*needs {'CPU': 1}"):
+        await rig.fleet.resize(6)
+    with pytest.raises(ServerError, match="rollout=0 is below rollout.min_servers=1"):
+        await rig.fleet.resize(0)
+    answers = await interrupted(rig, lambda: rig.fleet.resize(1))
+    assert any(answer.parts > 1 for answer in answers)
+    assert [control.url for control in rig.fleet.serving()] == before[:1]
+    assert {added, before[1]} <= set(rig.gone)
+    # The room of those that went is there again.
+    assert (await rig.fleet.resize(2)).startswith("1 -> 2 servers")
+    assert len(await rig.all_serve(2)) == 2
+    await rig.fleet.watch()
+
+
+async def test_a_pool_out_of_restarts_ends_with_the_last_words(rig, monkeypatch):
+    await rig.all_serve(2)
+    for slot in rig.fleet._slots.values():
+        monkeypatch.setattr(slot.health._restarts, "limit", 0)
+    for control in rig.fleet.serving():
+        family(control.url)[1].kill()
+    async with asyncio.timeout(PATIENCE):
+        while rig.fleet.serving():
+            await rig.fleet.changed()
+    with pytest.raises(
+        ServerError, match=r"(?s)0 servers are left, fewer than rollout.min_servers=1.*process has ended"
+    ):
+        while True:
+            await rig.fleet.watch()
+            await asyncio.wait_for(rig.fleet.changed(), PATIENCE)
