@@ -131,7 +131,7 @@ class Bench:
 
         async def by_shards(version: int) -> tuple[float, float]:
             report = await shards.publish(version)
-            for part in ("stage", "pack", "wire", "digest", "pause_call", "copy"):
+            for part in ("stage", "pack", "wire", "digest", "running_step", "copy", "resume"):
                 self.notes[f"p2p, {part}"].append(report.seconds[part])
             return report.seconds["stage"] + report.seconds["commit"], report.seconds["pause"]
 

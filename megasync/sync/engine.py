@@ -93,10 +93,12 @@ class Engine(Served):
     # Commit
 
     async def pause(self, attempt: Attempt) -> None:
-        """Stops generation and opens a weight update."""
+        """Stops generation and opens a weight update, for which the decoding step under way must end first."""
         await super().pause(attempt)
-        attempt.standing[self.url].begun = True
+        standing = attempt.standing[self.url]
+        standing.begun = True
         await self._post("/begin_weight_update")
+        attempt.note("running_step", time.monotonic() - standing.since)
 
     async def load(self, body: Mapping[str, Any], attempt: Attempt) -> None:
         """Has the ranks write the version: a local copy of what is staged, or what ``body`` lets them receive."""
@@ -113,9 +115,11 @@ class Engine(Served):
 
     async def go_on(self, attempt: Attempt) -> None:
         """Closes the update and generates again."""
+        start = time.monotonic()
         await self._post("/end_weight_update")
         attempt.standing[self.url].begun = False
         await super().go_on(attempt)
+        attempt.note("resume", time.monotonic() - start)
 
     # Clean-up
 

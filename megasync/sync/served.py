@@ -39,7 +39,6 @@ class Served:
         standing = attempt.standing[self.url]
         standing.paused, standing.since = True, time.monotonic()
         await self._post("/pause_generation", {"mode": self._pause_mode})
-        attempt.note("pause_call", time.monotonic() - standing.since)
 
     async def flush(self) -> None:
         """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
