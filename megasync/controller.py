@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -208,7 +208,7 @@ class Controller:
                     await self._recovery.restart_trainer(loss)
                     loss, self._saved_step = None, self.progress.step
                 elif not self._begun.is_set():
-                    await self._attended(self._evaluate_now())
+                    await self._recovery.attend(self._evaluate_now())
                     self._begun.set()
                 elif self.progress.step == self.config.schedule.total_steps or self._stop.is_set():
                     return await self._finish()
@@ -265,7 +265,7 @@ class Controller:
             lease = asyncio.create_task(self._buffer.lease(self.progress.step + 1, self.progress.version), name="lease")
             stop = asyncio.create_task(self._stop.wait(), name="stop")
             try:
-                await self._until_one(lease, stop)
+                await self._recovery.until_one(lease, stop)
             finally:
                 lease.cancel()
                 stop.cancel()
@@ -281,30 +281,7 @@ class Controller:
         self._finishing = True
         self._rollouter.stop()
         if self._target_reached or not self._stop.is_set():
-            await self._attended(self._evaluate_now())
-
-    async def _attended(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does the work while the trainer is free to bring servers that join the weights: the work may need them."""
-        working = asyncio.create_task(work, name="attended work")
-        try:
-            while not working.done():
-                await self._recovery.bring_joiners()
-                await self._until_one(working)
-            working.result()
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-    async def _until_one(self, *waits: asyncio.Task) -> None:
-        """Returns when one of these is done, or when the fleet has changed since it was last looked at."""
-        changed = asyncio.create_task(self._fleet.changed(), name="changed")
-        try:
-            await asyncio.wait({*waits, changed}, return_when=asyncio.FIRST_COMPLETED)
-            if changed.done():
-                changed.result()
-        finally:
-            changed.cancel()
-            await asyncio.gather(changed, return_exceptions=True)
+            await self._recovery.attend(self._evaluate_now())
 
     @asynccontextmanager
     async def _pause(self) -> AsyncIterator[None]:
@@ -316,7 +293,7 @@ class Controller:
         try:
             # Requests that no server works on cannot end, and straddle nothing: the sync is what they wait for.
             while not gate.done() and self._fleet.serving():
-                await self._until_one(gate)
+                await self._recovery.until_one(gate)
             if gate.done():
                 gate.result()
             yield

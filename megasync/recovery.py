@@ -16,9 +16,10 @@ A rank that raised an error is no lost rank: it would raise it again, and the ru
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,29 @@ class Recovery:
             await self._blame(error)
         else:
             await self._welcome(joiners, self._progress.version)
+
+    async def attend(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does the work while the trainer is free to bring servers that join the weights: the work may need them."""
+        working = asyncio.create_task(work, name="attended work")
+        try:
+            while not working.done():
+                await self.bring_joiners()
+                await self.until_one(working)
+            working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def until_one(self, *waits: asyncio.Task) -> None:
+        """Returns when one of these is done, or when the fleet has changed since it was last looked at."""
+        changed = asyncio.create_task(self._fleet.changed(), name="changed")
+        try:
+            await asyncio.wait({*waits, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if changed.done():
+                changed.result()
+        finally:
+            changed.cancel()
+            await asyncio.gather(changed, return_exceptions=True)
 
     async def _bring(self, version: int) -> dict[str, float]:
         """Tries until all servers that are left hold the version. Each try that fails has lost at least one of them."""
