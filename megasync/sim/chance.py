@@ -54,8 +54,12 @@ class Chance:
         slow = 20.0 if self.happens("slow", f"{kind} {about}") else 1.0
         return mean * self.speed.get(kind, 1.0) * slow * (0.05 + 2 * self._draw(f"seconds {kind} {about}"))
 
+    def share(self, about: str) -> float:
+        """In [0, 1)."""
+        return self._draw(f"share {about}")
+
     def below(self, bound: int, about: str) -> int:
-        return int(self._draw(f"below {about}") * bound)
+        return int(self.share(about) * bound)
 
     def _draw(self, key: str) -> float:
         self._asked[key] += 1

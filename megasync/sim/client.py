@@ -9,7 +9,7 @@ from typing import Any
 from megasync.errors import ServerError
 from megasync.rollout.generation import Generation
 from megasync.sim.chance import Chance
-from megasync.sim.servers import SimFleet
+from megasync.sim.fleet import SimFleet
 
 TOKEN_SECONDS = 0.04
 MOST_TOKENS = 4
@@ -31,12 +31,10 @@ class SimClient:
         versions: list[int] = []
         deadline = self._clock() + self._timeout
         while len(versions) < length:
-            serving = self._fleet.serving()
             try:
-                if not serving:
-                    raise ServerError("no server serves")
-                server = serving[self._chance.below(len(serving), f"route {routing_key}")]
-                versions.append(await server.answer(self._chance.seconds("generate", TOKEN_SECONDS, routing_key)))
+                url = self._fleet.router.choose(self._chance.share(f"route {routing_key}"))
+                seconds = self._chance.seconds("generate", TOKEN_SECONDS, routing_key)
+                versions.append(await self._fleet.servers[url].sample(seconds))
             except ServerError:
                 if self._clock() > deadline:
                     raise

@@ -13,16 +13,17 @@ from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.controller import Controller
 from megasync.data import PromptSource
-from megasync.errors import MegasyncError, RankLost
+from megasync.errors import MegasyncError, RankLost, ServerError
 from megasync.restore import restore
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
 from megasync.sim.client import SimClient
 from megasync.sim.distant import DistantBuffer
+from megasync.sim.fleet import SimFleet
 from megasync.sim.laws import Broken
 from megasync.sim.ranks import SimRanks
-from megasync.sim.servers import SimFleet
+from megasync.sim.servers import SimServer
 from megasync.sim.transport import SimPublisher
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 LONGEST_LIFE = 2_000.0
 ROWS = 7
 # Errors that are a clear end of a run that met more than it may: what `run` raised must be one of these.
-REASONS = ("trainer.max_restarts", "no server has a restart left", "groups were dropped", "the link broke")
+REASONS = ("trainer.max_restarts", "rollout.min_servers", "groups were dropped", "the link broke")
 
 
 class Life:
@@ -58,7 +59,7 @@ class Life:
             self._orphan,
         )
         self._ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep)
-        self._fleet = SimFleet(config.rollout.servers, number, self._chance, self._laws)
+        self._fleet = SimFleet(config, world.run_dir, number, self._chance, self._laws, self._loop.time)
         self._publisher = SimPublisher(self._ranks, self._chance, self._laws)
         self._controller = self._wire()
         self._started = False
@@ -72,8 +73,10 @@ class Life:
             await client.generate([1], routing_key=f"evaluation {step}")
             return {"eval/score": 0.0}
 
-        self._fleet.on_up, self._fleet.on_gone = self._publisher.add, self._publisher.remove
-        rollouter = Rollouter(client, self._source, self._buffer, single_turn, rewards, config.schedule, clock=clock)
+        self._fleet.follow(self._publisher.add, self._publisher.remove)
+        rollouter = Rollouter(
+            client, self._source, self._buffer, single_turn, rewards, config.schedule, fleet=self._fleet, clock=clock
+        )
         return Controller(
             config,
             trainer=self._ranks,
@@ -115,7 +118,7 @@ class Life:
 
     async def _start_and_run(self) -> None:
         """As `Run` does: the servers get the weights under their number before the first prompt."""
-        self._fleet.start()
+        await self._fleet.start()
         version = self.progress.version
         if self._checkpoint is not None or version:
             await self._publisher.publish(version)
@@ -140,7 +143,7 @@ class Life:
         """Asserts what must hold at such an end, and names it. None for a start that failed: it can be made again."""
         counts = self._buffer.process._state.counts()
         self._laws.balance(counts)
-        if isinstance(error, (PublishError, RankLost)) and not self._started:
+        if isinstance(error, (PublishError, RankLost, ServerError)) and not self._started:
             return None
         if isinstance(error, MegasyncError) and any(reason in str(error) for reason in REASONS):
             return next(reason for reason in REASONS if reason in str(error))
@@ -161,8 +164,9 @@ class Life:
         blows = {
             "rank": self._ranks.kill,
             "buffer": self._buffer.crash,
-            "server": lambda: self._one_server(lambda server: server.gone.set()),
-            "wedge": lambda: self._one_server(self._fleet.wedge),
+            "server": lambda: self._one_server(SimServer.kill),
+            "wedge": lambda: self._one_server(SimServer.wedge),
+            "router": self._fleet.router.kill,
         }
         pause = choice.uniform(0.2, 5.0)
         for blow in range(choice.randrange(8)):

@@ -1,35 +1,68 @@
-"""Servers that hold a version of the weights, die, wedge and start again; and the fleet that looks after them."""
+"""Servers and a router that exist in virtual time only, as processes and as what answers under their URLs.
+
+They stand behind the real fleet: it starts them, probes them, tells the router of them, and buries them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from typing import Any
 
 from megasync.errors import ServerError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 
-START_SECONDS, BACKOFF_SECONDS = 0.6, 0.2
-# A wedged server answers its probes; only its silent requests give it away.
-WEDGED_SECONDS = 4.0
-RESTARTS = 6
-SYNC_FAILURES = 2
+START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS = 0.6, 0.2, 0.005
 
 
 class SimServer:
-    """`weights` is None while it holds a mixture. It generates unless it is paused, wedged or gone."""
+    """A process (`start`, `alive`, `tail`, `stop`) with an address. `weights` is None while it holds a mixture."""
 
-    def __init__(self, url: str, laws: Laws) -> None:
+    def __init__(self, url: str, chance: Chance, laws: Laws) -> None:
         self.url = url
         self.version = 0
         self.weights: Weights | None = INITIAL
-        self.serves = False
-        self.sync_failures = 0
         self.gone = asyncio.Event()
+        self._chance = chance
         self._laws = laws
+        self._wedged = False
+        self._requests: set[asyncio.Task] = set()
         self._running = asyncio.Event()
         self._running.set()
-        self.wedged = False
+
+    # As the fleet's process
+
+    async def start(self, timeout: float) -> str:
+        await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, self.url))
+        if self._chance.happens("server dies while it starts", self.url):
+            self.gone.set()
+            raise ServerError(f"{self.url} died while it started")
+        self._laws.note(f"{self.url} is up")
+        return self.url
+
+    async def alive(self) -> bool:
+        await asyncio.sleep(ANSWER_SECONDS)
+        return not self.gone.is_set()
+
+    async def tail(self, lines: int) -> str:
+        return "killed"
+
+    async def stop(self, timeout: float) -> None:
+        self.kill()
+
+    # As the victim
+
+    def kill(self) -> None:
+        if not self.gone.is_set():
+            self._laws.note(f"{self.url} is gone")
+            self.gone.set()
+
+    def wedge(self) -> None:
+        """Its scheduler stands still, its HTTP process answers."""
+        self._wedged = True
+
+    # As the weight sync sees it
 
     def pause(self) -> None:
         self._running.clear()
@@ -37,115 +70,114 @@ class SimServer:
     def go_on(self) -> None:
         self._running.set()
 
-    async def answer(self, seconds: float) -> int:
-        """Samples a token; the version that it was sampled by. Raises ServerError when the server goes under it."""
-        if not self.gone.is_set():
-            done = asyncio.create_task(self._sample(seconds), name=f"sampling {self.url}")
-            gone = asyncio.create_task(self.gone.wait(), name=f"gone {self.url}")
-            try:
-                await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if done.done() and self.serves:
-                    self._laws.serves(self.url, self.version, self.weights)
-                    return self.version
-            finally:
-                done.cancel()
-                gone.cancel()
-        raise ServerError(f"{self.url} went away")
+    # As a client sees it
+
+    async def sample(self, seconds: float) -> int:
+        """One token; the version that it was sampled by. Raises ServerError when it is aborted or the server goes."""
+        if self.gone.is_set():
+            raise ServerError(f"{self.url} refuses the connection")
+        request = asyncio.create_task(self._sample(seconds), name=f"request at {self.url}")
+        gone = asyncio.create_task(self.gone.wait(), name=f"end of {self.url}")
+        self._requests.add(request)
+        try:
+            await asyncio.wait({request, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() or request.cancelled():
+                raise ServerError(f"{self.url} gave the request up")
+            request.result()
+            self._laws.serves(self.url, self.version, self.weights)
+            return self.version
+        finally:
+            self._requests.discard(request)
+            request.cancel()
+            gone.cancel()
 
     async def _sample(self, seconds: float) -> None:
-        if self.wedged:
+        if self._wedged:
             await self.gone.wait()
         await asyncio.sleep(seconds)
         await self._running.wait()
 
+    def abort(self) -> None:
+        if not self._wedged:
+            for request in self._requests:
+                request.cancel()
 
-class SimFleet:
-    """The controller's `Fleet`. `on_up` and `on_gone` tell the weight sync who can be reached."""
+    @property
+    def busy(self) -> int:
+        return len(self._requests)
 
-    def __init__(self, servers: int, life: int, chance: Chance, laws: Laws) -> None:
+    async def answer(self, path: str, timeout: float) -> Any:
+        """What the HTTP process says; only what needs the scheduler waits for it."""
+        await asyncio.sleep(ANSWER_SECONDS)
+        if self._wedged and path == "/server_info":
+            await asyncio.sleep(timeout)
+            raise ServerError(f"{self.url}{path}: no answer within {timeout:g} s")
+        if self.gone.is_set():
+            raise ServerError(f"{self.url} refuses the connection")
+        if path == "/abort_request":
+            self.abort()
+        rank = {"token_usage": 0.0, "num_running_reqs": self.busy, "num_waiting_reqs": 0}
+        return {"loads": [rank]}
+
+
+class SimControl:
+    """`ServerControl` of a simulated server."""
+
+    def __init__(self, server: SimServer) -> None:
+        self.server = server
+        self.url = server.url
+
+    async def get(self, path: str, timeout: float = 60.0) -> Any:
+        return await self.server.answer(path, timeout)
+
+    async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
+        return await self.server.answer(path, timeout)
+
+    async def close(self) -> None: ...
+
+
+class SimRouter:
+    """The router's process and its list, which outlives no restart."""
+
+    def __init__(self, chance: Chance, laws: Laws) -> None:
+        self.listed: set[str] = set()
+        self._up = False
+        self._starts = 0
         self._chance = chance
         self._laws = laws
-        self._count = servers
-        self._life_number = life
-        self._up: dict[int, SimServer] = {}
-        self._lives: list[asyncio.Task] = []
-        self._retired: set[int] = set()
-        self._change = asyncio.Event()
-        self.on_up: Callable[[SimServer], None] = lambda server: None
-        self.on_gone: Callable[[str], None] = lambda url: None
 
-    def start(self) -> None:
-        """All servers are up and hold the initial weights."""
-        for index in range(self._count):
-            self._add(index, 0)
-            self._lives.append(asyncio.create_task(self._life(index), name=f"server {index}"))
+    async def start(self, timeout: float) -> str:
+        self._starts += 1
+        self.listed.clear()
+        await asyncio.sleep(self._chance.seconds("generate", ROUTER_SECONDS, f"router {self._starts}"))
+        self._up = True
+        return "http://router:1"
 
-    async def stop(self) -> None:
-        for life in self._lives:
-            life.cancel()
-        await asyncio.gather(*self._lives, return_exceptions=True)
+    async def alive(self) -> bool:
+        return self._up
 
-    def up(self) -> list[SimServer]:
-        return [self._up[index] for index in sorted(self._up)]
+    async def tail(self, lines: int) -> str:
+        return "killed"
 
-    def serving(self) -> list[SimServer]:
-        return [server for server in self.up() if server.serves]
+    async def stop(self, timeout: float) -> None:
+        self.kill()
 
-    def joiners(self) -> list[SimServer]:
-        return [server for server in self.up() if not server.serves]
+    def kill(self) -> None:
+        self._up = False
 
-    async def changed(self) -> None:
-        await self._change.wait()
-        self._change.clear()
+    async def adjust(self, wanted: Collection[str]) -> bool:
+        """As `RouterMembers`: what is asked for is there when it is looked at the next time."""
+        await asyncio.sleep(ANSWER_SECONDS)
+        if not self._up:
+            raise ServerError("the router refuses the connection")
+        settled = self.listed == set(wanted)
+        self.listed = set(wanted)
+        return settled
 
-    async def joined(self, urls: Collection[str]) -> None:
-        for server in self.joiners():
-            if server.url in urls:
-                server.serves, server.sync_failures = True, 0
-                self._laws.note(f"{server.url} joins at version {server.version}")
+    async def close(self) -> None: ...
 
-    async def sync_failed(self, reasons: Mapping[str, str]) -> None:
-        for server in self.up():
-            if server.url in reasons:
-                server.serves = False
-                server.sync_failures += 1
-                if server.sync_failures >= SYNC_FAILURES:
-                    server.gone.set()
-        self._change.set()
-
-    async def watch(self) -> None:
-        for life in self._lives:
-            if life.done() and not life.cancelled() and life.exception() is not None:
-                raise life.exception()
-        if len(self._retired) == self._count:
-            raise ServerError("no server has a restart left")
-
-    def _add(self, index: int, start: int) -> SimServer:
-        server = self._up[index] = SimServer(f"server-{self._life_number}.{index}.{start}", self._laws)
-        self._laws.note(f"{server.url} is up")
-        self.on_up(server)
-        self._change.set()
-        return server
-
-    async def _life(self, index: int) -> None:
-        for start in range(1, RESTARTS + 1):
-            server = self._up[index]
-            await server.gone.wait()
-            del self._up[index]
-            self._laws.note(f"{server.url} is gone")
-            self.on_gone(server.url)
-            self._change.set()
-            await asyncio.sleep(BACKOFF_SECONDS * start)
-            about = f"start {self._life_number}.{index}.{start}"
-            await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, about))
-            server = self._add(index, start)
-            if self._chance.happens("server dies while it starts", about):
-                server.gone.set()
-        await self._up[index].gone.wait()
-        self.on_gone(self._up.pop(index).url)
-        self._retired.add(index)
-        self._change.set()
-
-    def wedge(self, server: SimServer) -> None:
-        server.wedged = True
-        asyncio.get_running_loop().call_later(WEDGED_SECONDS, server.gone.set)
+    def choose(self, number: float) -> str:
+        """The server that a request goes to; `number` is in [0, 1). Raises ServerError."""
+        if not self._up or not self.listed:
+            raise ServerError("the router has no server" if self._up else "the router refuses the connection")
+        return sorted(self.listed)[int(number * len(self.listed))]

@@ -9,7 +9,7 @@ from megasync.errors import RankLost
 from megasync.sim.chance import Chance
 from megasync.sim.laws import Laws, Weights
 from megasync.sim.ranks import SimRanks
-from megasync.sim.servers import SimServer
+from megasync.sim.servers import SimControl, SimServer
 from megasync.sync.attempt import PublishError
 
 STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
@@ -27,8 +27,8 @@ class SimPublisher:
         self._servers: dict[str, SimServer] = {}
         self._linked_to = ranks.starts
 
-    def add(self, server: SimServer) -> None:
-        self._servers[server.url] = server
+    def add(self, control: SimControl) -> None:
+        self._servers[control.url] = control.server
 
     def remove(self, url: str) -> None:
         self._servers.pop(url, None)
@@ -75,7 +75,7 @@ class SimPublisher:
                 await asyncio.sleep(SYNC_SECONDS)
                 failed[url] = "it did not answer in time"
             elif self._chance.happens("server dies in a sync", url):
-                server.gone.set()
+                server.kill()
             if server.gone.is_set():
                 failed[url] = "it died"
         return failed
@@ -89,7 +89,7 @@ class SimPublisher:
             server.weights = None
             await asyncio.sleep(self._chance.seconds("sync", COMMIT_SECONDS, url))
             if self._chance.happens("server dies in its commit", url):
-                server.gone.set()
+                server.kill()
             if server.gone.is_set():
                 failed[url] = "it died in its commit"
                 continue

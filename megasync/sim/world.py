@@ -116,6 +116,10 @@ def _config(choice: Any) -> Config:
     schedule.partial_rollout = choice.random() < 0.7
     schedule.max_inflight_groups = choice.choice([None, 2])
     config.rollout.servers = choice.randint(1, 3)
+    # A wedged server is known after a few seconds.
+    health = config.rollout.health
+    health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
+    health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2
     config.checkpoint.every_steps = choice.randint(0, 3)
     config.checkpoint.keep = choice.randint(1, 2)
     config.eval.every_steps = choice.randint(0, 3)
