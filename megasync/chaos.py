@@ -37,8 +37,6 @@ MARKS = {
 }
 CONTROLLER = "controller"
 KINDS = (*MARKS, CONTROLLER)
-# Longest random wait between the step that follows a blow and the next blow, in seconds.
-PAUSE_SECONDS = 20.0
 LOOK_SECONDS = 0.2
 OUTPUT_FILE = "chaos.log"
 
@@ -75,7 +73,11 @@ class Verdict:
 
 
 class Chaos:
-    """One run under fire. `say` is told of each blow as it falls."""
+    """One run under fire. `say` is told of each blow as it falls.
+
+    `pause` is the longest random wait between the step that follows a blow and the next blow, `patience` the longest wait
+    for that step, in seconds.
+    """
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Chaos:
         seed: int,
         *,
         stop: bool,
+        pause: float,
         patience: float,
         say: Callable[[str], None],
     ) -> None:
@@ -97,6 +100,7 @@ class Chaos:
         self._kinds = list(kinds)
         self._chance = random.Random(seed)
         self._stop = stop
+        self._pause = pause
         self._patience = patience
         self._say = say
         self._began = time.monotonic()
@@ -110,7 +114,7 @@ class Chaos:
         try:
             if self._wait_for_step(0.0, self._patience) is not None:
                 for kind in islice(self._order(), None if rounds is None else rounds * len(self._kinds)):
-                    if self._sleep(self._chance.uniform(0.0, PAUSE_SECONDS), self._began + 60.0 * minutes):
+                    if self._sleep(self._chance.uniform(0.0, self._pause), self._began + 60.0 * minutes):
                         break
                     if (blow := self._strike(kind)) is None:
                         break

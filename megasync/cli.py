@@ -222,6 +222,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the order, the moments and the victims.")] = 0,
     rounds: Annotated[int | None, typer.Option(min=1, help="End when each kind was hit so often.")] = None,
     stop: Annotated[bool, typer.Option("--stop", help="Stop processes (SIGSTOP) as often as kill them.")] = False,
+    pause: Annotated[float, typer.Option(min=0.0, help="Longest random wait between two blows, in seconds.")] = 20.0,
     patience: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the next step after a blow.")] = 600.0,
 ) -> None:
     """Train as CONFIG says, and kill processes of the run at random moments.
@@ -242,6 +243,7 @@ def chaos(
         kill.split(","),
         seed,
         stop=stop,
+        pause=pause,
         patience=patience,
         say=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )

@@ -93,21 +93,19 @@ class Recovery:
         return metrics
 
     async def bring_joiners(self) -> None:
-        """Servers that came up, or back, get the published version and serve; a joiner that fails is left to the fleet."""
-        joiners = {server.url for server in self._fleet.joiners()}
-        if not joiners:
-            return
-        if self._progress.unpublished:
-            # The trainer no longer has the published weights; these make a version of their own.
-            await self.publish()
-            return
-        self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
-        try:
-            await self._publisher.publish(self._progress.version, joiners)
-        except PublishError as error:
-            await self._blame(error)
-        else:
-            await self._welcome(joiners, self._progress.version)
+        """Servers that came up, or back, get the published version and serve. The fleet ends one that fails too often."""
+        while joiners := {server.url for server in self._fleet.joiners()}:
+            if self._progress.unpublished:
+                # The trainer no longer has the published weights; these make a version of their own.
+                await self.publish()
+                continue
+            self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
+            try:
+                await self._publisher.publish(self._progress.version, joiners)
+            except PublishError as error:
+                await self._blame(error)
+            else:
+                await self._welcome(joiners, self._progress.version)
 
     async def attend(self, work: Coroutine[Any, Any, None]) -> None:
         """Does the work while the trainer is free to bring servers that join the weights: the work may need them."""
@@ -133,16 +131,18 @@ class Recovery:
             await asyncio.gather(changed, return_exceptions=True)
 
     async def _bring(self, version: int) -> dict[str, float]:
-        """Tries until all servers that are left hold the version. Each try that fails has lost at least one of them."""
+        """Tries until all servers that are left hold the version; those that failed it once come last."""
         lost: set[str] = set()
         while True:
             joiners = {server.url for server in self._fleet.joiners()}
             targets = joiners | {server.url for server in self._fleet.serving()}
-            if not targets - lost:
-                # Nobody is left to publish to; the fleet brings one back, or ends the run by its watch.
+            if not targets:
+                # The fleet brings one back, or ends the run by its watch.
                 await self._fleet.changed()
-                lost.clear()
                 continue
+            if targets <= lost:
+                # Only such are left as failed before and still live; the fleet ends those that fail too often.
+                lost.clear()
             try:
                 metrics = await self._publisher.publish(version, targets - lost if lost else None)
             except PublishError as error:

@@ -7,6 +7,7 @@ fleet, transport, client, and the way to the buffer. They are wired as `Run` wir
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
@@ -86,7 +87,7 @@ class Life:
             fleet=self._fleet,
             evaluate=evaluate,
             cursor=self._source.state,
-            observer=_Observer(self._laws),
+            observer=_Observer(self._laws, self._world.run_dir),
             progress=self.progress,
             clock=clock,
         )
@@ -197,11 +198,13 @@ class _Renderer:
 class _Observer:
     """Keeps what is said for the history, and drops what is measured."""
 
-    def __init__(self, laws: Any) -> None:
+    def __init__(self, laws: Any, run_dir: Path) -> None:
         self._laws = laws
+        self._run_dir = run_dir
 
     def message(self, text: str) -> None:
-        self._laws.note(f"the run says: {text}")
+        # The folder has a new name each time.
+        self._laws.note(f"the run says: {text.replace(str(self._run_dir), 'RUN')}")
 
     def step(self, step: int, version: int, metrics: dict) -> None: ...
     def evaluation(self, step: int, version: int, metrics: dict) -> None: ...

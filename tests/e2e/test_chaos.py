@@ -21,7 +21,16 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
         timeouts=DEADLINES,
     )
     chaos = launch(
-        "chaos", config, "--kill", "server,router,rank,buffer,controller", "--rounds", "1", "--minutes", "30"
+        "chaos",
+        config,
+        "--kill",
+        "server,router,rank,buffer,controller",
+        "--rounds",
+        "1",
+        "--pause",
+        "2",
+        "--minutes",
+        "30",
     )
     status = chaos.wait(WHOLE_RUN)
     assert status == 0, chaos.output

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megasync.buffer.handle import AsyncBuffer
-from megasync.buffer.state import State, TrajectoryBuffer
+from megasync.buffer.state import TrajectoryBuffer
 from megasync.controller import Controller
 from megasync.progress import Progress
 from megasync.recovery import Recovery
+from megasync.rollout.health import ServerHealth, State
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
 
@@ -50,11 +51,11 @@ async def saves_too_early(self: Controller, groups: list) -> None:
 TRAIN = Controller._train
 
 
-def frees_twice(self: TrajectoryBuffer, version: int) -> None:
-    """A publication also frees the slots of what is out for training, whose groups are then nowhere."""
+def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
+    """A publication frees the slot of a group that was not trained, which is then nowhere."""
     PUBLISH(self, version)
-    for uid in [uid for uid, entry in self._entries.items() if entry.state is State.FINISHED][:1]:
-        del self._entries[uid]
+    for uid in self.live_uids()[:1]:
+        del self._book.open[uid]
 
 
 PUBLISH = TrajectoryBuffer.publish
@@ -66,11 +67,12 @@ PUBLISH = TrajectoryBuffer.publish
         (Progress, "claim", reused_version, "names weights of"),
         (AsyncBuffer, "rollback", no_rollback, "asks for a batch"),
         (Recovery, "bring_joiners", joins_without_weights, "answers from version|names weights of"),
+        (ServerHealth, "started", lambda self: self._become(State.HEALTHY), "answers from version|names weights of"),
         (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks"),
         (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound"),
-        (TrajectoryBuffer, "publish", frees_twice, "admitted == trained"),
+        (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained"),
         (AsyncBuffer, "_wake_all", lambda self: None, "no group was finished|is not over|could wake"),
-        (Controller, "_train", saves_too_early, "trains weights that have seen|saved again"),
+        (Controller, "_train", saves_too_early, "does not fit the last trained step"),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
 )

@@ -10,7 +10,7 @@ from collections import Counter
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS
 
-SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "600"))
+SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "300"))
 
 
 def test_no_schedule_breaks_a_law_and_every_run_ends() -> None:
