@@ -1,7 +1,7 @@
 """One driver of a simulated run: from its start, or resume, to its end, or to its death.
 
-Real: restoring, controller, recovery, watchdog, buffer, ledger, rollouter, rewards, prompt source. Fake: ranks, servers,
-fleet, transport, client, and the way to the buffer. They are wired as `Run` wires the real ones.
+Real: restoring, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, rewards, prompt source. Fake: ranks, the
+processes of servers and router, transport, client, and the way to the buffer. They are wired as `Run` wires the real ones.
 """
 
 from __future__ import annotations
