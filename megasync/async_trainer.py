@@ -105,7 +105,10 @@ class AsyncTrainer:
 
 @contextlib.contextmanager
 def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. Only where signals can be handled at all."""
+    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. SIGUSR1: tell what everybody waits for.
+
+    Only where signals can be handled at all.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -119,9 +122,17 @@ def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
         if len(seen) > 1 or not run.request_stop(name):
             task.cancel(f"{name}, told to leave now")
 
+    dumps: set[asyncio.Task] = set()
+
+    def on_dump() -> None:
+        dump = loop.create_task(run.dump(), name="dump")
+        dumps.add(dump)
+        dump.add_done_callback(dumps.discard)
+
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
+    loop.add_signal_handler(signal.SIGUSR1, on_dump)
     try:
         yield
     except asyncio.CancelledError:
@@ -129,5 +140,5 @@ def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
             raise
         raise KeyboardInterrupt(f"stopped by {seen[-1]} before the run could finish cleanly") from None
     finally:
-        for number in signals:
+        for number in (*signals, signal.SIGUSR1):
             loop.remove_signal_handler(number)

@@ -2,18 +2,21 @@
 
       prompts          finished groups            trained step              published version
     ─────────▶ rollout ───────────────▶ buffer ───────────────▶ training ───────────────────────▶ servers
-                  ▲                        │  slots freed after publish │
-                  └────────────────────────┘                           └──▶ evaluation, metrics, checkpoints
+                  ▲                        │  slots freed after publish │                            │
+                  └────────────────────────┘                           └──▶ evaluation, metrics,    │ joiners: up, but
+                                                                             checkpoints ◀───────────┘ without weights
 
     loop        consumes           produces                 waits for                       who unblocks it
     ----------  -----------------  -----------------------  ------------------------------  --------------------------
     rollout     prompts            committed groups         a free slot of the buffer       training (publish), drops
-    training    leased groups      steps, versions          a batch of finished groups      rollout (commit)
+    training    leased groups,     steps, versions          a batch of finished groups, or  rollout (commit); the fleet
+                joiners                                     a server that joins
     evaluation  published weights  held-out scores          the next due step               training
-    watch       heartbeats         the error that ends all  its own tick                    the clock
+    watch       the fleet's state  the error that ends all  its own tick                    the clock
 
-Rollout and training wait for each other only through the buffer, so its closing ends both waits. Whatever loop fails
-first ends the run: its error is raised from `run()` after the other loops were stopped and the work was saved.
+Rollout and training wait for each other only through the buffer, so its closing ends both waits. A lost rank or server
+ends nothing: `recovery` brings it back while the others wait. Any other failure of a loop ends the run: its error is
+raised from `run()` after the other loops were stopped and the work was saved.
 
 Order within a step, which everything else relies on: train, acknowledge to the buffer, publish the weights, free the
 slots, checkpoint. So the buffer's ledger knows every step that a checkpoint contains, and a resumed run takes it back to
@@ -25,14 +28,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 from megasync.config import Config
-from megasync.errors import CheckpointError, MegasyncError, ServerError, SyncError, TrainingError
+from megasync.errors import CheckpointError, MegasyncError, RankLost, ServerError, SyncError, TrainingError
+from megasync.observe.awaits import describe_tasks
+from megasync.parts import Fleet, Observer, Publisher, Trainer
+from megasync.progress import Progress
+from megasync.recovery import Recovery
+from megasync.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -41,47 +47,8 @@ WATCH_SECONDS = 1.0
 STOP_SECONDS = 30.0
 # Looks, a watch tick apart, for a dead process behind a failed request: servers take a moment to die as a whole.
 OBITUARY_LOOKS = 5
-
-
-class Trainer(Protocol):
-    """The trainer ranks as one: every call reaches all of them."""
-
-    async def step(self, groups: list, step: int, version: int) -> dict[str, float]: ...
-    async def save(self, step: int, state: dict) -> Path: ...
-
-
-class Publisher(Protocol):
-    """Moves the trainer's weights into every server, verified, as one version."""
-
-    async def publish(self, version: int) -> dict[str, float]: ...
-
-
-class Observer(Protocol):
-    """Sees everything, decides nothing."""
-
-    def step(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
-    def evaluation(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
-    def activity(self, part: str, doing: str) -> None: ...
-    def buffer(self, counts: dict[str, int]) -> None: ...
-    def message(self, text: str) -> None: ...
-
-
-@dataclass
-class Progress:
-    """Where the run stands; saved in each checkpoint."""
-
-    step: int = 0
-    version: int = 0
-    # Steps trained since the last published version.
-    unpublished: int = 0
-    # Held-out scores as (step, score).
-    history: list[tuple[int, float]] = field(default_factory=list)
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Progress:
-        """From what `Controller` put into a checkpoint."""
-        history = [(step, score) for step, score in state["history"]]
-        return cls(state["step"], state["version"], state["unpublished"], history)
+# A dump is asked for when something hangs, and must not hang with it.
+DUMP_SECONDS = 5.0
 
 
 class Controller:
@@ -95,8 +62,8 @@ class Controller:
         publisher: Publisher,
         buffer: Any,
         rollouter: Any,
+        fleet: Fleet,
         evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None,
-        watch: Callable[[], Awaitable[None]],
         cursor: Callable[[], dict],
         observer: Observer,
         progress: Progress | None = None,
@@ -105,22 +72,37 @@ class Controller:
         self.config = config
         self.progress = progress or Progress()
         self._trainer = trainer
-        self._publisher = publisher
         self._buffer = buffer
         self._rollouter = rollouter
+        self._fleet = fleet
         self._evaluate = evaluate
-        self._watch = watch
         self._cursor = cursor
         self._observer = observer
         self._clock = clock
+        self._recovery = Recovery(
+            config.trainer.max_restarts,
+            trainer=trainer,
+            publisher=publisher,
+            buffer=buffer,
+            fleet=fleet,
+            observer=observer,
+            progress=self.progress,
+            pause=self._pause,
+        )
+        self._watchdog = Watchdog(clock)
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._target_reached = False
         self._evaluation_due = asyncio.Event()
-        self._saved_step = -1
-        # Steps of the checkpoints that are kept, as far as they are known.
-        self._kept = deque([self.progress.step], maxlen=config.checkpoint.keep or None)
-        self._last_progress = clock()
+        # A run begins, or goes on, from what is saved.
+        self._saved_step = self.progress.step
+        self._trained_steps = 0
+        # Set once the initial weights have been evaluated; nothing is generated or trained before.
+        self._begun = asyncio.Event()
+        self._finishing = False
+        self._evaluating = asyncio.Lock()
+        # Clock reading at which the trainer began to wait for its next batch.
+        self._idle_since = clock()
         # False while a step runs, and for good once one has failed: its ranks cannot be asked to save.
         self._trainer_fit = True
 
@@ -137,27 +119,42 @@ class Controller:
 
     async def run(self) -> Progress:
         """Raises the first loop's error once everything was stopped and saved."""
-        await self._evaluate_now()
-        rollout = asyncio.create_task(self._rollouter.run(), name="rollout")
+        rollout = asyncio.create_task(self._rollout_loop(), name="rollout")
         training = asyncio.create_task(self._training_loop(), name="training")
         evaluation = asyncio.create_task(self._evaluation_loop(), name="evaluation")
         watch = asyncio.create_task(self._watch_loop(), name="watch")
         loops = [training, rollout, evaluation, watch]
         try:
             error = await self._root_cause(await self._first_end(training, loops))
-            if error is not None and not training.done():
-                # A step under way moves the weights: only when it is whole can they be saved.
-                self._stop.set()
-                await asyncio.wait([training], timeout=self.config.timeouts.shutdown)
+            if error is not None:
+                log.info("the run fails with %r; it stood so:\n%s", error, await self.dump())
+                if not training.done():
+                    # A step under way moves the weights: only when it is whole can they be saved.
+                    self._stop.set()
+                    await asyncio.wait([training], timeout=self.config.timeouts.shutdown)
             await self._buffer.close("the run has ended" if error is None else f"the run failed: {error}")
         finally:
             await self._end(loops)
-        await self._save_at_end(error)
         if error is not None:
+            await self._save_after(error)
             raise error
-        if self._target_reached or not self._stop.is_set():
-            await self._evaluate_now()
         return self.progress
+
+    async def dump(self) -> str:
+        """What every task awaits, who waits in the buffer, and how the rollout stands."""
+        try:
+            waiting = await asyncio.wait_for(self._buffer.waiting(), DUMP_SECONDS)
+        except (MegasyncError, TimeoutError) as error:
+            waiting = f"unknown: {type(error).__name__} {error}"
+        return "\n".join(
+            [
+                f"step {self.progress.step}, version {self.progress.version}, {self.progress.unpublished} unpublished",
+                f"buffer: {waiting}",
+                f"servers: {len(self._fleet.serving())} serving, {len(self._fleet.joiners())} waiting for weights",
+                f"rollout: {self._rollouter.metrics()}",
+                describe_tasks(),
+            ]
+        )
 
     async def _first_end(self, training: asyncio.Task, loops: list[asyncio.Task]) -> BaseException | None:
         """Waits until training is done or any loop failed. Other loops may end early without harm (no more prompts)."""
@@ -177,7 +174,7 @@ class Controller:
             return error
         for _ in range(OBITUARY_LOOKS):
             try:
-                await self._watch()
+                await self._fleet.watch()
             except MegasyncError as death:
                 death.__cause__ = death.__cause__ or error
                 return death
@@ -195,41 +192,61 @@ class Controller:
             if not task.cancelled() and task.exception() is not None:
                 log.debug("the %s loop ended with %r", task.get_name(), task.exception())
 
+    async def _rollout_loop(self) -> None:
+        await self._begun.wait()
+        await self._rollouter.run()
+
     # Training
 
     async def _training_loop(self) -> None:
+        """Evaluates, trains until the run is over, saves, evaluates; a lost rank takes it back to the newest checkpoint."""
+        loss: RankLost | None = None
+        while True:
+            self._trainer_fit = loss is None
+            try:
+                if loss is not None:
+                    await self._recovery.restart_trainer(loss)
+                    loss, self._saved_step = None, self.progress.step
+                elif not self._begun.is_set():
+                    await self._recovery.attend(self._evaluate_now())
+                    self._begun.set()
+                elif self.progress.step == self.config.schedule.total_steps or self._stop.is_set():
+                    return await self._finish()
+                elif (groups := await self._next_batch()) is not None:
+                    await self._train(groups)
+            except RankLost as lost:
+                self._trainer_fit, loss = False, lost
+
+    async def _train(self, groups: list) -> None:
+        """One step, in the order that the module's docstring gives."""
         schedule, progress = self.config.schedule, self.progress
-        while progress.step < schedule.total_steps and not self._stop.is_set():
-            start = self._clock()
-            groups = await self._next_batch()
-            if groups is None:
-                break
-            leased = self._clock()
-            self._observer.activity("trainer", "training")
-            step = progress.step + 1
-            self._trainer_fit = False
-            metrics = await self._trainer.step(groups, step, progress.version)
-            self._trainer_fit = True
-            progress.step, progress.unpublished = step, progress.unpublished + 1
-            self._last_progress = trained = self._clock()
-            await self._buffer.ack(step)
-            last = step == schedule.total_steps or self._stop.is_set()
-            if progress.unpublished >= schedule.weight_sync_steps or last:
-                metrics |= await self._publish()
-            end = self._clock()
-            metrics |= {
-                "time/wait_for_groups": leased - start,
-                "time/train": trained - leased,
-                "time/sync": end - trained,
-                "time/step": end - start,
-            }
-            self._observer.step(
-                step, progress.version, metrics | self._rollouter.metrics() | await self._buffer_metrics()
-            )
-            if self._due(self.config.eval.every_steps):
-                self._evaluation_due.set()
-            if self._due(self.config.checkpoint.every_steps):
-                await self._save()
+        start = self._clock()
+        self._observer.activity("trainer", "training")
+        step = progress.step + 1
+        self._trainer_fit = False
+        metrics = await self._trainer.step(groups, step, progress.version)
+        self._trainer_fit = True
+        progress.trained(step)
+        self._recovery.stepped()
+        self._trained_steps += 1
+        trained = self._clock()
+        await self._buffer.ack(step)
+        last = step == schedule.total_steps or self._stop.is_set()
+        if progress.unpublished >= schedule.weight_sync_steps or last:
+            metrics |= await self._recovery.publish()
+        end = self._clock()
+        metrics |= {
+            "time/wait_for_groups": start - self._idle_since,
+            "time/train": trained - start,
+            "time/sync": end - trained,
+            "time/step": end - self._idle_since,
+        }
+        metrics |= self._rollouter.metrics() | self._recovery.metrics() | await self._buffer_metrics()
+        self._observer.step(step, progress.version, metrics)
+        if self._due(self.config.eval.every_steps):
+            self._evaluation_due.set()
+        if self._due(self.config.checkpoint.every_steps):
+            await self._save()
 
     async def _buffer_metrics(self) -> dict[str, float]:
         counts = await self._buffer.counts()
@@ -239,31 +256,51 @@ class Controller:
         return slots | {f"groups/{key}": float(number) for key, number in totals.items()}
 
     async def _next_batch(self) -> list | None:
-        """The next step's groups, or None when a stop was asked for while waiting."""
-        self._observer.activity("trainer", "waiting for groups")
-        lease = asyncio.create_task(self._buffer.lease(self.progress.step + 1, self.progress.version))
-        stop = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({lease, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return lease.result() if lease.done() else None
-        finally:
-            lease.cancel()
-            stop.cancel()
-            await asyncio.gather(lease, stop, return_exceptions=True)
+        """The next step's groups, or None when a stop was asked for while waiting. Servers join meanwhile."""
+        self._idle_since = self._clock()
+        while not self._stop.is_set():
+            # Before a batch is asked for: a version that joiners are brought may be a new one.
+            await self._recovery.bring_joiners()
+            self._observer.activity("trainer", "waiting for groups")
+            lease = asyncio.create_task(self._buffer.lease(self.progress.step + 1, self.progress.version), name="lease")
+            stop = asyncio.create_task(self._stop.wait(), name="stop")
+            try:
+                await self._recovery.until_one(lease, stop)
+            finally:
+                lease.cancel()
+                stop.cancel()
+                await asyncio.gather(lease, stop, return_exceptions=True)
+            if not lease.cancelled():
+                return lease.result()
+            # The lease was cancelled: asked for again, the buffer gives the same batch.
+        return None
 
-    async def _publish(self) -> dict[str, float]:
-        """Moves the weights out, then frees the slots of everything they were trained on."""
-        self._observer.activity("trainer", "syncing weights")
-        version = self.progress.version + 1
-        if not self.config.schedule.partial_rollout:
-            await self._rollouter.gate(self.config.timeouts.request)
+    async def _finish(self) -> None:
+        await self._save_unsaved()
+        # Not before: a rank that is lost while it saves takes training back to where it needs groups again.
+        self._finishing = True
+        self._rollouter.stop()
+        if self._target_reached or not self._stop.is_set():
+            await self._recovery.attend(self._evaluate_now())
+
+    @asynccontextmanager
+    async def _pause(self) -> AsyncIterator[None]:
+        """Around a sync: without partial rollouts no request may straddle it."""
+        if self.config.schedule.partial_rollout:
+            yield
+            return
+        gate = asyncio.create_task(self._rollouter.gate(self.config.timeouts.request), name="gate")
         try:
-            metrics = await self._publisher.publish(version)
+            # Requests that no server works on cannot end, and straddle nothing: the sync is what they wait for.
+            while not gate.done() and self._fleet.serving():
+                await self._recovery.until_one(gate)
+            if gate.done():
+                gate.result()
+            yield
         finally:
+            gate.cancel()
+            await asyncio.gather(gate, return_exceptions=True)
             self._rollouter.open()
-        self.progress.version, self.progress.unpublished = version, 0
-        await self._buffer.publish(version)
-        return metrics
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -280,10 +317,14 @@ class Controller:
     async def _evaluate_now(self) -> None:
         if self._evaluate is None:
             return
-        step, version = self.progress.step, self.progress.version
-        if self.progress.history and self.progress.history[-1][0] == step:
+        async with self._evaluating:
+            step, version = self.progress.step, self.progress.version
+            if self.progress.history and self.progress.history[-1][0] == step:
+                return
+            metrics = await self._evaluate(step, version)
+        if step > self.progress.step:
+            # The trainer went back behind this step meanwhile, which will be evaluated when it comes again.
             return
-        metrics = await self._evaluate(step, version)
         score = metrics["eval/score"]
         self.progress.history.append((step, score))
         self._observer.evaluation(step, version, metrics)
@@ -295,21 +336,20 @@ class Controller:
     # Watch
 
     async def _watch_loop(self) -> None:
-        """Raises when a process died, or when neither a group was finished nor a step trained for too long."""
+        """Raises when the fleet cannot go on, or when neither a group was finished nor a step trained for too long."""
         limit = self.config.timeouts.no_progress
-        finished = -1
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await self._watch()
+            await self._fleet.watch()
             await self._show_rollout()
-            counts = self._rollouter.finished_groups
-            if counts != finished:
-                finished, self._last_progress = counts, self._clock()
-            silent = self._clock() - self._last_progress
+            if self._finishing or not self._begun.is_set():
+                # Evaluations have deadlines of their own.
+                continue
+            silent = self._watchdog.silent(self._rollouter.finished_groups, self._trained_steps)
             if silent > limit:
                 raise TrainingError(
-                    f"no group was finished and no step trained for {silent:.0f} s (timeouts.no_progress={limit:.0f}); "
-                    f"waiting: {await self._buffer.waiting()}; rollout: {self._rollouter.metrics()}"
+                    f"no group was finished and no step trained for {silent:.0f} s (timeouts.no_progress={limit:.0f}). "
+                    f"The run stands so:\n{await self.dump()}"
                 )
 
     async def _show_rollout(self) -> None:
@@ -325,31 +365,25 @@ class Controller:
 
     async def _save(self) -> None:
         self._observer.activity("trainer", "saving a checkpoint")
-        progress = self.progress
-        state = {
-            "step": progress.step,
-            "version": progress.version,
-            "unpublished": progress.unpublished,
-            "history": progress.history,
+        state = self.progress.state() | {
             "cursor": self._cursor(),
             "pending": await self._buffer.live_uids(),
             "buffer": await self._buffer.counters(),
         }
-        path = await self._trainer.save(progress.step, state)
-        self._saved_step = progress.step
-        self._kept.append(progress.step)
-        await self._buffer.checkpointed(progress.step, self._kept[0])
-        self._observer.message(f"checkpoint: {path}")
+        saved = await self._trainer.save(self.progress.step, state)
+        self._saved_step = self.progress.step
+        await self._buffer.checkpointed(self.progress.step, saved.oldest_step)
+        self._observer.message(f"checkpoint: {saved.path}")
 
-    async def _save_at_end(self, error: BaseException | None) -> None:
-        """Saves what was trained since the last checkpoint. What failed, a trainer or a save, is not asked for again."""
-        if self._saved_step == self.progress.step or self.progress.step == 0 or not self._trainer_fit:
-            return
-        if isinstance(error, CheckpointError):
+    async def _save_unsaved(self) -> None:
+        if self.progress.step != self._saved_step:
+            await self._save()
+
+    async def _save_after(self, error: BaseException) -> None:
+        """Saves what a failed run has trained. What failed, a trainer or a save, is not asked for again."""
+        if not self._trainer_fit or isinstance(error, CheckpointError):
             return
         try:
-            await self._save()
+            await self._save_unsaved()
         except MegasyncError as failure:
-            if error is None:
-                raise
             log.error("the work since the last checkpoint could not be saved: %s", failure)

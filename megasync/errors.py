@@ -30,7 +30,15 @@ class TraceError(SyncError):
 
 
 class TrainingError(MegasyncError):
-    """A training step that cannot go on (too many non-finite steps, a rank that died)."""
+    """A training step that cannot go on, such as after too many non-finite ones."""
+
+
+class ProcessLost(TrainingError):
+    """A process died, or gave no answer within its deadline: no fault of the call, which can be made to a new process."""
+
+
+class RankLost(ProcessLost):
+    """A trainer rank died or hangs: all ranks can be started again from a checkpoint."""
 
 
 class CheckpointError(MegasyncError):

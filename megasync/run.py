@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
@@ -27,23 +26,27 @@ from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
-from megasync.controller import Controller, Progress
+from megasync.controller import Controller
 from megasync.device import Device, resolve_device
 from megasync.mailbox import Mailbox
+from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
+from megasync.progress import Progress
+from megasync.restore import restore
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.run_lock import RunLock
 from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout
 from megasync.sync.publisher import Publisher
 from megasync.sync.shards import export_checkpoint
 from megasync.sync.topology import Topology
-from megasync.trainer.checkpoint import latest, read_state
+from megasync.trainer.checkpoint import latest
 from megasync.workload import Workload, read_hf_config
 
 log = logging.getLogger(__name__)
@@ -85,6 +88,15 @@ class Run:
         return True
 
     async def execute(self) -> RunResult:
+        with RunLock(self.run_dir):
+            return await self._execute()
+
+    async def dump(self) -> None:
+        """Writes to the log what each part of the run waits for."""
+        parts = describe_tasks() if self._controller is None else await self._controller.dump()
+        log.warning("asked for by a signal, the run stands so:\n%s", parts)
+
+    async def _execute(self) -> RunResult:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
@@ -109,7 +121,10 @@ class Run:
         """Starts every process of the run, both pools at the same time, and wires the controller."""
         config, schedule, workload = self.config, self.config.schedule, self._workload
         device = resolve_device(config.cluster.device)
-        progress = await asyncio.to_thread(self._restore, observer)
+        ledger = self.run_dir / LEDGER_FILE
+        progress = await asyncio.to_thread(
+            restore, self._checkpoint, ledger, schedule, workload.source, observer.message
+        )
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
         key = secrets.token_hex(24)
@@ -117,7 +132,8 @@ class Run:
         stack.push_async_callback(fleet.stop)
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
-        buffer = BufferHandle(schedule, self._total_groups, ledger=self._ledger)
+        total_groups = schedule.total_steps * schedule.groups_per_step
+        buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
         await _together(ranks.start(self._checkpoint), fleet.start())
 
@@ -159,17 +175,17 @@ class Run:
             config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
         )
         await self._first_weights(publisher, progress, observer)
+        await buffer.publish(progress.version)
         await fleet.joined([control.url for control in controls])
         await stack.enter_async_context(self._mailbox.answering({"scale": fleet.resize}))
-        await buffer.publish(progress.version)
         return Controller(
             config,
             trainer=ranks,
             publisher=publisher,
             buffer=buffer,
             rollouter=rollouter,
+            fleet=fleet,
             evaluate=held_out if workload.eval_prompts else None,
-            watch=fleet.watch,
             cursor=workload.source.state,
             observer=observer,
             progress=progress,
@@ -224,42 +240,6 @@ class Run:
             return
         observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
         await publisher.publish(progress.version)
-
-    @property
-    def _ledger(self) -> Path:
-        return self.run_dir / LEDGER_FILE
-
-    @property
-    def _total_groups(self) -> int:
-        return self.config.schedule.total_steps * self.config.schedule.groups_per_step
-
-    def _restore(self, observer: RunObserver) -> Progress:
-        """Where the run stands, with ledger and prompt source put back to it. Raises LedgerError and DataError."""
-        state = None if self._checkpoint is None else read_state(self._checkpoint)
-        progress = Progress() if state is None else Progress.from_state(state)
-        source = self._workload.source
-        if not self._ledger.exists():
-            origin = {"cursor": source.state(), "pending": []}
-            if state is not None:
-                observer.message(
-                    f"{self._ledger} is missing: finished groups that were not trained are generated again"
-                )
-                origin = {"cursor": state["cursor"], "pending": state["pending"]}
-                # The checkpoint's weights may be newer than its version: they are published as the next one.
-                progress.version += bool(progress.unpublished)
-            begin_ledger(self._ledger, progress.step, progress.version, state["buffer"] if state else {}, origin)
-            admitted = []
-        else:
-            resumed = resume_ledger(self._ledger, self.config.schedule, self._total_groups, progress.step)
-            origin, admitted = resumed.origin, resumed.admitted
-            if progress.unpublished or resumed.version != progress.version:
-                # Some server or token may carry the number of weights that are gone, so these get a new one.
-                progress.version = resumed.version + 1
-        progress.unpublished = 0
-        source.restore(origin["cursor"])
-        source.requeue(origin["pending"])
-        source.skip(admitted)
-        return progress
 
     def _export(self, observer: RunObserver) -> Path | None:
         """Writes the newest checkpoint as a Hugging Face folder."""

@@ -1,11 +1,13 @@
 """Handles of the actors of one role: start them in their pool, call them, end them.
 
-Every call has a deadline and every failure says which member failed and why; nobody else touches Ray's futures.
+Every call has a deadline and every failure says which member failed and why; nobody else touches Ray's futures. A member
+that died or does not answer is a `ProcessLost`, whatever its peers said about it; anything else came out of the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,10 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
-from megasync.errors import MegasyncError, TrainingError
+from megasync.errors import MegasyncError, ProcessLost, TrainingError
+
+# The peers of a member that died may fail, in a collective with it, before Ray knows of the death.
+OBITUARY_SECONDS = 5.0
 
 
 class Actors:
@@ -62,11 +67,12 @@ class Actors:
         waits = [asyncio.ensure_future(self._result(slot, method, ref)) for slot, ref in enumerate(refs, first)]
         try:
             done, late = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-            for wait in done:
-                wait.result()
+            failure = next((wait.exception() for wait in done if wait.exception()), None)
+            if failure is not None:
+                raise await _death(failure, late) or failure
             if late:
                 slots = [slot for slot, wait in enumerate(waits, first) if wait in late]
-                raise TrainingError(
+                raise ProcessLost(
                     f"{self.role} {slots} did not finish {method}() within {timeout:.0f} s; raise the matching "
                     f"timeouts.* value if the work really takes longer"
                 )
@@ -85,10 +91,26 @@ class Actors:
                 raise cause from None
             raise TrainingError(f"{self.role} {slot} failed in {method}(): {type(cause).__name__}: {cause}") from error
         except RayActorError as error:
-            raise TrainingError(f"{self.role} {slot} died during {method}(): {error}") from error
+            raise ProcessLost(f"{self.role} {slot} died during {method}(): {error}") from error
 
     def kill(self) -> None:
         """Ends the actor processes at once; for after `stop`, or when a member no longer answers."""
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
         self.handles.clear()
+
+
+async def _death(failure: BaseException, others: set[asyncio.Future]) -> ProcessLost | None:
+    """The death of another member, when that may be what an unexpected failure comes from; None when all live."""
+    if not isinstance(failure.__cause__, RayTaskError):
+        return None
+    deadline = time.monotonic() + OBITUARY_SECONDS
+    while others:
+        left = max(0.0, deadline - time.monotonic())
+        ended, others = await asyncio.wait(others, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for death in (wait.exception() for wait in ended):
+            if isinstance(death, ProcessLost):
+                return death
+        if not ended:
+            return None
+    return None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from typing import Any
 from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import RouterSlot
-from megasync.cluster.server_slot import ServerSlot
+from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.config import Config
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
+from megasync.rollout.router_members import RouterMembers
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,17 @@ PLACE_SECONDS = 15.0
 class Fleet:
     """`router_url` is known once `start` has returned."""
 
-    def __init__(self, config: Config, run_dir: Path, device: Device, pools: Pools, api_key: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        device: Device,
+        pools: Pools,
+        api_key: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._logs = run_dir / "logs"
         self._device = device
         self._pools = pools
@@ -67,6 +78,8 @@ class Fleet:
             health,
             config.timeouts.server_start,
             config.timeouts.shutdown,
+            self._members,
+            clock,
         )
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
 
@@ -201,12 +214,12 @@ class Fleet:
         timeouts = self._config.timeouts
         self._slots[index] = ServerSlot(
             index,
-            ServerHealth(self._policy),
-            lambda: ActorProcess("server", self._server_arguments(index), self._pools, slot=index),
+            ServerHealth(self._policy, self._clock),
+            lambda: self._server_process(index),
             self._config.rollout.health,
             timeouts.server_start,
             timeouts.shutdown,
-            self._api_key,
+            self._control,
             self._on_change,
         )
         return self._slots[index]
@@ -283,11 +296,17 @@ class Fleet:
         await slot.close()
         self._pools.remove_slot("rollout", slot.index)
 
-    # Processes
+    # Processes, and the ways to them
 
-    def _server_arguments(self, index: int) -> tuple[Any, ...]:
+    def _control(self, url: str) -> ServerControl:
+        return ServerControl(url, self._api_key)
+
+    def _members(self, router_url: str) -> RouterMembers:
+        return RouterMembers(router_url)
+
+    def _server_process(self, index: int) -> ServerProcess:
         config = self._config
-        return (
+        arguments = (
             config.model.path,
             config.rollout,
             config.model.dtype,
@@ -299,8 +318,9 @@ class Fleet:
             config.seed + index,
             config.rollout.deterministic,
         )
+        return ActorProcess("server", arguments, self._pools, slot=index)
 
-    def _router_process(self, servers: Collection[str], port: int) -> ActorProcess:
+    def _router_process(self, servers: Collection[str], port: int) -> ServerProcess:
         config = self._config
         log_path = str(self._logs / "router.log")
         arguments = (

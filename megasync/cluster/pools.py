@@ -95,6 +95,10 @@ class Pools:
         strategy = PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=0)
         return {"scheduling_strategy": strategy, "num_cpus": 0}
 
+    def neighbour_options(self, pool: str, slot: int) -> dict:
+        """Options for a process that needs no device but must be on the node of process number `slot`."""
+        return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
+
     def remove(self) -> None:
         for group in (*self._groups.values(), *self._added.values()):
             remove_placement_group(group)

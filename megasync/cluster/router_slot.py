@@ -34,8 +34,10 @@ class RouterSlot:
         config: HealthConfig,
         start_timeout: float,
         stop_timeout: float,
+        members: Callable[[str], RouterMembers],
+        clock: Callable[[], float],
     ) -> None:
-        """`make_process` takes the servers to start with and the port, 0 for any."""
+        """`make_process` takes the servers to start with and the port, 0 for any; `members` the router's URL."""
         self.url = ""
         self.starts = 0
         self._make_process = make_process
@@ -43,7 +45,8 @@ class RouterSlot:
         self._config = config
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._restarts = Restarts(config.restarts, config.restart_window)
+        self._restarts = Restarts(config.restarts, config.restart_window, clock)
+        self._reach_members = members
         self._process: ServerProcess | None = None
         self._members: RouterMembers | None = None
         self._lock = asyncio.Lock()
@@ -60,7 +63,7 @@ class RouterSlot:
             await self._end_process()
             raise
         if self._members is None:
-            self._members = RouterMembers(self.url)
+            self._members = self._reach_members(self.url)
 
     async def live(self) -> None:
         """Keeps the router running with the wanted servers. Raises ServerError when restarts do not help any more."""

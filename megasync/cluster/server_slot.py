@@ -57,10 +57,10 @@ class ServerSlot:
         config: HealthConfig,
         start_timeout: float,
         stop_timeout: float,
-        api_key: str,
+        reach: Callable[[str], ServerControl],
         on_change: Callable[[ServerSlot, State], None],
     ) -> None:
-        """`on_change` is told of each transition with the state before it, while `control` still is what it was."""
+        """`reach` makes the control of the server at a URL. `on_change` is told of each transition with the state before it, while `control` still is what it was."""
         self.index = index
         self.health = health
         self.control: ServerControl | None = None
@@ -70,7 +70,7 @@ class ServerSlot:
         self._config = config
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._api_key = api_key
+        self._reach = reach
         self._on_change = on_change
         self._process: ServerProcess | None = None
         self._shown = health.state
@@ -105,7 +105,7 @@ class ServerSlot:
         except BaseException:
             await self._end_process()
             raise
-        self.control = ServerControl(url, self._api_key)
+        self.control = self._reach(url)
         self.note(self.health.started)
 
     async def live(self) -> None:

@@ -101,6 +101,7 @@ RANGES: dict[str, Range] = {
     "trainer.optimizer.clip_grad": NOT_NEGATIVE,
     "trainer.moe_aux_loss": NOT_NEGATIVE,
     "trainer.max_skipped_steps": NOT_NEGATIVE,
+    "trainer.max_restarts": NOT_NEGATIVE,
     "algorithm.clip_low": PART,
     "algorithm.clip_high": POSITIVE,
     "algorithm.correction_cap": Range(1),

@@ -196,6 +196,9 @@ class TrainerConfig:
     moe_aux_loss: float = 0.0
     # Non-finite steps that may be skipped in a row before the run stops.
     max_skipped_steps: int = 3
+    # Times in a row that lost ranks (dead, or hung past a deadline) are started again from the newest checkpoint without
+    # a new step being trained in between; then the run stops. 0 stops at the first loss.
+    max_restarts: int = 3
 
 
 @dataclass

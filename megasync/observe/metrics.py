@@ -29,8 +29,8 @@ STEP, TIME = "step", "time"
 class MetricsLog:
     """Appends to the metrics of a run directory; opens its files with the first line.
 
-    A resumed run logs steps that an earlier process may have logged already: the first line of this process removes
-    lines of later steps, and lines of the same step that measured the same keys.
+    A resumed run logs steps that were logged already, and so does a run whose trainer went back to a checkpoint: the first
+    line after the files were opened removes lines of later steps, and lines of the same step that measured the same keys.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool, clock: Callable[[], float] = time.time) -> None:
@@ -52,10 +52,11 @@ class MetricsLog:
             self._board.scalars(step, now, {k: v for k, v in row.items() if k not in (STEP, TIME) and v is not None})
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        """The next line opens the files again."""
+        for opened in (self._file, self._board):
+            if opened is not None:
+                opened.close()
+        self._file = self._board = None
 
     def _open(self, step: int, values: Mapping[str, float]) -> None:
         earlier = read_rows(self._path)

@@ -108,6 +108,17 @@ class RunObserver:
         if self._clock() - self._drawn >= DRAW_SECONDS:
             self._draw()
 
+    def rewind(self, step: int) -> None:
+        """Training goes on from an earlier step: what was measured after it will be measured again."""
+        again = self._step - step
+        self._step = step
+        for _ in range(min(again, len(self._rewards))):
+            self._rewards.pop()
+        self._scores = [(at, score) for at, score in self._scores if at <= step]
+        self._marks.clear()
+        with self._guarded("rewrite metrics"):
+            self._metrics.close()
+
     def answers(self, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]) -> None:
         """Held-out (prompt, text, reward) triples; the first `observe.samples` of them are kept."""
         kept = list(answers)[: self._config.observe.samples]

@@ -52,6 +52,11 @@ def step_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / FOLDER / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The training step of a checkpoint that `step_path` named."""
+    return int(path.name.removeprefix("step-"))
+
+
 def complete(run_dir: str | Path) -> list[Path]:
     """All whole checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER

@@ -79,6 +79,8 @@ class PolicyTrainer:
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
         self._temperature = temperature
+        # The step under way and the version of the weights that train in it, for the record of a batch that is skipped.
+        self._training: dict[str, int] = {}
         self._minibatches = engine.trainer_config.minibatches
         self._skips_left = self._skips_allowed = engine.trainer_config.max_skipped_steps
         if algorithm.kl_coef:
@@ -95,6 +97,7 @@ class PolicyTrainer:
             TrainingError: more steps in a row than allowed were not finite, or a group has fewer than two rewards.
         """
         start = time.monotonic()
+        self._training = {"step": step, "version": version}
         judged = [self._judge(group) for group in groups]
         everyone = [member for group in judged for member in group]
         metrics = {
@@ -213,7 +216,7 @@ class PolicyTrainer:
             {"uid": member.uid, "advantage": member.advantage, "trajectory": asdict(member.trajectory)}
             for member in members
         ]
-        record = _as_json({"name": name, "loss": loss, "grad_norm": grad_norm, "batch": batch})
+        record = _as_json({"name": name, **self._training, "loss": loss, "grad_norm": grad_norm, "batch": batch})
         try:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             (self._dump_dir / f"{name}.json").write_text(json.dumps(record, allow_nan=False))

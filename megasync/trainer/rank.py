@@ -1,8 +1,8 @@
 """One trainer rank, whole: engine, policy step, checkpoint and its side of the weight sync. Free of Ray.
 
-The constructor opens nothing; `start` does. Every other method is a collective: all ranks must be called with the same
-arguments, in the same order. Imports of torch and Megatron are inside `start`, so that the class can be shipped to a
-process that has not been prepared for them yet (on a CPU, upstream needs patches first).
+The constructor opens nothing; `start` does. Every method but `pid` and `rendezvous` is a collective: all ranks must be
+called with the same arguments, in the same order. Imports of torch and Megatron are inside `start`, so that the class can
+be shipped to a process that has not been prepared for them yet (on a CPU, upstream needs patches first).
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class TrainerRank:
         self._world = world
         self._run_dir = Path(run_dir)
 
+    def pid(self) -> int:
+        """Answers at once unless the rank is at work: a sign of life."""
+        return os.getpid()
+
     def rendezvous(self) -> tuple[str, int]:
         """Interface and free port on which rank 0 opens the process group's store."""
         host = resolve_host(self._config.cluster.host)
@@ -35,7 +39,7 @@ class TrainerRank:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
 
-    def start(self, host: str, port: int) -> dict[str, Any]:
+    def start(self, host: str, port: int) -> None:
         """Joins the process group, builds the model and loads this rank's slices of the checkpoint folder."""
         from megasync.observe.logfile import log_to_file
 
@@ -102,7 +106,6 @@ class TrainerRank:
             config.model.dtype,
         )
         log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
-        return {"rank": self._rank, "pid": os.getpid()}
 
     def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
         """One training step; the same metrics on every rank."""

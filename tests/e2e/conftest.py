@@ -102,8 +102,8 @@ class Launched:
         self.family()
         self.process.send_signal(number)
 
-    def wait(self) -> int:
-        return self.process.wait(PATIENCE)
+    def wait(self, patience: float = PATIENCE) -> int:
+        return self.process.wait(patience)
 
     def survivors(self) -> list[str]:
         """Processes of the run that are still there after a while: Ray's agents look for a dead parent only now and then."""
@@ -134,7 +134,7 @@ def the_run_dir(tmp_path: Path) -> Callable[[], Path]:
     """The only run directory below this test's run root."""
 
     def find() -> Path:
-        (run_dir,) = (tmp_path / "runs").iterdir()
+        (run_dir,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
         return run_dir
 
     return find

@@ -43,6 +43,20 @@ def test_an_interrupt_while_everything_starts_leaves_nothing_behind(miniature, l
     assert run.survivors() == []
 
 
+def test_a_run_says_what_it_waits_for_when_asked_and_cannot_be_driven_twice(miniature, launch, the_run_dir) -> None:
+    run = launch("train", miniature(schedule=ENDLESS))
+    run.wait_for("step 2/")
+    run.signal(signal.SIGUSR1)
+    run.wait_for("the run stands so")
+    run.wait_for("x training: ")
+    second = launch("resume", the_run_dir())
+    assert second.wait() == 2, second.output
+    assert f"is being run by process {run.process.pid} on " in " ".join(second.output.split())
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    assert run.survivors() == []
+
+
 def test_a_second_interrupt_leaves_at_once(miniature, launch) -> None:
     # Long answers keep the first interrupt busy: the servers never finish a batch.
     run = launch("train", miniature(schedule=ENDLESS | {"samples_per_group": 64, "groups_per_step": 16}))
@@ -74,8 +88,8 @@ def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work
     assert run.survivors() == []
 
 
-def test_a_dead_rank_ends_the_run_with_its_cause(miniature, launch) -> None:
-    run = launch("train", miniature(schedule=ENDLESS))
+def test_a_dead_rank_that_may_not_start_again_ends_the_run_with_its_cause(miniature, launch) -> None:
+    run = launch("train", miniature(schedule=ENDLESS), "trainer.max_restarts=0")
     run.wait_for("step 3/")
     ranks = [p for p in run.family() if p.is_running() and "TrainerRank" in " ".join(p.cmdline())]
     assert len(ranks) == 2

@@ -13,7 +13,7 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "plan", "resume", "scale", "export", "check-layout", "doctor", "fetch")
+COMMANDS = ("train", "plan", "resume", "scale", "export", "check-layout", "doctor", "fetch", "chaos", "simulate")
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,18 @@ def test_plan_prints_the_plan_with_overrides_applied():
 def test_a_folder_that_is_no_run_is_named(here, command, more, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
+
+
+def test_a_part_that_no_run_has_cannot_be_killed(here):
+    status, _, err = here("chaos", "configs/quickstart.yaml", "--kill", "server,gpu")
+    assert status == 2 and "gpu" in err and "server, router, rank, buffer, controller" in err
+
+
+def test_simulated_schedules_are_counted_and_one_can_be_read(here):
+    status, out, _ = here("simulate", "--seeds", "3")
+    assert status == 0 and "finished" in out
+    status, out, _ = here("simulate", "--seed", "1", "--history")
+    assert status == 0 and "buffer admit(" in out and "publish" in out
 
 
 @pytest.mark.parametrize("size", ["3", "servers=3", "rollout=", "rollout=many", "rollout=-1"])

@@ -55,6 +55,27 @@ def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
     assert "starting" in console.file.getvalue()
 
 
+def test_after_a_rewind_the_steps_that_are_trained_again_replace_what_was_measured(observer, clock, tmp_path):
+    with observer:
+        for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
+            clock.now += 10
+            observer.step(step, step, METRICS | {names.REWARD: reward})
+        observer.evaluation(1, 1, {names.SCORE: 0.5})
+        observer.evaluation(3, 3, {names.SCORE: 0.7})
+        observer.rewind(1)
+        snapshot = observer.snapshot()
+        assert (snapshot.step, snapshot.rewards, snapshot.scores) == (1, (0.1,), ((1, 0.5),))
+        observer.step(2, 5, METRICS | {names.REWARD: 0.9})
+    columns = read_metrics(tmp_path)
+    rewards = [
+        (step, reward)
+        for step, reward in zip(columns["step"], columns[names.REWARD], strict=True)
+        if reward is not None
+    ]
+    assert rewards == [(1, 0.1), (2, 0.9)]
+    assert columns[names.SCORE].count(0.7) == 0
+
+
 def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
     with observer:
         clock.now += 60  # starting up

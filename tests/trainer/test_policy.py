@@ -179,7 +179,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_together(run_ranks, m
     dumps = sorted(path.name for path in tmp_path.iterdir())
     assert dumps == [f"step-{step:08d}-0.json" for step in (1, 3, 4, 5)]
     record = json.loads((tmp_path / dumps[0]).read_text())
+    assert (record["step"], record["version"]) == (1, 0)
     assert {entry["uid"] for entry in record["batch"]} == {"0:0", "0:1", "0:2", "0:3"}
+    assert all(set(entry["trajectory"]["versions"]) == {0} for entry in record["batch"])
     assert "nan" in record["batch"][0]["trajectory"]["logprobs"]
 
 

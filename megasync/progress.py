@@ -1,0 +1,51 @@
+"""Where a run stands: steps trained, versions published, scores so far. Plain data, saved in each checkpoint.
+
+Invariant: a version number names one set of weights for the whole life of a run. `claim` gives a number out once and never
+again, even when the publish that it was for broke off, since some server may hold those weights under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    # The published version.
+    version: int = 0
+    # Steps trained since then: the trainer's weights are that much newer.
+    unpublished: int = 0
+    # Held-out scores as (step, score).
+    history: list[tuple[int, float]] = field(default_factory=list)
+    # The highest version number given out, published or not.
+    claimed: int = 0
+
+    def __post_init__(self) -> None:
+        self.claimed = max(self.claimed, self.version)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """From what `state` put into a checkpoint."""
+        history = [(step, score) for step, score in state["history"]]
+        return cls(state["step"], state["version"], state["unpublished"], history)
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step, "version": self.version, "unpublished": self.unpublished, "history": self.history}
+
+    def claim(self) -> int:
+        """A number for the trainer's present weights."""
+        self.claimed += 1
+        return self.claimed
+
+    def trained(self, step: int) -> None:
+        self.step, self.unpublished = step, self.unpublished + 1
+
+    def published(self, version: int) -> None:
+        self.version, self.unpublished = version, 0
+
+    def rewind(self, step: int) -> None:
+        """The trainer holds the weights of an earlier step again, which the servers do not; versions never go back."""
+        self.step, self.unpublished = step, max(1, self.unpublished)
+        self.history = [(at, score) for at, score in self.history if at <= step]

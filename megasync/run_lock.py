@@ -1,0 +1,61 @@
+"""One driver to a run directory: a second one would train the same groups again and overwrite the first one's checkpoints.
+
+The lock is the operating system's (`flock`), held as long as the process lives. A killed driver therefore leaves no lock
+behind, and the file's text only tells people who holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from megasync.errors import ConfigError
+
+FILE = "driver.lock"
+
+
+class RunLock:
+    """Context manager. Raises ConfigError, naming the holder, when another process drives the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = Path(run_dir) / FILE
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        file = self._path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"{self._path.parent} is being run by {_described(holder(self._path.parent))}; wait for it to end, or end it"
+            ) from error
+        file.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+        file.flush()
+        self._file = file
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def holder(run_dir: Path) -> dict | None:
+    """Who drives the run, or drove it last: {"pid", "host"}; None when nobody ever did."""
+    try:
+        return json.loads((Path(run_dir) / FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _described(who: dict | None) -> str:
+    return "another process" if who is None else f"process {who['pid']} on {who['host']}"

@@ -1,0 +1,66 @@
+"""The seed's decisions: how long each thing takes, and what goes wrong when.
+
+A decision is drawn from (seed, what it is about, how often that was asked), never from one common stream. So it does not
+depend on the order in which tasks happen to run at one moment, and a seed repeats in another process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+# What may go wrong, and the largest probability that a schedule gives it each time it could.
+FAULTS = {
+    "rank dies in a step": 0.15,
+    "rank hangs in a step": 0.05,
+    "rank dies in a sync": 0.1,
+    "rank dies before a save": 0.1,
+    "rank dies after a save": 0.1,
+    "rank dies while it starts": 0.2,
+    "server dies in a sync": 0.1,
+    "server dies in its commit": 0.1,
+    "server hangs in a sync": 0.05,
+    "link breaks in a sync": 0.05,
+    "server dies while it starts": 0.2,
+    "answer is lost": 0.05,
+    "buffer dies": 0.01,
+    "reward fails": 0.03,
+    "slow": 0.05,
+}
+
+
+class Chance:
+    """A schedule has each kind of fault with a probability of its own, which is zero for about half of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._asked: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
+        drawn = random.Random(f"{seed}")
+        self.rates = {kind: most * drawn.random() if drawn.random() < 0.5 else 0.0 for kind, most in FAULTS.items()}
+        self.speed = {kind: drawn.uniform(0.2, 3.0) for kind in ("generate", "train", "sync", "call")}
+        self.choice = drawn
+
+    def happens(self, kind: str, about: str = "") -> bool:
+        """Whether a fault strikes now."""
+        if not self.rates[kind]:
+            return False
+        strikes = self._draw(f"{kind} {about}") < self.rates[kind]
+        self.met[kind] += strikes
+        return strikes
+
+    def seconds(self, kind: str, mean: float, about: str = "") -> float:
+        """How long something takes: never twice the same, and now and then twenty times as long."""
+        slow = 20.0 if self.happens("slow", f"{kind} {about}") else 1.0
+        return mean * self.speed.get(kind, 1.0) * slow * (0.05 + 2 * self._draw(f"seconds {kind} {about}"))
+
+    def share(self, about: str) -> float:
+        """In [0, 1)."""
+        return self._draw(f"share {about}")
+
+    def below(self, bound: int, about: str) -> int:
+        return int(self.share(about) * bound)
+
+    def _draw(self, key: str) -> float:
+        self._asked[key] += 1
+        return random.Random(f"{self.seed} {key} {self._asked[key]}").random()

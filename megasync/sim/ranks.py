@@ -1,0 +1,106 @@
+"""Trainer ranks that know only which groups their weights have seen, and die, hang and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.buffer.trajectory import Group
+from megasync.cluster.trainer_group import Saved
+from megasync.errors import RankLost
+from megasync.sim.chance import Chance
+from megasync.sim.laws import INITIAL, Laws, Weights
+from megasync.trainer import checkpoint
+
+TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
+# Deadline of a collective: a rank that hangs is known by then.
+HANG_SECONDS = 10.0
+
+
+WEIGHTS = "weights.json"
+
+
+class SimRanks:
+    """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them."""
+
+    def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int) -> None:
+        self._chance = chance
+        self._laws = laws
+        self._run_dir = run_dir
+        self._keep = keep
+        self._dead = asyncio.Event()
+        self.weights: Weights = INITIAL
+        # How often these ranks were started; the links of a transport belong to one start.
+        self.starts = 1
+        self.load()
+
+    def load(self) -> Path | None:
+        """Takes up the newest checkpoint, or the initial weights."""
+        newest = checkpoint.latest(self._run_dir)
+        self.weights = INITIAL if newest is None else tuple(json.loads((newest / WEIGHTS).read_text()))
+        return newest
+
+    def kill(self) -> None:
+        self._dead.set()
+
+    async def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
+        about = f"step {step}"
+        self._laws.trains(self.weights, step, version, groups)
+        self._laws.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")
+        if self._chance.happens("rank hangs in a step", about):
+            await self.work(about, HANG_SECONDS)
+            self.kill()
+        dies = self._chance.happens("rank dies in a step", about)
+        await self.work(about, self._chance.seconds("train", TRAIN_SECONDS, about))
+        if dies:
+            self.kill()
+        await self.work(about, 0.0)
+        self.weights += tuple(group.uid for group in groups)
+        return {"train/loss": 0.0}
+
+    async def save(self, step: int, state: dict[str, Any]) -> Saved:
+        about = f"save {step}"
+        if self._chance.happens("rank dies before a save", about):
+            self.kill()
+        await self.work(about, self._chance.seconds("train", SAVE_SECONDS, about))
+        path = checkpoint.step_path(self._run_dir, step)
+        self._laws.need(not path.exists(), f"step {step} is saved again")
+        path.mkdir(parents=True)
+        (path / WEIGHTS).write_text(json.dumps(self.weights))
+        (path / checkpoint.STATE).write_text(json.dumps(state))
+        (path / checkpoint.MARKER).touch()
+        self._laws.note(f"ranks have saved step {step}")
+        if self._chance.happens("rank dies after a save", about):
+            self.kill()
+        await self.work(about, 0.0)
+        checkpoint.prune(self._run_dir, self._keep)
+        return Saved(path, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
+
+    async def check(self) -> None:
+        await self.work("check", 0.01)
+
+    async def restart(self) -> dict[str, Any] | None:
+        self._dead.set()
+        self._dead = asyncio.Event()
+        self.starts += 1
+        about = f"start {self.starts}"
+        if self._chance.happens("rank dies while it starts", about):
+            self.kill()
+        await self.work(about, self._chance.seconds("train", START_SECONDS, about))
+        newest = self.load()
+        self._laws.note(f"ranks have started again from {newest.name if newest else 'the start'}")
+        return None if newest is None else checkpoint.read_state(newest)
+
+    async def work(self, what: str, seconds: float) -> None:
+        """Time in which a rank may die. Raises RankLost as soon as one does."""
+        try:
+            async with asyncio.timeout(seconds or None):
+                if seconds or self._dead.is_set():
+                    await self._dead.wait()
+        except TimeoutError:
+            return
+        if self._dead.is_set():
+            raise RankLost(f"a rank died during {what}")

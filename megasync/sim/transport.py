@@ -1,0 +1,100 @@
+"""A weight sync: stage, then commit server by server, with a failure between any two of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from megasync.errors import RankLost
+from megasync.sim.chance import Chance
+from megasync.sim.laws import Laws, Weights
+from megasync.sim.ranks import SimRanks
+from megasync.sim.servers import SimControl, SimServer
+from megasync.sync.attempt import PublishError
+
+STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
+# Deadline of a phase: a server that hangs in it is known by then.
+SYNC_SECONDS = 6.0
+
+
+class SimPublisher:
+    """The controller's `Publisher`."""
+
+    def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws) -> None:
+        self._ranks = ranks
+        self._chance = chance
+        self._laws = laws
+        self._servers: dict[str, SimServer] = {}
+        self._linked_to = ranks.starts
+
+    def add(self, control: SimControl) -> None:
+        self._servers[control.url] = control.server
+
+    def remove(self, url: str) -> None:
+        self._servers.pop(url, None)
+
+    def forget_ranks(self) -> None:
+        self._linked_to = self._ranks.starts
+
+    async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
+        self._laws.need(self._linked_to == self._ranks.starts, "the transport knows the ranks that it asks")
+        weights = self._ranks.weights
+        self._laws.publish_begins(version, weights)
+        targets = {url: s for url, s in sorted(self._servers.items()) if only is None or url in only}
+        self._laws.note(f"publish {version} to {', '.join(targets)}")
+        failed = {url: "it is no longer among the servers" for url in sorted(only or ()) if url not in targets}
+        moved: list[str] = []
+        phase, cause = "stage", None
+        try:
+            failed |= await self._stage(version, targets)
+            if not failed:
+                phase = "commit"
+                await self._commit(version, weights, targets, failed, moved)
+        except RankLost as loss:
+            # Whoever waits for a dead rank looks guilty too, or not, as it happens.
+            blamed = [url for url in targets if self._chance.below(2, f"blame {url} {version}")]
+            failed |= dict.fromkeys(blamed, "it waited for the trainer")
+            cause = loss
+        broken = not failed and cause is None and self._chance.happens("link breaks in a sync", f"version {version}")
+        if failed or cause or broken:
+            self._laws.note(f"publish {version} failed in {phase}: {failed or cause or 'link'}; moved: {moved}")
+            engines = list(failed) or ["trainer"]
+            problem = f"version {version}: {failed or cause or 'the link broke'}"
+            raise PublishError(problem, version, phase, engines, {}, failed, moved) from cause
+        self._laws.publish_ends(version)
+        return {"sync/version": float(version)}
+
+    async def _stage(self, version: int, targets: dict[str, SimServer]) -> dict[str, str]:
+        """What every server receives beside what it serves; who failed."""
+        failed = {}
+        if self._chance.happens("rank dies in a sync", f"version {version}"):
+            self._ranks.kill()
+        await self._ranks.work(f"sync {version}", self._chance.seconds("sync", STAGE_SECONDS, f"version {version}"))
+        for url, server in targets.items():
+            if self._chance.happens("server hangs in a sync", url):
+                await asyncio.sleep(SYNC_SECONDS)
+                failed[url] = "it did not answer in time"
+            elif self._chance.happens("server dies in a sync", url):
+                server.kill()
+            if server.gone.is_set():
+                failed[url] = "it died"
+        return failed
+
+    async def _commit(
+        self, version: int, weights: Weights, targets: dict[str, SimServer], failed: dict[str, str], moved: list[str]
+    ) -> None:
+        """Each server by itself: paused, mixed, whole. One that dies in it takes nobody with it."""
+        for url, server in targets.items():
+            server.pause()
+            server.weights = None
+            await asyncio.sleep(self._chance.seconds("sync", COMMIT_SECONDS, url))
+            if self._chance.happens("server dies in its commit", url):
+                server.kill()
+            if server.gone.is_set():
+                failed[url] = "it died in its commit"
+                continue
+            server.version, server.weights = version, weights
+            server.go_on()
+            self._laws.names(version, server.weights)
+            moved.append(url)
+        await self._ranks.work(f"sync {version}", 0.0)

@@ -1,0 +1,98 @@
+"""Real Megatron ranks through Ray: what a killed, a stopped and a mistaken rank look like from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasync.buffer.trajectory import Group, Trajectory
+from megasync.cluster.pools import Pools
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.trainer_group import TrainerGroup
+from megasync.config import Config
+from megasync.config.pools import pool_specs
+from megasync.errors import RankLost, TrainingError
+from megasync.models import fetch
+
+PROBE = [[3, 4, 5, 6]]
+# A rank that answers nobody is given up after this long.
+TRAIN_STEP_SECONDS = 15.0
+
+
+def batch() -> list[Group]:
+    answers = [Trajectory([3, 4], [5, 6], [1, 1], [-2.0, -2.0], [0, 0], reward=reward) for reward in (0.0, 1.0)]
+    return [Group("0:0", answers), Group("0:1", answers)]
+
+
+@pytest.fixture
+async def ranks(tmp_path: Path) -> AsyncIterator[TrainerGroup]:
+    config = Config()
+    config.model.path, config.model.dtype = str(fetch("digits", tmp_path / "digits")), "float32"
+    config.cluster.device = "cpu"
+    config.trainer.tensor_parallel = 2
+    config.rollout.servers = 1
+    config.timeouts.train_step = TRAIN_STEP_SECONDS
+    specs = {"trainer": pool_specs(config)["trainer"]}
+    cluster = RayCluster(config, devices_needed=specs["trainer"].total_devices)
+    await asyncio.to_thread(cluster.connect)
+    pools = Pools(specs, "cpu")
+    await pools.create(timeout=60)
+    group = TrainerGroup(config, tmp_path / "run", pools)
+    try:
+        await group.start(None)
+        yield group
+    finally:
+        await group.stop()
+        pools.remove()
+        cluster.close()
+
+
+async def pids(ranks: TrainerGroup) -> list[int]:
+    return await ranks.call("pid", timeout=30)
+
+
+async def test_lost_ranks_are_told_from_mistakes_and_new_ones_take_up_the_checkpoint(ranks: TrainerGroup) -> None:
+    initial = await ranks.logprobs(PROBE)
+
+    # A mistake in a step is no loss: the ranks live, and would make it again.
+    with pytest.raises(TrainingError, match="failed in step") as caught:
+        await ranks.step(None, 1, 0)
+    assert not isinstance(caught.value, RankLost)
+    await ranks.check()
+
+    # Killed while its peer waits for it in a collective: known long before the collective's deadline.
+    first = await pids(ranks)
+    os.kill(first[1], signal.SIGSTOP)
+    step = asyncio.create_task(ranks.step(batch(), 1, 0))
+    await asyncio.sleep(1.0)
+    os.kill(first[1], signal.SIGKILL)
+    with pytest.raises(RankLost, match=r"trainer 1 died during step\(\)"):
+        await asyncio.wait_for(step, TRAIN_STEP_SECONDS - 2.0)
+    with pytest.raises(RankLost, match="trainer 1 died"):
+        await ranks.check()
+
+    # No checkpoint yet: the new ranks hold what the old ones began with.
+    assert await ranks.restart() is None
+    assert not any(psutil.pid_exists(pid) for pid in first)
+    assert await ranks.logprobs(PROBE) == initial
+
+    await ranks.step(batch(), 1, 0)
+    trained = await ranks.logprobs(PROBE)
+    assert trained != initial
+    saved = await ranks.save(1, {"step": 1})
+    assert saved.oldest_step == 1
+
+    # Stopped, it answers nobody: known by the deadline, and ended although it cannot hear that it should end.
+    second = await pids(ranks)
+    os.kill(second[0], signal.SIGSTOP)
+    with pytest.raises(RankLost, match=r"did not finish step\(\) within 15 s|died during step"):
+        await ranks.step(batch(), 2, 1)
+    assert await ranks.restart() == {"step": 1}
+    assert not any(psutil.pid_exists(pid) for pid in second)
+    assert await ranks.logprobs(PROBE) == trained

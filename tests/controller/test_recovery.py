@@ -1,0 +1,161 @@
+"""What the controller does when a rank or a server is lost, over the real buffer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from controller_rig import FakePublisher, FakeTrainer, Rig
+
+from megasync.errors import TrainingError
+from megasync.sync.attempt import PublishError
+
+
+def trained_once(rig: Rig, steps: int) -> None:
+    """The final weights have seen every group of `steps` steps exactly once, and the buffer agrees."""
+    assert len(rig.trainer.weights) == len(set(rig.trainer.weights)) == steps * 2
+    counts = rig.buffer._state.counts()
+    assert counts["trained"] == steps * 2
+    assert counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
+
+
+@pytest.mark.parametrize("call", ["step 1", "step 4", "save 2", "save 6"])
+async def test_a_lost_rank_takes_training_back_to_the_checkpoint_and_every_group_counts_once(call: str) -> None:
+    rig = Rig(trainer=FakeTrainer(lose={call: 1}), checkpoint_every=2)
+    progress = await rig.run()
+    assert progress.step == 6
+    assert (rig.trainer.restarts, rig.publisher.forgotten) == (1, 1)
+    trained_once(rig, 6)
+    assert [state["step"] for state in rig.trainer.saved] == [2, 4, 6]
+
+
+async def test_versions_only_grow_and_none_names_two_sets_of_weights() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 4": 1}), checkpoint_every=2)
+    await rig.run()
+    assert rig.publisher.versions == sorted(set(rig.publisher.versions))
+    # Three steps were published, then the weights of step 2 again, then steps 3 to 6.
+    assert rig.publisher.versions == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+async def test_a_version_whose_publish_broke_off_with_the_trainer_is_never_used_again() -> None:
+    # A server may hold the weights of the lost step under number 2.
+    rig = Rig(trainer=FakeTrainer(lose={"check": 1}), publisher=FakePublisher(lose={2: ["a"]}))
+    await rig.run()
+    assert rig.publisher.versions == [1, *range(3, 10)]
+    assert rig.fleet.failed == [], "the rank was at fault, not the server"
+    trained_once(rig, 6)
+
+
+async def test_the_metrics_say_what_was_lost() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 4": 1}), checkpoint_every=2)
+    await rig.run()
+    last = rig.observer.metrics[-1]
+    assert last["faults/trainer_restarts"] == 1
+    assert last["faults/steps_trained_again"] == 1
+    assert any("attempt 1 of 3: rank 1 died during step 4" in text for text in rig.observer.messages)
+
+
+async def test_restarts_are_bounded_when_no_new_step_comes_of_them() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 3": 100}), checkpoint_every=2, max_restarts=2)
+    with pytest.raises(TrainingError, match=r"rank 1 died during step 3; .*2 times in a row.*trainer\.max_restarts=2"):
+        await rig.run()
+    assert rig.trainer.restarts == 2
+
+
+async def test_a_new_step_gives_all_restarts_back() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 2": 2, "step 3": 2, "step 5": 2}), checkpoint_every=2, max_restarts=2)
+    assert (await rig.run()).step == 6
+    assert rig.trainer.restarts == 6
+    trained_once(rig, 6)
+
+
+async def test_a_rank_that_is_lost_while_it_starts_is_one_more_restart() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 3": 1, "restart": 1}), checkpoint_every=2)
+    assert (await rig.run()).step == 6
+    assert rig.trainer.restarts == 2
+    trained_once(rig, 6)
+
+
+async def test_no_restart_is_allowed_with_zero() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 3": 1}), max_restarts=0)
+    with pytest.raises(TrainingError, match="rank 1 died"):
+        await rig.run()
+    assert rig.trainer.restarts == 0
+
+
+async def test_a_server_that_fails_a_sync_is_left_out_and_the_rest_gets_the_version() -> None:
+    rig = Rig(publisher=FakePublisher(lose={3: ["a"]}))
+    progress = await rig.run()
+    assert (progress.step, progress.version) == (6, 6)
+    assert [list(reasons) for reasons in rig.fleet.failed] == [["a"]]
+    assert rig.publisher.only[2:4] == [(3, None), (3, {"b"})]
+
+
+async def test_a_sync_that_loses_every_server_waits_for_one_to_come_back() -> None:
+    rig = Rig(publisher=FakePublisher(lose={3: ["a", "b"]}))
+    running = asyncio.create_task(rig.run())
+    while not rig.fleet.failed:
+        await asyncio.sleep(0)
+    rig.fleet.come("a")
+    progress = await running
+    assert (progress.step, progress.version) == (6, 6)
+    assert rig.fleet.up == {"a": True}
+
+
+async def test_a_sync_that_fails_for_the_link_alone_is_repeated_a_few_times() -> None:
+    rig = Rig(publisher=FakePublisher(lose={2: [], 4: []}))
+    assert (await rig.run()).version == 6
+
+    class Broken(FakePublisher):
+        async def publish(self, version, only=None):
+            raise PublishError("no route", version, "listen", ["trainer"], {})
+
+    with pytest.raises(PublishError, match="no route"):
+        await Rig(publisher=Broken()).run()
+
+
+async def test_a_joiner_gets_the_published_version_while_the_trainer_waits() -> None:
+    rig = Rig(rollout={"stall_after": 0})
+    running = asyncio.create_task(rig.run())
+    await asyncio.sleep(0.01)
+    rig.fleet.come("c")
+    while not rig.fleet.up["c"]:
+        await asyncio.sleep(0)
+    assert rig.publisher.only == [(0, {"c"})]
+    rig.controller.request_stop("enough")
+    await running
+
+
+async def test_a_joiner_gets_a_new_version_when_the_trainer_has_newer_weights() -> None:
+    # Two steps train before a sync; after the first of them no group is finished any more.
+    rig = Rig(weight_sync_steps=2, rollout={"stall_after": 2})
+    running = asyncio.create_task(rig.run())
+    while not rig.trainer.steps:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    rig.fleet.come("c")
+    while not rig.fleet.up["c"]:
+        await asyncio.sleep(0)
+    assert rig.publisher.only == [(1, None)]
+    assert (rig.controller.progress.step, rig.controller.progress.unpublished) == (1, 0)
+    rig.controller.request_stop("enough")
+    await running
+
+
+async def test_joiners_of_a_full_sync_serve_after_it() -> None:
+    rig = Rig()
+    rig.fleet.up["c"] = False
+    await rig.run()
+    assert rig.fleet.up == {"a": True, "b": True, "c": True}
+
+
+async def test_a_joiner_that_fails_is_left_to_the_fleet() -> None:
+    rig = Rig(rollout={"stall_after": 0}, publisher=FakePublisher(lose={0: ["c"]}))
+    running = asyncio.create_task(rig.run())
+    await asyncio.sleep(0.01)
+    rig.fleet.come("c")
+    while not rig.fleet.failed:
+        await asyncio.sleep(0)
+    rig.controller.request_stop("enough")
+    await running
+    assert "c" not in rig.fleet.up

@@ -1,0 +1,274 @@
+"""The controller over the real buffer, with fakes for everything that does I/O, and ways to make each of them fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasync.buffer.handle import AsyncBuffer
+from megasync.buffer.trajectory import Group, Trajectory
+from megasync.config import Config
+from megasync.controller import Controller
+from megasync.errors import CheckpointError, DataError, MegasyncError, RankLost, SyncError, TrainingError
+from megasync.progress import Progress
+from megasync.sync.attempt import PublishError
+
+
+class FakeRollouter:
+    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many."""
+
+    def __init__(self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None) -> None:
+        self.finished_groups = 0
+        self.gates: list[str] = []
+        self._stall_after = stall_after
+        self._buffer = buffer
+        self._fail_after = fail_after
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        loops = [asyncio.create_task(self._draw()), asyncio.create_task(self._redo())]
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            done, _ = await asyncio.wait({*loops, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*loops, stopped):
+                task.cancel()
+            await asyncio.gather(*loops, stopped, return_exceptions=True)
+
+    async def _draw(self) -> None:
+        number = 0
+        while True:
+            uid = f"0:{number}"
+            await self._buffer.admit(uid)
+            number += 1
+            if self._fail_after is not None and number > self._fail_after:
+                raise DataError("the reward function is wrong")
+            await self._generate(uid)
+
+    async def _redo(self) -> None:
+        while True:
+            await self._generate(await self._buffer.reclaim())
+
+    async def _generate(self, uid: str) -> None:
+        await asyncio.sleep(0)
+        if self._stall_after is None or self.finished_groups < self._stall_after:
+            answer = Trajectory([1], [2], [1], [-1.0], [self._buffer._state.version], reward=1.0)
+            await self._buffer.commit(Group(uid, [answer, answer]))
+            self.finished_groups += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def gate(self, timeout: float) -> None:
+        self.gates.append("closed")
+
+    def open(self) -> None:
+        self.gates.append("open")
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/inflight_groups": 0.0}
+
+
+@dataclass
+class FakeSaved:
+    path: Path
+    oldest_step: int
+
+
+class FakeTrainer:
+    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it."""
+
+    def __init__(self, fail_at: int | None = None, disk_full: bool = False, lose: dict[str, int] | None = None) -> None:
+        self.steps: list[tuple[int, int, list[str]]] = []
+        self.saved: list[dict] = []
+        self.save_calls = 0
+        self.restarts = 0
+        # Uids that the present weights were trained on; what a checkpoint keeps of them.
+        self.weights: list[str] = []
+        self._kept: list[str] = []
+        self._lose = lose or {}
+        self._fail_at = fail_at
+        self._disk_full = disk_full
+
+    def _maybe_lose(self, call: str) -> None:
+        if self._lose.get(call):
+            self._lose[call] -= 1
+            raise RankLost(f"rank 1 died during {call}")
+
+    async def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
+        await asyncio.sleep(0)
+        if step == self._fail_at:
+            raise TrainingError("rank 1 failed")
+        self._maybe_lose(f"step {step}")
+        self.steps.append((step, version, [group.uid for group in groups]))
+        self.weights += self.steps[-1][2]
+        return {"train/loss": 0.5}
+
+    async def save(self, step: int, state: dict) -> FakeSaved:
+        self.save_calls += 1
+        self._maybe_lose(f"save {step}")
+        if self._disk_full:
+            raise CheckpointError("no space left on device")
+        self.saved.append(state)
+        self._kept = list(self.weights)
+        return FakeSaved(Path(f"step-{step}"), step)
+
+    async def check(self) -> None:
+        self._maybe_lose("check")
+
+    async def restart(self) -> dict | None:
+        self.restarts += 1
+        await asyncio.sleep(0)
+        self._maybe_lose("restart")
+        self.weights = list(self._kept)
+        return self.saved[-1] if self.saved else None
+
+
+@dataclass(frozen=True)
+class FakeServer:
+    url: str
+
+
+class FakeFleet:
+    """Servers a and b serve; the tests let them go and come."""
+
+    def __init__(self) -> None:
+        self.up = {"a": True, "b": True}
+        self.failed: list[dict[str, str]] = []
+        self.dead = asyncio.Event()
+        self._change = asyncio.Event()
+
+    def serving(self) -> list[FakeServer]:
+        return [FakeServer(url) for url, serves in self.up.items() if serves]
+
+    def joiners(self) -> list[FakeServer]:
+        return [FakeServer(url) for url, serves in self.up.items() if not serves]
+
+    def come(self, url: str) -> None:
+        self.up[url] = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self._change.set()
+
+    async def changed(self) -> None:
+        await self._change.wait()
+        self._change.clear()
+
+    async def joined(self, urls: Collection[str]) -> None:
+        for url in urls:
+            self.up[url] = True
+
+    async def sync_failed(self, reasons: Mapping[str, str]) -> None:
+        self.failed.append(dict(reasons))
+        for url in reasons:
+            self.up.pop(url, None)
+        self._tell()
+
+    async def watch(self) -> None:
+        if self.dead.is_set():
+            raise MegasyncError("no server is left")
+
+
+class FakePublisher:
+    """`lose` maps a version to the servers that fail in its first publish; an empty list is a failure of the trainer."""
+
+    def __init__(self, fail_at: int | None = None, lose: dict[int, list[str]] | None = None) -> None:
+        self.versions: list[int] = []
+        self.only: list[tuple[int, set[str] | None]] = []
+        self.forgotten = 0
+        self._fail_at = fail_at
+        self._lose = lose or {}
+
+    async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
+        await asyncio.sleep(0)
+        self.only.append((version, None if only is None else set(only)))
+        if version == self._fail_at:
+            raise SyncError(f"server 1, phase transfer, version {version}")
+        if version in self._lose:
+            failed = self._lose.pop(version)
+            raise PublishError(f"version {version} failed", version, "transfer", failed or ["trainer"], {}, failed)
+        self.versions.append(version)
+        return {"sync/version": float(version)}
+
+    def forget_ranks(self) -> None:
+        self.forgotten += 1
+
+
+class FakeObserver:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.metrics: list[dict] = []
+        self.evaluations: list[int] = []
+        self.messages: list[str] = []
+
+    def step(self, step: int, version: int, metrics: dict) -> None:
+        self.steps.append(step)
+        self.metrics.append(metrics)
+
+    def evaluation(self, step: int, version: int, metrics: dict) -> None:
+        self.evaluations.append(step)
+
+    def rewind(self, step: int) -> None: ...
+    def activity(self, part: str, doing: str) -> None: ...
+    def buffer(self, counts: dict) -> None: ...
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+class Rig:
+    """A controller and the fakes around it; keyword arguments set the schedule."""
+
+    def __init__(
+        self,
+        *,
+        trainer: FakeTrainer | None = None,
+        publisher: FakePublisher | None = None,
+        score: float | None = None,
+        evaluate: bool = True,
+        checkpoint_every: int = 0,
+        no_progress: float = 60.0,
+        max_restarts: int = 3,
+        rollout: dict | None = None,
+        progress: Progress | None = None,
+        **schedule: object,
+    ) -> None:
+        config = Config()
+        for key, value in ({"total_steps": 6, "groups_per_step": 2, "samples_per_group": 2} | schedule).items():
+            setattr(config.schedule, key, value)
+        config.eval.every_steps = 2
+        config.checkpoint.every_steps = checkpoint_every
+        config.timeouts.no_progress = no_progress
+        config.trainer.max_restarts = max_restarts
+        total = config.schedule.total_steps * config.schedule.groups_per_step
+        self.buffer = AsyncBuffer(config.schedule, total)
+        self.rollouter = FakeRollouter(self.buffer, **(rollout or {}))
+        self.trainer = trainer or FakeTrainer()
+        self.publisher = publisher or FakePublisher()
+        self.observer = FakeObserver()
+        self.fleet = FakeFleet()
+
+        async def held_out(step: int, version: int) -> dict[str, float]:
+            await asyncio.sleep(0)
+            return {"eval/score": score if score is not None and step >= 2 else 0.1}
+
+        self.controller = Controller(
+            config,
+            trainer=self.trainer,
+            publisher=self.publisher,
+            buffer=self.buffer,
+            rollouter=self.rollouter,
+            fleet=self.fleet,
+            evaluate=held_out if evaluate else None,
+            cursor=lambda: {"position": 7},
+            observer=self.observer,
+            progress=progress,
+        )
+
+    async def run(self) -> Progress:
+        return await asyncio.wait_for(self.controller.run(), 20)
