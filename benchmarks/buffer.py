@@ -173,7 +173,7 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
     group = make_group(tokens, random.Random(0))
     for number in range(groups):
         buffer.change(lambda state, uid=f"live {number}": state.admit(uid))
-        buffer.change(lambda state, uid=f"live {number}": state.commit(named(group, uid, 0)))
+        buffer.commit(named(group, f"live {number}", 0))
     rows = ((10_000_000 + n, f"past {n}") for n in range(history))
     buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '')", rows)
     buffer.ledger.close()

@@ -55,11 +55,30 @@ def experts(layers: int, hidden: int, inner: int, heads: int, groups: int, count
     return dense("qwen3_moe", layers, hidden, 4 * inner, heads, groups, 151936, mlp_only_layers=[], **more)
 
 
+def latent(layers: int, heads: int, count: int, dense_layers: int, vocab: int) -> dict:
+    """DeepSeek-V3 and those built like it."""
+    more = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": count,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": dense_layers,
+    }
+    return dense("deepseek_v3", layers, 7168, 18432, heads, heads, vocab, **more)
+
+
 QWEN3_8B = dense("qwen3", 36, 4096, 12288, 32, 8, 151936)
 QWEN3_32B = dense("qwen3", 64, 5120, 25600, 64, 8, 151936)
 LLAMA_70B = dense("llama", 80, 8192, 28672, 64, 8, 128256)
 QWEN3_30B_A3B = experts(48, 2048, 768, 32, 4, 128)
 QWEN3_235B_A22B = experts(94, 4096, 1536, 64, 4, 128)
+DEEPSEEK_V3 = latent(61, 128, 256, 3, 129280)
+KIMI_K2 = latent(61, 64, 384, 1, 163840)
 
 CASES = [
     Case("Qwen3-8B", QWEN3_8B, Topology(tensor=2, data=2), Topology(tensor=1), 4),
@@ -71,6 +90,20 @@ CASES = [
         QWEN3_235B_A22B,
         Topology(4, 8, 8, first_stage_layers=11, last_stage_layers=11, expert=16, expert_tensor=1),
         Topology(tensor=4, data=2, expert=8, expert_tensor=1),
+        32,
+    ),
+    Case(
+        "DeepSeek-V3",
+        DEEPSEEK_V3,
+        Topology(8, 16, 4, first_stage_layers=3, last_stage_layers=2, expert=32, expert_tensor=1),
+        Topology(tensor=8, data=2, expert=16, expert_tensor=1),
+        32,
+    ),
+    Case(
+        "Kimi-K2",
+        KIMI_K2,
+        Topology(8, 16, 4, first_stage_layers=3, last_stage_layers=2, expert=32, expert_tensor=1),
+        Topology(tensor=8, data=2, expert=16, expert_tensor=1),
         32,
     ),
 ]

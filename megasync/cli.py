@@ -72,7 +72,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500"
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
-    """Go on with RUN from its newest complete checkpoint, in the same directory."""
+    """Go on with RUN from its newest complete checkpoint (or its start), in the same directory."""
     from megasync.async_trainer import AsyncTrainer
 
     _run(AsyncTrainer.resume(run, overrides or ()))

@@ -19,8 +19,8 @@ ends nothing: `recovery` brings it back while the others wait. Any other failure
 raised from `run()` after the other loops were stopped and the work was saved.
 
 Order within a step, which everything else relies on: train, acknowledge to the buffer, publish the weights, free the
-slots, checkpoint. A checkpoint therefore holds the step, the version whose weights it contains, and the uids that were
-admitted but not yet trained; a resumed run generates exactly those again before it draws new prompts.
+slots, checkpoint. So the buffer's ledger knows every step that a checkpoint contains, and a resumed run takes it back to
+that step. What else a checkpoint holds of the buffer (cursor, live uids, counters) is for a run whose ledger got lost.
 """
 
 from __future__ import annotations

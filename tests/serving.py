@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import torch
@@ -63,6 +63,43 @@ async def generate(server, tokens, prompt=(3, 4, 5)):
         "logprob_start_len": 0,
     }
     return (await server.post("/generate", body, timeout=60))["meta_info"]
+
+
+def spans(answer):
+    """The versions that wrote an answer, in order."""
+    return [span["version"] for span in answer["weight_versions"]]
+
+
+@asynccontextmanager
+async def steady_traffic(servers, tokens=400) -> AsyncIterator[list[list[dict]]]:
+    """Four clients a server ask without a break until the block is over, however long that takes, and once more then.
+
+    Gives each client's answers; complete after the block.
+    """
+    over = asyncio.Event()
+
+    async def ask(server, answers):
+        while not over.is_set():
+            answers.append(await generate(server, tokens))
+        answers.append(await generate(server, 4))
+
+    clients = [(server, []) for server in servers for _ in range(4)]
+    asking = [asyncio.create_task(ask(*client)) for client in clients]
+    try:
+        await asyncio.sleep(0.3)
+        yield [answers for _, answers in clients]
+    finally:
+        over.set()
+        await asyncio.gather(*asking)
+
+
+def check_answers(clients, version, aborting=False):
+    """No request failed; each ends with what the last one saw, and somebody was in the middle of an answer."""
+    answers = [answer for client in clients for answer in client]
+    kinds = {answer["finish_reason"]["type"] for answer in answers}
+    assert kinds == ({"abort", "length"} if aborting else {"length"})
+    assert all(spans(client[-1]) == [str(version)] for client in clients)
+    assert aborting or any(len(spans(answer)) == 2 for answer in answers)
 
 
 async def score(server, prompt):

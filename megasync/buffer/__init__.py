@@ -1,6 +1,7 @@
-"""Trajectories and the buffer between rollout and training: a pure state machine, and the same with waits.
+"""Trajectories and the buffer between rollout and training: a pure state machine, its ledger, and both with waits.
 
-`TrajectoryBuffer` decides (no asyncio, no torch, no Ray); `AsyncBuffer` waits; `Pacing` is their arithmetic.
+`TrajectoryBuffer` decides (no asyncio, no torch, no Ray, no files); `AsyncBuffer` waits and records; `Pacing` is their
+arithmetic.
 """
 
 from megasync.buffer.errors import BufferClosed, BufferStateError

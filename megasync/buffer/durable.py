@@ -15,6 +15,7 @@ from megasync.buffer.entry import Entry
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.pacing import Pacing
 from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.trajectory import Group
 from megasync.errors import LedgerError
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class DurableBuffer:
         if self.ledger is not None:
             self._record(self.ledger, to_disk)
         return result
+
+    def commit(self, group: Group) -> bool:
+        """Raises DataError, changing nothing, for a group that cannot be recorded."""
+        if self.ledger is not None:
+            self.ledger.prepare(group)
+        return self.change(lambda state: state.commit(group))
 
     def publish(self, version: int) -> None:
         self.change(lambda state: state.publish(version), to_disk=True)

@@ -11,7 +11,7 @@ needs the same claimant for that.
     waits      for                     who wakes it
     ---------  ----------------------  ----------------------------------
     admit      a free slot             publish, drop, commit (if refused)
-    lease      a batch                 commit, rollback; drop (it moves the window)
+    lease      a batch                 commit; drop (it moves the window); rollback (with an error)
     reclaim    a returned group        publish, commit, rollback
     all        -                       close: BufferClosed with its reason
 """
@@ -73,9 +73,10 @@ class AsyncBuffer:
             schedule, total_groups, clock, ledger=ledger, version=version, counters=counters
         )
         self._clock = clock
+        # A remote caller may have given up a lease that still waits here: it must not take a batch after a rollback.
+        self._rollbacks = 0
         # In the order of arrival, which is the order in which they try again.
         self._waiters: dict[_Waiter, None] = {}
-        self._rollbacks = 0
 
     @cached_property
     def _durable(self) -> DurableBuffer:
@@ -93,7 +94,9 @@ class AsyncBuffer:
         await self._until(f"admit {uid}", lambda state: state.admit(uid) or None, self._state.admission_blocker)
 
     async def commit(self, group: Group) -> bool:
-        return self._change(lambda state: state.commit(group))
+        """Also raises DataError for a group that the ledger cannot record."""
+        with self._waking():
+            return self._durable.commit(group)
 
     async def drop(self, uid: str, reason: str) -> bool:
         return self._change(lambda state: state.drop(uid, reason))
@@ -113,16 +116,12 @@ class AsyncBuffer:
     # Training side
 
     async def lease(self, step: int, version: int) -> list[Group]:
-        """Waits for the step's batch. Raises BufferStateError when a rollback came meanwhile: the step is another now.
-
-        Whoever asked may have given up long ago, which a call to another process does not tell: it must not take the
-        batch that the first step after the rollback needs.
-        """
+        """Waits for the step's batch. A rollback ends the wait with BufferStateError: the step is another one then."""
         rollbacks = self._rollbacks
 
         def attempt(state: TrajectoryBuffer) -> list[Group] | None:
             if rollbacks != self._rollbacks:
-                raise BufferStateError(f"training went back while step {step} waited for its batch; ask again")
+                raise BufferStateError(f"the wait for step {step} ended: training went back to a checkpoint meanwhile")
             return state.lease(step, version)
 
         return await self._until(f"lease {step}", attempt, self._state.lease_blocker)
@@ -136,8 +135,8 @@ class AsyncBuffer:
 
     async def rollback(self, step: int, version: int) -> None:
         """Training goes on from the checkpoint of ``step``; the next version is greater than ``version``."""
-        self._rollbacks += 1
         with self._waking():
+            self._rollbacks += 1
             self._durable.rollback(step, version)
 
     async def checkpointed(self, step: int, oldest_kept: int) -> None:

@@ -17,6 +17,7 @@ run directory may lie on a network file system.
 from __future__ import annotations
 
 import json
+import operator
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from pathlib import Path
 from megasync.buffer.entry import LIVE, TRAINED, Entry, State
 from megasync.buffer.payload import decode_group, decode_partial, encode
 from megasync.buffer.record import Record, Standing
-from megasync.buffer.trajectory import Group, Partial
+from megasync.buffer.trajectory import Group, Partial, Trajectory
 from megasync.errors import LedgerError
 
 FILE = "ledger.db"
@@ -77,6 +78,7 @@ class Ledger:
         self._standing: dict[str, str] = {}
         self._groups: dict[int, Group] = {}
         self._partials: dict[int, dict[tuple[int, int], Partial]] = {}
+        self._prepared: tuple[list[Trajectory], bytes] = ([], b"")
         with self._telling("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None)
             try:
@@ -135,6 +137,10 @@ class Ledger:
             return {uid: decode_group(row[0]) for uid, row in rows.items() if row is not None}
 
     # Writing
+
+    def prepare(self, group: Group) -> None:
+        """Makes the bytes of a group before the buffer takes it. Raises DataError when it cannot be recorded."""
+        self._prepared = group.trajectories, encode(group)
 
     def write(self, standing: Standing, entries: Collection[Entry], to_disk: bool = False) -> None:
         """Makes the file agree with these entries and with where the buffer stands. Nothing new costs nothing."""
@@ -213,7 +219,7 @@ class Ledger:
         )
         if entry.group is not None:
             if self._groups.get(number) is not entry.group:
-                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, encode(entry.group)))
+                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, self._encoded(entry.group)))
                 self._groups[number] = entry.group
         else:
             # A trained group's payload stays in the file until it is pruned.
@@ -221,6 +227,13 @@ class Ledger:
             if entry.state in WITHOUT_PAYLOAD:
                 self._db.execute("DELETE FROM payloads WHERE number = ?", (number,))
         self._write_partials(entry)
+
+    def _encoded(self, group: Group) -> bytes:
+        """As prepared, unless the buffer kept only some of the trajectories, or masked them."""
+        trajectories, data = self._prepared
+        self._prepared = [], b""
+        same = len(trajectories) == len(group.trajectories) and all(map(operator.is_, trajectories, group.trajectories))
+        return data if same else encode(group)
 
     def _write_partials(self, entry: Entry) -> None:
         held = self._partials.pop(entry.number, {})

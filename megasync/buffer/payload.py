@@ -1,6 +1,6 @@
 """Groups and partial responses as bytes: MessagePack, compressed by Zstandard, with a checksum.
 
-Every number comes back exactly as it went in. Nothing here can execute what it reads.
+Every number comes back exactly as it went in; arrays come back as lists. Nothing here can execute what it reads.
 """
 
 from __future__ import annotations
@@ -10,42 +10,52 @@ from typing import Any
 import msgspec
 import zstandard
 
-from megasync.buffer.trajectory import Group, Partial
+from megasync.buffer.trajectory import Group, Partial, Trajectory
+from megasync.errors import DataError
 
 # Ids and log-probs hardly compress, versions and masks do so at any level; higher levels only take longer.
 LEVEL = 1
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of NumPy and torch, which users' rewards return."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise NotImplementedError(f"{type(value).__name__} cannot be kept in the ledger; return plain numbers and strings")
+    """Scalars and arrays of NumPy and torch, which users' functions return."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(type(value).__qualname__)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_groups = msgspec.msgpack.Decoder(Group)
-_partials = msgspec.msgpack.Decoder(Partial)
+# Without types: whatever a workflow put into a trajectory and the buffer accepted must come back.
+_decoder = msgspec.msgpack.Decoder()
 _compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
 _decompressor = zstandard.ZstdDecompressor()
 
 
 def encode(value: Group | Partial) -> bytes:
-    return _compressor.compress(_encoder.encode(value))
+    """Raises DataError for what is neither number, string, list nor dict."""
+    try:
+        return _compressor.compress(_encoder.encode(value))
+    except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
+        whose = f"group {value.uid}" if isinstance(value, Group) else "a partial response"
+        raise DataError(
+            f"{whose} holds something that cannot be recorded ({type(error).__name__}: {error}); trajectories and their "
+            f"metrics consist of plain numbers and strings"
+        ) from error
 
 
 def decode_group(data: bytes) -> Group:
     """Raises ValueError for bytes that were damaged."""
-    return _decode(_groups, data)
+    found = _decode(data)
+    return Group(found["uid"], [Trajectory(**trajectory) for trajectory in found["trajectories"]])
 
 
 def decode_partial(data: bytes) -> Partial:
     """Raises ValueError for bytes that were damaged."""
-    return _decode(_partials, data)
+    return Partial(**_decode(data))
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
+def _decode(data: bytes) -> dict[str, Any]:
     try:
-        return decoder.decode(_decompressor.decompress(data))
+        return _decoder.decode(_decompressor.decompress(data))
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise ValueError(str(error)) from error

@@ -140,6 +140,31 @@ def test_errors_survive_the_way_between_processes():
     assert error.reason == "done" and str(error) == "done"
 
 
+async def test_a_lease_that_somebody_gave_up_takes_nothing_after_a_rollback(group):
+    buffer = AsyncBuffer(schedule())
+    await fill(buffer, "a", "b")
+    await buffer.commit(group("a"))
+    forgotten = asyncio.create_task(buffer.lease(1, 0))
+    await settle()
+    await buffer.rollback(0, 0)
+    with pytest.raises(BufferStateError, match="the wait for step 1 ended: training went back"):
+        await asyncio.wait_for(forgotten, 1)
+    await buffer.commit(group("b"))
+    assert [g.uid for g in await asyncio.wait_for(buffer.lease(1, 0), 1)] == ["a", "b"]
+
+
+async def test_groups_that_come_back_without_their_payload_end_a_wait_for_one(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    await buffer.commit(group("a"))
+    await buffer.lease(1, 0)
+    await buffer.ack(1)
+    waiting = asyncio.create_task(buffer.reclaim())
+    await settle()
+    await buffer.rollback(0, 0)
+    assert await asyncio.wait_for(waiting, 1) == "a"
+
+
 # Cancelling
 
 

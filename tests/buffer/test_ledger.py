@@ -5,6 +5,7 @@ import random
 import sqlite3
 from dataclasses import asdict
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.entry import LIVE, State
 from megasync.buffer.ledger import Ledger
 from megasync.config.schema import ScheduleConfig
-from megasync.errors import LedgerError
+from megasync.errors import DataError, LedgerError
 
 
 def schedule(groups_per_step=2, max_staleness=1, **options):
@@ -134,7 +135,7 @@ class Life:
             uid = self.working.pop(self.random.randrange(len(self.working)))
             lag = self.random.choice([0, 0, 0, 3])
             group = Group(uid, answers(self.random, max(0, self.version - lag), self.random.choice([1, 2, 2, 2])))
-            self.again(lambda: self.buffer.change(lambda state: state.commit(group)))
+            self.again(lambda: self.buffer.commit(group))
             assert not self.state.partials(uid)
 
     def drop(self):
@@ -224,7 +225,7 @@ def train(buffer, group, *uids):
     for uid in uids:
         step = state.standing.last_step + 1
         do(buffer, "admit", uid)
-        do(buffer, "commit", group(uid, state.version, state.version))
+        buffer.commit(group(uid, state.version, state.version))
         do(buffer, "lease", step, state.version)
         do(buffer, "ack", step)
         buffer.publish(state.version + 1)
@@ -268,7 +269,7 @@ def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_i
 def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path, buffer, group):
     for uid in "ab":
         do(buffer, "admit", uid)
-    assert do(buffer, "commit", group("a", 0, 0))
+    assert buffer.commit(group("a", 0, 0))
     pages = buffer.ledger._db.execute("PRAGMA page_count").fetchone()[0]
     buffer.ledger._db.execute(f"PRAGMA max_page_count={pages}")
     rng = random.Random(0)
@@ -276,14 +277,14 @@ def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path,
     with pytest.raises(
         LedgerError, match=r"ledger.db cannot be written: database or disk is full.*megasync resume"
     ) as error:
-        do(buffer, "commit", large)
+        buffer.commit(large)
     assert buffer.state.closed == str(error.value)
     with pytest.raises(LedgerError, match="disk is full"):
         do(buffer, "drop", "b", "why")
 
     again = crash(buffer)
     assert [(e.uid, e.state.value) for e in again.state._book.open.values()] == [("a", "finished"), ("b", "generating")]
-    assert again.state.closed is None and do(again, "commit", large)
+    assert again.state.closed is None and again.commit(large)
     again.ledger.close()
 
 
@@ -332,7 +333,7 @@ def test_a_ledger_of_another_format_is_refused(path):
 
 def test_a_damaged_payload_is_named_as_such(buffer, group):
     do(buffer, "admit", "a")
-    do(buffer, "commit", group("a", 0, 0))
+    buffer.commit(group("a", 0, 0))
     (data,) = buffer.ledger._db.execute("SELECT data FROM payloads").fetchone()
     buffer.ledger._db.execute("UPDATE payloads SET data = ?", (data[:-1] + bytes([data[-1] ^ 1]),))
     with pytest.raises(LedgerError, match="is damaged.*generated again"):
@@ -347,16 +348,33 @@ def test_only_one_process_holds_a_ledger(path, buffer):
 # What comes back
 
 
-def test_rewards_of_numpy_come_back_as_plain_numbers(buffer):
-    numpy = pytest.importorskip("numpy")
-    one = Trajectory([1], [1], [1], [-0.1], [0], reward=numpy.float64(0.1), metrics={"n": numpy.int64(3)})
+def test_whatever_a_workflow_may_put_into_a_trajectory_comes_back(buffer):
+    one = Trajectory(
+        [1],
+        numpy.array([1, 2]).tolist(),
+        [True, False],
+        [numpy.float32(-0.1), -1e-300],
+        [0, 0],
+        reward=numpy.float64(0.1),
+        metrics={"n": numpy.int64(3), "ok": True, "none": None},
+    )
     do(buffer, "admit", "a")
-    do(buffer, "commit", Group("a", [one, one]))
+    buffer.commit(Group("a", [one, one]))
     again = crash(buffer)
     (leased,) = do(again, "lease", 1, 0)
-    assert (leased.trajectories[0].reward, leased.trajectories[0].metrics) == (0.1, {"n": 3})
-    assert type(leased.trajectories[0].reward) is float
+    assert leased.trajectories == [one, one] and leased.trajectories[0].loss_mask == [True, False]
+    assert {type(leased.trajectories[0].reward), type(leased.trajectories[0].metrics["n"])} == {float, int}
     again.ledger.close()
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_changes(buffer, group):
+    do(buffer, "admit", "a")
+    strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
+    with pytest.raises(
+        DataError, match=r"group a holds something that cannot be recorded \(NotImplementedError: object"
+    ):
+        buffer.commit(Group("a", [strange, strange]))
+    assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))
 
 
 def test_calls_that_change_nothing_write_nothing(buffer):

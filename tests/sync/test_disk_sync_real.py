@@ -5,7 +5,7 @@ import hashlib
 import json
 
 import pytest
-from serving import check_serves, checksums, generate, serving
+from serving import check_answers, check_serves, checksums, generate, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
@@ -58,16 +58,11 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
-        traffic = [asyncio.create_task(generate(server, 400)) for server in servers for _ in range(4)]
-        await asyncio.sleep(0.3)
-        report = await sync.publish(version)
+        async with steady_traffic(servers) as clients:
+            report = await sync.publish(version)
         assert report.bytes == sum(p.numel() for p in model.parameters()) * 4
-        answers = await asyncio.gather(*traffic)
         await check_serves(servers, model, version)
-        assert {answer["finish_reason"]["type"] for answer in answers} == {"abort" if mode == "abort" else "length"}
-        if mode != "abort":
-            spans = [[span["version"] for span in answer["weight_versions"]] for answer in answers]
-            assert all(len(span) == 2 and span[-1] == str(version) for span in spans), spans
+        check_answers(clients, version, aborting=mode == "abort")
     published = [await checksums(server) for server in servers]
     for server in servers:
         await server.post("/update_weights_from_disk", {"model_path": str(models[0][2][0])}, timeout=60)

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from serving import check_serves, generate, serving
+from serving import check_answers, check_serves, generate, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
@@ -54,22 +54,14 @@ async def world(models, urls, local_ranks):
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
     sync, ranks, servers = await world(mode)
-    # Ahead of the traffic, which has to outlast the way to the pause.
-    await sync.connect()
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
-        traffic = [asyncio.create_task(generate(server, 600)) for server in servers for _ in range(4)]
-        await asyncio.sleep(0.3)
-        report = await sync.publish(version)
+        async with steady_traffic(servers) as clients:
+            report = await sync.publish(version)
         assert report.bytes == 2 * sum(p.numel() for p in model.parameters()) * 4
-        answers = await asyncio.gather(*traffic)
         await check_serves(servers, model, version)
-        kinds = {answer["finish_reason"]["type"] for answer in answers}
-        assert kinds == {"abort" if mode == "abort" else "length"}
-        if mode != "abort":
-            spans = [[span["version"] for span in answer["weight_versions"]] for answer in answers]
-            assert all(len(span) == 2 and span[-1] == str(version) for span in spans)
+        check_answers(clients, version, aborting=mode == "abort")
 
 
 async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(world, models):

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from serving import check_serves, checksums, generate, make_server, serving
+from serving import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
@@ -56,38 +56,16 @@ async def world(models, urls, local_ranks):
         await server.close()
 
 
-async def generate_until(server, done):
-    """One request after the other; the last one ends after ``done``."""
-    answers = []
-    while not done.is_set():
-        answers.append(await generate(server, 400))
-    return answers
-
-
-def spans(answer):
-    return [span["version"] for span in answer["weight_versions"]]
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, mode):
     sync, ranks, servers = await world(pause_mode=mode)
-    # Ahead of the traffic, which has to outlast the way to the pause.
-    await sync.connect()
     for version, seed in ((11, 1), (12, 2)):
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
-        done = asyncio.Event()
-        traffic = [asyncio.create_task(generate_until(server, done)) for server in servers for _ in range(4)]
-        await asyncio.sleep(0.3)
-        await sync.publish(version)
-        done.set()
-        workers = await asyncio.gather(*traffic)
+        async with steady_traffic(servers) as clients:
+            await sync.publish(version)
         await check_serves(servers, model, version)
-        answers = [answer for worker in workers for answer in worker]
-        assert {answer["finish_reason"]["type"] for answer in answers} == {"length"}
-        assert all(spans(worker[-1])[-1] == str(version) for worker in workers)
-        # Somebody was in the middle of an answer.
-        assert any(len(spans(answer)) == 2 for answer in answers)
+        check_answers(clients, version)
     published = [await checksums(server) for server in servers]
     for server in servers:
         await server.post("/update_weights_from_disk", {"model_path": str(models[0][2][0])}, timeout=60)
