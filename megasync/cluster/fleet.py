@@ -148,8 +148,13 @@ class Fleet:
         for slot, drained in zip(
             slots, await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in slots)), strict=True
         ):
-            if not drained and slot.health.up:
-                slot.note(slot.health.died, "it did not let go of its requests after a failed sync")
+            if drained or not slot.health.up:
+                continue
+            words = await slot.last_words()
+            # Its own watch may have found it dead meanwhile.
+            if slot.health.up:
+                reason = f"it did not let go of its requests after a failed sync. Last lines of its log:\n{words}"
+                slot.note(slot.health.died, reason)
 
     async def watch(self) -> None:
         """Raises ServerError when nothing can be done any more: too few servers are left, or the router stays down."""

@@ -181,13 +181,11 @@ class ServerSlot:
                 self.note(self.health.died, f"its actor is gone: {error}")
                 return
             if not alive:
-                self.note(
-                    self.health.died, f"its process has ended. Last lines of its log:\n{await self._last_words()}"
-                )
+                self.note(self.health.died, f"its process has ended. Last lines of its log:\n{await self.last_words()}")
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _last_words(self) -> str:
+    async def last_words(self) -> str:
         try:
             return await self._process.tail(TAIL_LINES)
         except MegasyncError as error:

@@ -36,6 +36,8 @@ class Laws:
         # Versions of tokens that the buffer was given.
         self._sampled: set[int] = set()
         self.published = 0
+        # The version that the buffer has heard of.
+        self._recorded = 0
         self.publishing: int | None = None
         # What happened, for whoever looks into a failing seed.
         self.history: list[str] = []
@@ -60,6 +62,8 @@ class Laws:
             answer = method(*args)
             if name == "commit":
                 self._sampled.update(version for trajectory in args[0].trajectories for version in trajectory.versions)
+            if name == "publish":
+                self._recorded = args[0]
             if answer is not None or name in ("ack", "publish", "rollback", "close"):
                 shown = ", ".join(a.uid if isinstance(a, Group) else str(a) for a in args)
                 self.note(f"buffer {name}({shown}) -> {_shown(answer)}")
@@ -84,8 +88,9 @@ class Laws:
     # Weights
 
     def driver_died(self) -> None:
-        """All servers went with it: a number that was never published, and is on no token, may be used again."""
-        known = {number for number in self._named if number <= self.published} | self._sampled
+        """All servers went with it: a number that the buffer has not heard of, and that is on no token, may be used again."""
+        self.published = self._recorded
+        known = {number for number in self._named if number <= self._recorded} | self._sampled
         self._named = {number: weights for number, weights in self._named.items() if number in known}
         self.publishing = None
 
