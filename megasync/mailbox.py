@@ -1,24 +1,22 @@
 """Asks a run that is going on to do something, through files in its directory: `control/<id>.ask`, then `<id>.answer`.
 
-A run holds a lock on `control/lock` while it goes on, so that asking a run that has ended, or was killed, fails at once
+A run holds the lock of its directory while it goes on, so that asking a run that has ended, or was killed, fails at once
 and not after a wait. Files are written under another name and renamed: whoever reads one reads all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Self
 
 from megasync.errors import ConfigError, MegasyncError
+from megasync.run_lock import is_held
 
 log = logging.getLogger(__name__)
 
@@ -30,29 +28,16 @@ Handler = Callable[..., Awaitable[str]]
 
 
 class Mailbox:
-    """The run's side."""
+    """The run's side, for the process that holds the run's lock."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
-        self._lock = -1
 
-    def __enter__(self) -> Self:
-        """Raises ConfigError when another process runs in this directory."""
+    def open(self) -> None:
+        """Throws away what an earlier process of this run was asked and did not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(
-                f"{self._folder.parent} is the directory of a run that is going on; stop that one, or wait for its end"
-            ) from None
         for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer")):
             old.unlink(missing_ok=True)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._lock)
 
     @asynccontextmanager
     async def answering(self, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
@@ -95,7 +80,7 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     folder = run_dir / _FOLDER
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
-    if not _goes_on(folder):
+    if not is_held(run_dir):
         raise ConfigError(f"the run in {run_dir} is not going on; start it again with `megasync resume {run_dir}`")
     stem = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
     question, answer = folder / f"{stem}.ask", folder / f"{stem}.answer"
@@ -107,7 +92,7 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
                 f"the run in {run_dir} did not answer within {timeout:g} s; it may still do what was asked, see "
                 f"{run_dir / 'logs' / 'controller.log'}"
             )
-        if not _goes_on(folder):
+        if not is_held(run_dir):
             question.unlink(missing_ok=True)
             raise MegasyncError(f"the run in {run_dir} has ended before it answered")
         time.sleep(POLL_SECONDS)
@@ -116,21 +101,6 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     if "refused" in said:
         raise MegasyncError(said["refused"])
     return said["done"]
-
-
-def _goes_on(folder: Path) -> bool:
-    """Whether somebody holds the run's lock."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
 
 
 def _write(path: Path, content: dict) -> None:

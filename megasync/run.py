@@ -100,7 +100,8 @@ class Run:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
         try:
             check_capabilities()
-            with self._mailbox, RunObserver(self.config, self.run_dir) as observer:
+            self._mailbox.open()
+            with RunObserver(self.config, self.run_dir) as observer:
                 async with AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()

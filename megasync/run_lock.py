@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -17,6 +18,9 @@ from typing import IO, Self
 from megasync.errors import ConfigError
 
 FILE = "driver.lock"
+# Whoever asks whether the lock is held holds it for a moment; only a driver holds it longer than this.
+PATIENCE_SECONDS = 1.0
+RETRY_SECONDS = 0.05
 
 
 class RunLock:
@@ -28,13 +32,13 @@ class RunLock:
 
     def __enter__(self) -> Self:
         file = self._path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise ConfigError(
-                f"{self._path.parent} is being run by {_described(holder(self._path.parent))}; wait for it to end, or end it"
-            ) from error
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                file.close()
+                who = _described(holder(self._path.parent))
+                raise ConfigError(f"{self._path.parent} is being run by {who}; wait for it to end, or end it")
+            time.sleep(RETRY_SECONDS)
         file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
         file.flush()
@@ -55,6 +59,24 @@ def holder(run_dir: Path) -> dict | None:
         return json.loads((Path(run_dir) / FILE).read_text())
     except (OSError, ValueError):
         return None
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a driver is alive."""
+    try:
+        with (Path(run_dir) / FILE).open() as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    """Takes the lock if nobody has it now."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _described(who: dict | None) -> str:

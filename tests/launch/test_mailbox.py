@@ -1,12 +1,14 @@
 """Asking a run that is going on; a run that is not is told apart at once."""
 
 import asyncio
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megasync.errors import ConfigError, MegasyncError, ServerError
 from megasync.mailbox import Mailbox, ask
+from megasync.run_lock import RunLock
 
 
 @pytest.fixture
@@ -15,18 +17,32 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def running(run_dir):
+    """Makes the mailbox of a run that goes on, as a context."""
+
+    @contextmanager
+    def start():
+        with RunLock(run_dir):
+            mailbox = Mailbox(run_dir)
+            mailbox.open()
+            yield mailbox
+
+    return start
+
+
 async def asked(run_dir: Path, *request: object) -> str:
     return await asyncio.to_thread(ask, run_dir, *request, timeout=20.0)
 
 
-async def test_requests_are_answered_by_the_handler_of_their_name(run_dir):
+async def test_requests_are_answered_by_the_handler_of_their_name(run_dir, running):
     async def add(number, more):
         return f"{number + more} servers"
 
     async def refuse():
         raise ServerError("the cluster is full")
 
-    with Mailbox(run_dir) as mailbox:
+    with running() as mailbox:
         async with mailbox.answering({"add": add, "refuse": refuse}):
             answers = await asyncio.gather(asked(run_dir, "add", 1, 2), asked(run_dir, "add", 3, 4))
             assert answers == ["3 servers", "7 servers"]
@@ -35,37 +51,30 @@ async def test_requests_are_answered_by_the_handler_of_their_name(run_dir):
             with pytest.raises(MegasyncError, match="KeyError: 'unknown'"):
                 await asked(run_dir, "unknown")
             assert await asked(run_dir, "add", 1, 1) == "2 servers"
-    assert [path.name for path in (run_dir / "control").iterdir()] == ["lock"]
+    assert list((run_dir / "control").iterdir()) == []
 
 
-def test_a_folder_without_a_run_and_a_run_that_has_ended_are_refused(tmp_path, run_dir):
+def test_a_folder_without_a_run_and_a_run_that_has_ended_are_refused(tmp_path, run_dir, running):
     with pytest.raises(ConfigError, match="is not a run directory"):
         ask(tmp_path / "nowhere", "scale", 3, timeout=20.0)
     with pytest.raises(ConfigError, match="is not going on.*megasync resume"):
         ask(run_dir, "scale", 3, timeout=20.0)
-    with Mailbox(run_dir):
+    with running():
         pass
     with pytest.raises(ConfigError, match="is not going on"):
         ask(run_dir, "scale", 3, timeout=20.0)
 
 
-def test_an_answer_that_does_not_come_is_waited_for_only_so_long(run_dir):
-    with Mailbox(run_dir), pytest.raises(MegasyncError, match="did not answer within 0.5 s"):
+def test_an_answer_that_does_not_come_is_waited_for_only_so_long(run_dir, running):
+    with running(), pytest.raises(MegasyncError, match="did not answer within 0.5 s"):
         ask(run_dir, "scale", 3, timeout=0.5)
 
 
-async def test_a_run_that_ends_before_it_answers_ends_the_wait(run_dir):
-    with Mailbox(run_dir):
+async def test_a_run_that_ends_before_it_answers_ends_the_wait(run_dir, running):
+    with running():
         waiting = asyncio.create_task(asked(run_dir, "scale", 3))
         async with asyncio.timeout(10):
             while not list((run_dir / "control").glob("*.ask")):
                 await asyncio.sleep(0.01)
     with pytest.raises(MegasyncError, match="has ended before it answered"):
         await waiting
-
-
-def test_a_directory_has_one_run_at_a_time(run_dir):
-    with Mailbox(run_dir), pytest.raises(ConfigError, match="a run that is going on"), Mailbox(run_dir):
-        pass
-    with Mailbox(run_dir):
-        pass
