@@ -13,6 +13,10 @@ class DataError(MegasyncError):
     """A prompt, dataset, tokenizer or reward that cannot be used as given."""
 
 
+class ContextFull(DataError):
+    """A prompt that leaves no room for a response in the model's context: a conversation can go no further."""
+
+
 class ServerError(MegasyncError):
     """An SGLang server or router that died, refused, or did not answer in time."""
 

@@ -148,6 +148,7 @@ class Run:
             request_timeout=config.timeouts.request,
             tokenizer=workload.tokenizer,
             stream_interval=config.rollout.stream_interval,
+            chat=config.rollout.chat,
         )
         stack.push_async_callback(client.close)
         rewards = RewardRunner(workload.reward, config.rollout.reward_processes)

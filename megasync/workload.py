@@ -13,8 +13,10 @@ from typing import Any
 
 from megasync.buffer.trajectory import Prompt
 from megasync.config import Config
+from megasync.config.schema import RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
 from megasync.errors import ConfigError, DataError
+from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import load_function, single_turn
 
 
@@ -112,7 +114,21 @@ def _reward(config: Config, custom: Custom, verifier: Callable | None) -> Callab
 
 
 def _workflow(config: Config, custom: Custom) -> Callable:
-    workflow = custom.rollout or (load_function(config.rollout.workflow) if config.rollout.workflow else single_turn)
+    workflow = custom.rollout or _configured_workflow(config.rollout)
     if not inspect.iscoroutinefunction(workflow):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
     return workflow
+
+
+def _configured_workflow(rollout: RolloutConfig) -> Callable:
+    if rollout.workflow:
+        return load_function(rollout.workflow)
+    tools = rollout.tools
+    if not tools.functions:
+        return single_turn
+    return tool_agent(
+        [load_function(reference) for reference in tools.functions],
+        max_turns=tools.max_turns,
+        timeout=tools.timeout,
+        max_output=tools.max_output,
+    )

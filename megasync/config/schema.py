@@ -12,6 +12,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+# The value of a key that is chosen from something else, such as the model.
+AUTO = "auto"
+
 
 @dataclass
 class ModelConfig:
@@ -97,6 +100,33 @@ class SamplingConfig:
 
 
 @dataclass
+class ChatConfig:
+    """How chat messages become tokens, and answers become messages."""
+
+    # Variables of the chat template, for example {"enable_thinking": false}.
+    template_options: dict[str, Any] = field(default_factory=dict)
+    # SGLang's parser for the model's tool calls, such as qwen, hermes, llama3 or deepseekv3; auto asks the chat template.
+    tool_format: str | None = AUTO
+    # SGLang's parser for reasoning, such as qwen3 or deepseek-r1; auto asks the chat template, null leaves it in the text.
+    reasoning_format: str | None = AUTO
+    # When the chat template rewrites earlier turns, as by dropping their reasoning: fork (the model sees what a user's
+    # would, and a trajectory of its own begins), or realign (it goes on seeing what it wrote, in one trajectory).
+    rewritten_turns: str = "fork"
+
+
+@dataclass
+class ToolsConfig:
+    # `package.module:function` of each tool. Any here makes the tool agent the workflow.
+    functions: list[str] = field(default_factory=list)
+    # Answers of the model in one sample.
+    max_turns: int = 8
+    # Seconds for one call.
+    timeout: float = 60.0
+    # Characters of a tool's output that the model is shown.
+    max_output: int = 8192
+
+
+@dataclass
 class HealthConfig:
     """When a server of the fleet counts as dead, and how often it is started again. A dead process is seen at once."""
 
@@ -123,7 +153,7 @@ class RolloutConfig:
     min_servers: int = 1
     tensor_parallel: int = 1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    # `package.module:function`, or null for a single turn. The signature is `async def rollout(client, sample)`.
+    # `package.module:function`, or null for a single turn, or the tool agent where `tools` has functions. The signature is `async def rollout(client, sample)`.
     workflow: str | None = None
     # `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the dataset's verifier.
     reward: str | None = None
@@ -151,6 +181,8 @@ class RolloutConfig:
     max_attempts: int = 2
     # Share of the last groups that may be dropped for errors; above it the run ends and sums up why.
     max_drop_share: float = 0.5
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     # Extra SGLang command line arguments, for example {"--chunked-prefill-size": 4096}.
     server_args: dict[str, Any] = field(default_factory=dict)

@@ -21,12 +21,15 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megasync.config.schema import SamplingConfig
-from megasync.errors import DataError, ServerError
+from megasync.config.schema import ChatConfig, SamplingConfig
+from megasync.errors import ContextFull, DataError, ServerError
+from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.control import ServerControl
+from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.parts import Parts
+from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, merge_params
 
@@ -66,6 +69,7 @@ class RolloutClient:
         tokenizer: Any = None,
         api_key: str | None = None,
         stream_interval: int = 0,
+        chat: ChatConfig | None = None,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
@@ -81,6 +85,8 @@ class RolloutClient:
         self._timeout = request_timeout
         self._api_key = api_key
         self._stream = stream_interval > 0
+        self._chat_config = chat or ChatConfig()
+        self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task] = set()
         # Of fixed length: SGLang aborts every request whose id starts with the one it is given.
@@ -110,14 +116,14 @@ class RolloutClient:
         interruption is not seen. `keep` brings what the response begins with, from an earlier attempt, and lets its
         caller see the response grow.
 
-        Raises DataError for ids outside the vocabulary, unknown parameters, a prompt that fills the context or that a
-        server calls wrong; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
+        Raises DataError for ids outside the vocabulary, unknown parameters, or a prompt that a server calls wrong,
+        ContextFull for one that leaves no room; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
         if budget < 1:
-            raise DataError(
+            raise ContextFull(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
             )
         # Deterministic servers would give every request without a seed the same one.
@@ -149,30 +155,20 @@ class RolloutClient:
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        routing_key: str | None = None,
-        seed: int | None = None,
-        keep: Keep | None = None,
-        **sampling: Any,
+        tools: Sequence[ToolLike] = (),
+        conversation: Conversation | None = None,
+        **options: Any,
     ) -> Reply:
-        """Renders `messages` with the tokenizer's chat template and generates the assistant's turn.
+        """Generates the assistant's turn; `tools` (functions, or JSON schemas) are those that it may call.
 
-        Raises DataError without a tokenizer or a chat template, or when the template refuses the messages.
+        The tokens of earlier turns of the `conversation` are sent as they were sampled; see there. `options` are those
+        of `generate`. Raises DataError without a tokenizer or a chat template, when the template refuses the messages,
+        and as `generate`.
         """
-        if self.tokenizer is None:
-            raise DataError("chat() needs a tokenizer, and this client has none; use generate() with token ids")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(
-                f"the tokenizer of {getattr(self.tokenizer, 'name_or_path', 'the model')!r} has no chat template; "
-                f"use generate() with token ids, or data.prompt.format=raw"
-            )
-        conversation = [dict(message) for message in messages]
-        try:
-            prompt = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates are programs that raise what they like
-            raise DataError(f"the chat template refused {len(conversation)} messages: {error}") from error
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        generation = await self.generate(prompt_ids, routing_key=routing_key, seed=seed, keep=keep, **sampling)
-        return Reply([*conversation, {"role": "assistant", "content": generation.text}], generation)
+        if self._chat is None:
+            parser = ReplyParser(lambda: self.servers, self._timeout)
+            self._chat = Chat(self.tokenizer, self._chat_config, parser)
+        return await self._chat.answer(self.generate, conversation or Conversation(), messages, tools, **options)
 
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
         """Log-prob of each token but the first given those before it, by that one server, at temperature 1.

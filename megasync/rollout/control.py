@@ -18,6 +18,10 @@ from megasync.errors import ServerError
 _BODY_SHOWN = 500
 
 
+class Refused(ServerError):
+    """The server answered, with an error status."""
+
+
 class ServerControl:
     """One SGLang server, seen by whoever pauses it, loads its weights and asks how it is."""
 
@@ -31,7 +35,7 @@ class ServerControl:
         return f"ServerControl({self.url})"
 
     async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
-        """The parsed JSON answer, or its text when it is not JSON. Raises ServerError; `timeout` is in seconds."""
+        """The parsed JSON answer, or its text when it is not JSON. Raises ServerError, Refused for an error status; `timeout` is in seconds."""
         return await self._request("POST", path, body or {}, timeout)
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
@@ -73,7 +77,7 @@ class ServerControl:
             raise ServerError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
         if status >= 400:
             shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")
-            raise ServerError(f"{method} {self.url}{path}: status {status}: {shown}")
+            raise Refused(f"{method} {self.url}{path}: status {status}: {shown}")
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:

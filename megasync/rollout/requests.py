@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from megasync.errors import ServerError
+from megasync.rollout.conversation import Conversation
+from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.partials import SamplePartials
 
 
@@ -91,7 +93,8 @@ class SampleClient:
 
     All requests of a prompt carry the same routing key, so the router may send them where the prompt is cached. With
     `seed`, request number t of the sample is sent with a seed drawn from (seed, t): a run can be repeated. With `partials`
-    a request goes on from what is known of its response, and what comes of it is known there.
+    a request goes on from what is known of its response, and what comes of it is known there. `conversation` has
+    all that was sampled.
     """
 
     def __init__(
@@ -111,14 +114,17 @@ class SampleClient:
         self._partials = partials
         self._sampling = sampling
         self._requests = 0
+        self.conversation = Conversation()
 
-    async def generate(self, prompt_ids: list[int], **options: Any) -> Any:
-        """Generates from token ids; see `RolloutClient.generate`."""
-        return await self._turn(self._client.generate, prompt_ids, options)
+    async def generate(self, prompt_ids: list[int], **options: Any) -> Generation:
+        """Generates from token ids; see `RolloutClient.generate`. A prompt that begins with all tokens of an earlier
+        turn continues its trajectory."""
+        return self.conversation.record(await self._turn(self._client.generate, prompt_ids, options))
 
-    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-        """Answers chat messages; see `RolloutClient.chat`."""
-        return await self._turn(self._client.chat, messages, options)
+    async def chat(self, messages: list[dict[str, Any]], **options: Any) -> Reply:
+        """Answers chat messages; see `RolloutClient.chat`. Messages that go on from an earlier reply's continue its
+        trajectory."""
+        return await self._turn(self._client.chat, messages, {"conversation": self.conversation} | options)
 
     async def _turn(self, ask: Callable[..., Awaitable[Any]], prompt: list, own: dict[str, Any]) -> Any:
         turn = self._requests

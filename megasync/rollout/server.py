@@ -42,6 +42,8 @@ _ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
+    # Parsed calls of tools that do not exist are given back instead of left out: the model is to be told.
+    "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",
 }
 
 _CPU_ARGUMENTS = {

@@ -8,6 +8,7 @@ import pytest
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
+from megasync.rollout.generation import Generation
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
@@ -17,15 +18,6 @@ def trajectory(text="a", reward=None, *, tokens=2, finish_reason="stop", metrics
     return Trajectory(
         [1], [5] * tokens, [trained] * tokens, [-0.1] * tokens, [0] * tokens, finish_reason, text, reward, metrics or {}
     )
-
-
-@dataclass
-class FakeReply:
-    text: str
-    tokens: int = 2
-
-    def trajectory(self, reward=None):
-        return trajectory(self.text, reward, tokens=self.tokens)
 
 
 class FakeClient:
@@ -45,11 +37,12 @@ class FakeClient:
         try:
             await asyncio.sleep(0)
             answer = self.behave(prompt_ids, options) if self.behave else str(number)
-            return FakeReply(await answer if asyncio.iscoroutine(answer) else answer)
+            text = await answer if asyncio.iscoroutine(answer) else answer
+            return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [0] * 2, "stop", text)
         finally:
             self.running -= 1
 
-    async def chat(self, messages, **options):
+    async def chat(self, messages, *, conversation, **options):
         return await self.generate([len(messages)], **options)
 
 

@@ -1,0 +1,63 @@
+"""One chat turn: the next prompt's tokens, the generation, and the answer parsed into a message."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megasync.config.schema import ChatConfig
+from megasync.rollout.chat_template import ChatTemplate
+from megasync.rollout.conversation import Conversation
+from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.reply_formats import reasoning_format, tool_format
+from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
+from megasync.rollout.tools import Tool, as_tool
+
+# A tool as callers give it: a function, or a JSON schema in OpenAI's form.
+ToolLike = Callable[..., Any] | Tool | dict[str, Any]
+
+
+class Chat:
+    """Raises DataError without a tokenizer, or when it has no chat template."""
+
+    def __init__(self, tokenizer: Any, config: ChatConfig, parser: ReplyParser) -> None:
+        self._template = ChatTemplate(tokenizer, config.template_options)
+        self._source = str(tokenizer.chat_template)
+        self._config = config
+        self._parser = parser
+        self._realign = config.rewritten_turns == "realign"
+        self._reasoning = reasoning_format(config.reasoning_format, self._source, self._template.render)
+
+    async def answer(
+        self,
+        generate: Callable[..., Awaitable[Generation]],
+        conversation: Conversation,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[ToolLike],
+        **options: Any,
+    ) -> Reply:
+        """Asks for the assistant's turn and records it in the conversation. `options` go to `generate`."""
+        schemas = [tool if isinstance(tool, dict) else as_tool(tool).schema for tool in tools]
+        calls_as = tool_format(self._config.tool_format, self._source) if schemas else None
+        prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)
+        generation = conversation.record(await generate(prompt.ids, **options))
+        parsed = await self._parsed(generation, schemas, calls_as)
+        message = _message(parsed)
+        conversation.answered(self._template, prompt, generation, message)
+        return Reply([*prompt.messages, message], generation, conversation, list(parsed.calls), parsed.malformed)
+
+    async def _parsed(
+        self, generation: Generation, schemas: Sequence[dict[str, Any]], calls_as: str | None
+    ) -> ParsedAnswer:
+        if calls_as is None and self._reasoning is None:
+            return ParsedAnswer(generation.text)
+        return await self._parser.parse(self._template.answer_text(generation), schemas, calls_as, self._reasoning)
+
+
+def _message(parsed: ParsedAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [call.message() for call in parsed.calls]
+    return message

@@ -1,0 +1,106 @@
+"""How a model writes tool calls and reasoning: the names of SGLang's parsers, and which one fits a chat template.
+
+The parsers themselves run in the servers (`reply_parser`): importing them here would load half of SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megasync.config.schema import AUTO, ChatConfig
+from megasync.errors import ConfigError, DataError
+
+# What the chat templates of a family have and others have not, and the parser of its tool calls; the first that fits.
+_TOOL_MARKS = (
+    ("<｜DSML｜", "deepseekv32"),
+    ("```json", "deepseekv3"),
+    ("<｜tool▁calls▁begin｜>", "deepseekv31"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|channel|>", "gpt-oss"),
+    ("<tool_call>", "hermes"),
+    ("Environment: ipython", "llama3"),
+    ("<|python_tag|>", "llama3"),
+)
+# What begins one call in a format, as far as a call that cannot be parsed can be told from text.
+_CALL_BEGINS = {
+    "hermes": r"<tool_call>",
+    "qwen": r"<tool_call>",
+    "qwen25": r"<tool_call>",
+    "qwen3_coder": r"<tool_call>",
+    "glm45": r"<tool_call>",
+    "llama3": r"<\|python_tag\|>|\A\s*\{",
+    "mistral": r"\[TOOL_CALLS\]",
+    "deepseekv3": r"<｜tool▁call▁begin｜>",
+    "deepseekv31": r"<｜tool▁call▁begin｜>",
+    "deepseekv32": r"<｜DSML｜invoke",
+    "kimi_k2": r"<\|tool_call_begin\|>",
+}
+# Known where SGLang is not installed, as on a machine that only plans.
+_WITHOUT_SGLANG = {
+    "tool_format": ["deepseekv3", "deepseekv31", "deepseekv32", "hermes", "llama3", "mistral", "qwen", "qwen3_coder"],
+    "reasoning_format": ["deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking"],
+}
+_NAME_FILES = {
+    "tool_format": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
+    "reasoning_format": ("srt/parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+}
+
+
+def check_formats(chat: ChatConfig) -> None:
+    """Raises ConfigError for a format that SGLang does not know."""
+    for key in _NAME_FILES:
+        name = getattr(chat, key)
+        if name not in (None, AUTO) and name not in (known := known_formats(key)):
+            raise ConfigError(f"rollout.chat.{key}={name!r} must be {AUTO}, null, or one of {', '.join(sorted(known))}")
+
+
+@functools.cache
+def known_formats(key: str) -> list[str]:
+    """SGLang's own names for `key` (tool_format or reasoning_format)."""
+    path, variable = _NAME_FILES[key]
+    sglang = importlib.util.find_spec("sglang")
+    if sglang is None:
+        return _WITHOUT_SGLANG[key]
+    # These two files import nothing; the packages that they lie in would.
+    file = Path(sglang.submodule_search_locations[0]) / path
+    spec = importlib.util.spec_from_file_location(f"_megasync_{key}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(getattr(module, variable))
+
+
+def tool_format(configured: str | None, chat_template: str) -> str:
+    """The parser for tool calls. Raises DataError when none is known."""
+    if configured not in (None, AUTO):
+        return configured
+    found = next((name for mark, name in _TOOL_MARKS if mark in chat_template), None)
+    if found is None or configured is None:
+        why = "is null" if configured is None else "finds no known one in the chat template"
+        raise DataError(
+            f"tools need the format in which the model writes its calls, but rollout.chat.tool_format {why}; set it to "
+            f"one of {', '.join(sorted(known_formats('tool_format')))} (hermes suits most models that were trained on none)"
+        )
+    return found
+
+
+def reasoning_format(configured: str | None, chat_template: str, render: Callable[..., str]) -> str | None:
+    """The parser for reasoning; None where the model's answers have none. `render` is that of a ChatTemplate."""
+    if configured != AUTO:
+        return configured
+    if "</think>" not in chat_template:
+        return None
+    begun = render([{"role": "user", "content": "x"}], [], answer=True).rstrip().endswith("<think>")
+    # Where the prompt opens the reasoning itself, the answer begins inside it.
+    return "qwen3-thinking" if begun else "qwen3"
+
+
+def calls_begun(name: str, text: str) -> int:
+    """Tool calls that the text begins; 0 for formats where that cannot be told."""
+    return len(re.findall(_CALL_BEGINS[name], text)) if name in _CALL_BEGINS else 0

@@ -1,0 +1,99 @@
+"""Tool calls and reasoning out of an answer's text, by SGLang's own parsers, asked of the servers.
+
+Each server has them behind endpoints of its own that touch neither scheduler nor weights, so they answer while a server is
+paused for a sync. Whichever server answers first is right: they all have the same parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megasync.errors import ServerError
+from megasync.rollout.control import Refused, ServerControl
+from megasync.rollout.reply_formats import calls_begun
+from megasync.rollout.tools import ToolCall
+
+log = logging.getLogger(__name__)
+
+# Seconds for one server's answer, and before the servers are asked once more when none gave any.
+_ANSWER_SECONDS = 20.0
+_ROUND_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """`content` is the rest of the text; `malformed` counts calls that were begun but cannot be read."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    malformed: int = 0
+
+
+class ReplyParser:
+    """`servers` gives those that can be asked now; `timeout` is in seconds, for one answer, over all tries."""
+
+    def __init__(self, servers: Callable[[], Sequence[ServerControl]], timeout: float) -> None:
+        self._servers = servers
+        self._timeout = timeout
+        self._turn = itertools.count()
+
+    async def parse(
+        self, text: str, tools: Sequence[dict[str, Any]], tool_format: str | None, reasoning_format: str | None
+    ) -> ParsedAnswer:
+        """Takes reasoning out first, then calls of `tools`; a format that is None is not looked for.
+
+        Raises ServerError when no server answers in time. Text that makes a parser fail is malformed, not an error.
+        """
+        reasoning = ""
+        if reasoning_format is not None:
+            body = {"text": text, "reasoning_parser": reasoning_format}
+            if (found := await self._ask("/separate_reasoning", body)) is not None:
+                reasoning, text = found["reasoning_text"] or "", found["text"] or ""
+        if tool_format is None:
+            return ParsedAnswer(text, reasoning)
+        begun = calls_begun(tool_format, text)
+        body = {"text": text, "tools": list(tools), "tool_call_parser": tool_format}
+        found = await self._ask("/parse_function_call", body)
+        if found is None:
+            return ParsedAnswer(text, reasoning, malformed=max(1, begun))
+        calls = tuple(_call(number, call) for number, call in enumerate(found["calls"]))
+        # What is left of the text may lack the malformed calls; the model is to see what it wrote.
+        content = found["normal_text"] if calls else text
+        return ParsedAnswer(content, reasoning, calls, max(0, begun - len(calls)))
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The first answer of any server; None when the parser itself failed."""
+        failure = "there is no server"
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    servers = list(self._servers())
+                    start = next(self._turn)
+                    for offset in range(len(servers)):
+                        server = servers[(start + offset) % len(servers)]
+                        try:
+                            return await server.post(path, body, timeout=_ANSWER_SECONDS)
+                        except Refused as error:
+                            log.debug("an answer that cannot be parsed: %s", error)
+                            return None
+                        except ServerError as error:
+                            failure = str(error)
+                    await asyncio.sleep(_ROUND_SECONDS)
+        except TimeoutError:
+            raise ServerError(f"no server parsed an answer within {self._timeout:g} s: {failure}") from None
+
+
+def _call(number: int, call: dict[str, Any]) -> ToolCall:
+    raw = call.get("parameters") or "{}"
+    try:
+        arguments = json.loads(raw)
+    except json.JSONDecodeError:
+        arguments = None
+    return ToolCall(f"call_{number}", call.get("name") or "", arguments if isinstance(arguments, dict) else None, raw)

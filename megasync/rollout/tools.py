@@ -1,0 +1,240 @@
+"""Tools: plain Python functions that the model may call, and what becomes of its calls.
+
+A tool has type hints and a Google-style docstring; its JSON schema is made from them. It may be async. Invariant: every
+call ends within its deadline in one observation for the model, whatever the model or the tool did wrong; `Toolbox.run`
+guarantees it. A sync tool runs in a thread of its own; one that outlives its deadline is left alone there, as threads
+cannot be ended, and counts against `THREADS` until it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+import msgspec
+
+from megasync.errors import ConfigError, DataError
+from megasync.rollout.workflow import name_of
+
+log = logging.getLogger(__name__)
+
+# Sync tools that run at the same time in one process; more wait, within their deadline.
+THREADS = 64
+_slots = threading.BoundedSemaphore(THREADS)
+# Seconds between two looks for a free thread.
+_SLOT_POLL = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it; `arguments` is None when they are no JSON object."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None
+    raw_arguments: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """As part of an assistant's message; chat templates want the arguments parsed."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments or {}}}
+
+    @property
+    def key(self) -> str:
+        """The same for the same call."""
+        return f"{self.name} {json.dumps(self.arguments, sort_keys=True, default=str)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function with the schema that the model is shown and the types its arguments must have."""
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    _types: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema["function"]["name"]
+
+    def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with their declared types. Raises DataError saying what is wrong with which of them."""
+        try:
+            inspect.signature(self.function).bind(**arguments)
+        except TypeError as error:
+            raise DataError(f"{self.name} takes {', '.join(self._types) or 'no arguments'}: {error}") from None
+        bound = {}
+        for name, value in arguments.items():
+            try:
+                bound[name] = msgspec.convert(value, self._types.get(name, Any), strict=False)
+            except msgspec.ValidationError as error:
+                raise DataError(f"argument {name!r} of {self.name}: {error}") from None
+        return bound
+
+
+def as_tool(function: Callable[..., Any] | Tool) -> Tool:
+    """Raises ConfigError for a function that lacks type hints or a docstring that describes its arguments."""
+    return function if isinstance(function, Tool) else _tool(function)
+
+
+@functools.lru_cache(maxsize=256)
+def _tool(function: Callable[..., Any]) -> Tool:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+        types = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
+    except Exception as error:  # several of its own kinds, and whatever resolving a hint raises
+        raise ConfigError(
+            f"{name_of(function)} cannot be a tool: {error}; give every argument a type hint and a line under 'Args:' "
+            f"in the docstring"
+        ) from error
+    # Not part of the format that models are trained on.
+    schema["function"].pop("return", None)
+    return Tool(function, schema, types)
+
+
+@dataclass(slots=True)
+class Toolbox:
+    """A sample's tools. `timeout` is in seconds for each call, `max_output` in characters for each observation.
+
+        toolbox = Toolbox([search, fetch])
+        reply = await client.chat(messages, tools=toolbox.tools)
+        messages = reply.messages + await toolbox.run(reply.tool_calls)
+
+    `counts` says what became of the calls so far: calls, errors, timeouts, unknown, malformed, repeated.
+    """
+
+    functions: Sequence[Callable[..., Any] | Tool]
+    timeout: float = 60.0
+    max_output: int = 8192
+    counts: Counter[str] = field(default_factory=Counter)
+    tools: list[Tool] = field(init=False)
+    _seen: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.tools = [as_tool(function) for function in self.functions]
+        names = Counter(tool.name for tool in self.tools)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"two tools are called {twice[0]!r}; the model could not tell them apart, rename one")
+
+    async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
+        """All calls at once; one message for each, in their order, and one for the malformed ones if there are any."""
+        texts = await asyncio.gather(*(self._observation(call) for call in calls))
+        messages = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+            for call, text in zip(calls, texts, strict=True)
+        ]
+        if malformed:
+            self.counts["malformed"] += malformed
+            text = f"Error: {malformed} tool call{'s' * (malformed > 1)} could not be read. Write the call again."
+            messages.append({"role": "tool", "content": text})
+        return messages
+
+    def metrics(self) -> dict[str, float]:
+        """Of the sample so far, under names that say so."""
+        kinds = ("calls", "errors", "timeouts", "unknown", "malformed", "repeated")
+        return {f"tool_{kind}": float(self.counts[kind]) for kind in kinds}
+
+    async def _observation(self, call: ToolCall) -> str:
+        self.counts["calls"] += 1
+        if call.key in self._seen:
+            self.counts["repeated"] += 1
+        self._seen.add(call.key)
+        tool = next((tool for tool in self.tools if tool.name == call.name), None)
+        if tool is None:
+            self.counts["unknown"] += 1
+            known = ", ".join(tool.name for tool in self.tools) or "none"
+            return f"Error: there is no tool {call.name!r}. Known tools: {known}."
+        if call.arguments is None:
+            self.counts["malformed"] += 1
+            return f"Error: the arguments of {call.name} are no JSON object: {self._cut(call.raw_arguments)}"
+        try:
+            arguments = tool.bind(call.arguments)
+        except DataError as error:
+            self.counts["malformed"] += 1
+            return f"Error: {self._cut(str(error))}"
+        try:
+            return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
+        except _Late:
+            self.counts["timeouts"] += 1
+            return f"Error: {call.name} did not answer within {self.timeout:g} s."
+        except Exception as error:  # whatever a user's tool raises
+            self.counts["errors"] += 1
+            log.debug("the tool %s failed", call.name, exc_info=error)
+            return f"Error: {self._cut(f'{type(error).__name__}: {error}')}"
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self.max_output:
+            return text
+        return f"{text[: self.max_output]}\n[{len(text) - self.max_output} more characters]"
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+class _Late(Exception):
+    """The deadline passed; a TimeoutError would also be what a tool raised itself."""
+
+
+async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Any:
+    """What the function returns. Raises _Late after `seconds`, without waiting for it to end."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        work = asyncio.ensure_future(function(**arguments))
+    else:
+        work = asyncio.ensure_future(_in_thread(function, arguments))
+    # Asked to end and not waited for: a tool that ignores its cancellation must not hold up the sample.
+    try:
+        ended, _ = await asyncio.wait({work}, timeout=seconds)
+    finally:
+        work.cancel()
+    if not ended:
+        raise _Late
+    return work.result()
+
+
+async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    while not _slots.acquire(blocking=False):
+        await asyncio.sleep(_SLOT_POLL)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def work() -> None:
+        value, raised = None, None
+        try:
+            value = function(**arguments)
+        except StopIteration as error:
+            # A future cannot hold this one.
+            raised = RuntimeError(f"StopIteration: {error}")
+        except Exception as error:  # noqa: BLE001 - raised again where the tool was called
+            raised = error
+        finally:
+            _slots.release()
+        try:
+            loop.call_soon_threadsafe(tell, value, raised)
+        except RuntimeError:
+            log.debug("a tool returned after the run had ended")
+
+    # A daemon: a tool that never returns must not keep the process from ending.
+    try:
+        threading.Thread(target=work, name=f"tool {name_of(function)}", daemon=True).start()
+    except RuntimeError:
+        _slots.release()
+        raise
+    return await answer

@@ -1,0 +1,61 @@
+"""A chat template and tokenizer whose every oddity is a switch."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megasync.errors import DataError
+
+# Pairs that the tokenizer always writes as one token; a model may sample their halves all the same.
+PAIRS = {"ab": 1000, "cd": 1001, "}}": 1002}
+EOS = "$"
+THOUGHT = re.compile(r"\(.*?\)")
+
+
+class FakeTemplate:
+    """One token per character, but for PAIRS. Messages are written `<role>content$`, tools in front of them.
+
+    `forgets`: reasoning, in parentheses, is left out of answers before the last user message, as Qwen3 does.
+    `tidies`: spaces in answers are written once. `refuses`: conversations without a user's message.
+    """
+
+    def __init__(self, *, forgets=False, tidies=False, refuses=False, hides_answers=False):
+        self.forgets, self.tidies, self.refuses, self.hides_answers = forgets, tidies, refuses, hides_answers
+
+    def render(self, messages, tools=(), *, answer):
+        if self.refuses and messages[-1]["role"] == "assistant":
+            raise DataError("refused")
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        text = f"[{','.join(t['function']['name'] for t in tools)}]" if tools else ""
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if message["role"] == "assistant":
+                content += "".join(json.dumps(call["function"]) for call in message.get("tool_calls", []))
+                if self.forgets and number < last:
+                    content = THOUGHT.sub("", content)
+                if self.tidies:
+                    content = re.sub(" +", " ", content)
+                if self.hides_answers:
+                    content = ""
+            text += f"<{message['role']}>{content}{EOS}"
+        return text + "<assistant>" * answer
+
+    def encode(self, text):
+        ids, at = [], 0
+        while at < len(text):
+            pair = PAIRS.get(text[at : at + 2])
+            ids.append(ord(text[at]) if pair is None else pair)
+            at += 1 if pair is None else 2
+        return ids
+
+    def decode(self, ids):
+        names = {token: pair for pair, token in PAIRS.items()}
+        return "".join(names.get(token) or chr(token) for token in ids)
+
+    def closing(self, generation):
+        ids = generation.token_ids
+        return EOS if generation.finish_reason == "stop" and ids and ids[-1] == ord(EOS) else ""
+
+    def closings(self, generation):
+        return [EOS]

@@ -1,0 +1,242 @@
+"""Turns become trajectories: what the server sampled is what is trained, token for token, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fake_template import EOS, FakeTemplate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.errors import DataError
+from megasync.rollout.conversation import Conversation
+from megasync.rollout.generation import Generation
+
+USER = {"role": "user", "content": "q"}
+TOOL = {"role": "tool", "content": "r"}
+
+
+class Talk:
+    """A conversation whose model writes what it is told, one token per character, each turn under a version of its own."""
+
+    def __init__(self, template, **options):
+        self.template, self.options = template, options
+        self.conversation = Conversation()
+        self.version = 0
+
+    def say(self, messages, answer, *, tools=(), closed=True, calls=()):
+        """The messages with the answer behind them, and its generation."""
+        prompt = self.conversation.prompt(self.template, messages, tools, **self.options)
+        ids = [ord(c) for c in answer + EOS * closed]
+        self.version += 1
+        logprobs = [-self.version - n / 1000 for n in range(len(ids))]
+        versions = [self.version] * len(ids)
+        raw = Generation(prompt.ids, ids, logprobs, versions, "stop" if closed else "length", answer)
+        generation = self.conversation.record(raw)
+        message = {"role": "assistant", "content": answer} | ({"tool_calls": list(calls)} if calls else {})
+        self.conversation.answered(self.template, prompt, generation, message)
+        return [*prompt.messages, message], generation
+
+    @property
+    def counts(self):
+        return (self.conversation.realigned, self.conversation.forked)
+
+
+def masked(trajectory, template):
+    """The trajectory's response as text, what is not trained in lower case brackets."""
+    text, before = "", 1
+    for token, mask in zip(trajectory.response_ids, trajectory.loss_mask, strict=True):
+        text += "|" * (mask != before) + template.decode([token])
+        before = mask
+    return text
+
+
+def test_turns_are_one_trajectory_with_what_the_model_did_not_write_left_out_of_the_loss():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "ab")
+    _, last = talk.say([*said, TOOL], "cd")
+    (trajectory,) = talk.conversation.trajectories(reward=1.0)
+    assert talk.template.decode(trajectory.prompt_ids) == "<user>q$<assistant>"
+    assert masked(trajectory, talk.template) == "ab$|<tool>r$<assistant>|cd$"
+    assert [v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m] == [1, 1, 1, 2, 2, 2]
+    assert {p for p, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if not m} == {0.0}
+    assert trajectory.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 0.0}
+    assert (trajectory.reward, trajectory.text) == (1.0, "cd")
+    assert last.trajectory().response_ids == trajectory.response_ids
+
+
+def test_sampled_tokens_stay_where_the_tokenizer_would_have_chosen_others():
+    talk = Talk(FakeTemplate())
+    said, first = talk.say([USER], "ab")
+    _, second = talk.say([*said, USER], "x")
+    assert first.token_ids == [ord("a"), ord("b"), ord(EOS)] != talk.template.encode("ab$")
+    assert second.prompt_ids[: len(first.prompt_ids) + 3] == first.prompt_ids + first.token_ids
+    assert talk.counts == (0, 0)
+
+
+def test_an_answer_that_was_cut_is_closed_by_the_template():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "ab", closed=False)
+    talk.say([*said, TOOL], "c")
+    (trajectory,) = talk.conversation.trajectories()
+    assert masked(trajectory, talk.template) == "ab|$<tool>r$<assistant>|c$"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_another_form_of_the_answer_is_realigned(closed):
+    talk = Talk(FakeTemplate(tidies=True))
+    said, first = talk.say([USER], "a    b", closed=closed)
+    said, second = talk.say([*said, TOOL], "c  d")
+    talk.say([*said, TOOL], "e")
+    assert second.parent is first
+    assert talk.counts == (2, 0)
+    (trajectory,) = talk.conversation.trajectories()
+    closing = "$|" if closed else "|$"
+    assert masked(trajectory, talk.template) == f"a    b{closing}<tool>r$<assistant>|c  d$|<tool>r$<assistant>|e$"
+
+
+def test_tool_calls_in_another_form_are_realigned_behind_the_whole_answer():
+    talk = Talk(FakeTemplate(tidies=True))
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {"x": {"y": 1}}}}
+    prompt = talk.conversation.prompt(talk.template, [USER])
+    ids = [ord(c) for c in 'f( x = {"y":1} )$']
+    generation = talk.conversation.record(Generation(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    talk.conversation.answered(talk.template, prompt, generation, answer)
+    following = talk.conversation.prompt(talk.template, [USER, answer, TOOL])
+    assert talk.template.decode(following.ids) == '<user>q$<assistant>f( x = {"y":1} )$<tool>r$<assistant>'
+    assert talk.counts == (1, 0)
+
+
+def test_a_template_that_forgets_reasoning_forks_and_both_parts_are_trained():
+    talk = Talk(FakeTemplate(forgets=True))
+    said, _ = talk.say([USER], "(hm)one")
+    said, second = talk.say([*said, USER], "(so)two")
+    assert talk.counts == (0, 1)
+    assert second.parent is None
+    assert talk.template.decode(second.prompt_ids) == "<user>q$<assistant>one$<user>q$<assistant>"
+    first, last = talk.conversation.trajectories(reward=0.5, metrics={"m": 1.0})
+    assert (masked(first, talk.template), masked(last, talk.template)) == ("(hm)one$", "(so)two$")
+    assert (first.text, first.reward, first.metrics) == ("(so)two", 0.5, {})
+    assert last.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 1.0, "m": 1.0}
+
+
+def test_reasoning_survives_tool_output_so_nothing_forks():
+    talk = Talk(FakeTemplate(forgets=True))
+    said, _ = talk.say([USER], "(hm)one")
+    talk.say([*said, TOOL], "two")
+    assert talk.counts == (0, 0)
+
+
+def test_a_rewriting_template_is_realigned_where_that_is_asked_for():
+    talk = Talk(FakeTemplate(forgets=True), realign_rewritten=True)
+    said, _ = talk.say([USER], "(hm)one")
+    said, _ = talk.say([*said, USER], "(so)two")
+    talk.say([*said, USER], "three")
+    assert talk.counts == (2, 0)
+    (trajectory,) = talk.conversation.trajectories()
+    between = "$|<user>q$<assistant>|"
+    assert masked(trajectory, talk.template) == f"(hm)one{between}(so)two{between}three$"
+
+
+@pytest.mark.parametrize("realign", [False, True])
+def test_edited_messages_fork(realign):
+    talk = Talk(FakeTemplate(), realign_rewritten=realign)
+    talk.say([USER], "one")
+    _, second = talk.say([USER, {"role": "assistant", "content": "other"}, USER], "two")
+    assert (second.parent, talk.counts) == (None, (0, 1))
+
+
+@pytest.mark.parametrize("realign", [False, True])
+def test_other_tools_fork(realign):
+    talk = Talk(FakeTemplate(), realign_rewritten=realign)
+    said, _ = talk.say([USER], "one", tools=[{"function": {"name": "f"}}])
+    _, second = talk.say([*said, TOOL], "two", tools=[{"function": {"name": "g"}}])
+    assert talk.template.decode(second.prompt_ids).startswith("[g]<user>")
+    assert talk.counts == (0, 1)
+
+
+@pytest.mark.parametrize("oddity", ["refuses", "hides_answers"])
+def test_where_the_answer_cannot_be_found_the_conversation_forks(oddity):
+    talk = Talk(FakeTemplate(tidies=True, **{oddity: True}))
+    said, _ = talk.say([USER], "a  b")
+    talk.say([*said, TOOL], "c")
+    assert talk.counts == (0, 1)
+
+
+def test_two_answers_to_the_same_messages_are_two_lines_and_no_fork():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "one")
+    talk.say([USER], "two")
+    talk.say([*said, TOOL], "three")
+    assert talk.counts == (0, 0)
+    assert [masked(t, talk.template) for t in talk.conversation.trajectories()] == [
+        "two$",
+        "one$|<tool>r$<assistant>|three$",
+    ]
+
+
+def test_what_two_branches_share_is_trained_once():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "one")
+    talk.say([*said, TOOL], "two")
+    talk.say([*said, USER], "three")
+    first, second = talk.conversation.trajectories()
+    assert masked(first, talk.template) == "one$|<tool>r$<assistant>|two$"
+    assert masked(second, talk.template) == "|one$<user>q$<assistant>|three$"
+
+
+def test_raw_generations_are_merged_by_prefix():
+    conversation = Conversation()
+    first = conversation.record(Generation([1, 2], [3], [-0.3], [0], "stop"))
+    second = conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.4], [1], "stop"))
+    other = conversation.record(Generation([1, 2, 4], [5], [-0.5], [1], "stop"))
+    assert (first.parent, second.parent, other.parent) == (None, first, None)
+    merged = second.trajectory(reward=1.0)
+    assert (merged.prompt_ids, merged.response_ids, merged.loss_mask) == ([1, 2], [3, 9, 9, 4], [1, 0, 0, 1])
+    assert (merged.logprobs, merged.versions) == ([-0.3, 0.0, 0.0, -0.4], [0, 0, 0, 1])
+
+
+def test_trajectories_of_nothing_are_refused():
+    with pytest.raises(DataError, match="nothing was generated"):
+        Conversation().trajectories()
+
+
+ANSWERS = st.text(alphabet="abcd ()", max_size=8)
+STEPS = st.lists(st.tuples(st.sampled_from(["user", "tool"]), ANSWERS, st.booleans(), st.integers(0, 3)), max_size=6)
+
+
+@given(STEPS, st.booleans(), st.booleans(), st.booleans())
+def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was_sampled(
+    steps, forgets, tidies, realign
+):
+    talk = Talk(FakeTemplate(forgets=forgets, tidies=tidies), realign_rewritten=realign)
+    said, generation = talk.say([USER], "ab")
+    histories = [said]
+    for role, answer, closed, back in steps:
+        history = histories[max(0, len(histories) - 1 - back)]
+        messages = [*history, {"role": role, "content": "ab"}]
+        forked = talk.conversation.forked
+        said, generation = talk.say(messages, answer, closed=closed)
+        if talk.conversation.forked > forked:
+            shown = talk.template.render(messages, answer=True)
+            assert talk.template.decode(generation.prompt_ids) == shown
+        else:
+            assert generation.parent is not None
+        histories.append(said)
+    trajectories = talk.conversation.trajectories()
+    trained = Counter()
+    for trajectory in trajectories:
+        entries = zip(
+            trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True
+        )
+        trained.update((token, logprob, version) for token, logprob, version, mask in entries if mask)
+    sampled = Counter(
+        entry for g in talk.conversation.generations for entry in zip(g.token_ids, g.logprobs, g.versions, strict=True)
+    )
+    assert trained == sampled
+    for trajectory in trajectories:
+        # What is trained on is what some request held, and its answer.
+        whole = trajectory.prompt_ids + trajectory.response_ids
+        assert any(g.prompt_ids + g.token_ids == whole for g in talk.conversation.generations)

@@ -1,0 +1,146 @@
+"""Chat over a real server: SGLang's parsers behind its endpoints, and a conversation across a weight update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from serving import make_server
+from tiny_models import make_tiny_model
+
+from megasync.config.schema import SamplingConfig
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.reply_parser import ReplyParser
+from megasync.rollout.requests import RequestGate, SampleClient
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant: {% endif %}"
+)
+CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+LATER = '{"name": "nothing_of_the_kind", "arguments": {}}'
+DEEPSEEK = "\n".join(
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+    for name, arguments in (("add", '{"a": 1, "b": 2}'), ("nothing_of_the_kind", "{}"))
+)
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+@dataclass
+class Served:
+    model: Path
+    server: ServerControl
+    client: RolloutClient
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    model = make_tiny_model(folder / "model", chat_template=TEMPLATE)
+    server = make_server(model, folder / "server.log", 1)
+    control = ServerControl(await server.start(180))
+    client = RolloutClient(
+        control.url,
+        [control],
+        vocab_size=300,
+        context_length=1024,
+        sampling=SamplingConfig(max_new_tokens=12),
+        request_timeout=60.0,
+        tokenizer=_tokenizer(model),
+    )
+    try:
+        yield Served(model, control, client)
+    finally:
+        await client.close()
+        await control.close()
+        await server.stop(5)
+
+
+def _tokenizer(model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("qwen", f"So.<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{LATER}\n</tool_call>"),
+        ("hermes", f"So.<tool_call>{CALL}</tool_call><tool_call>{LATER}</tool_call>"),
+        ("llama3", f"So.<|python_tag|>{CALL};{LATER}"),
+        ("deepseekv3", f"So.<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>"),
+    ],
+)
+async def test_each_format_gives_its_calls_and_unknown_ones_too(served, format, text):
+    parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [SCHEMA], format, None)
+    assert parsed.content == "So."
+    assert [(call.name, call.arguments) for call in parsed.calls] == [
+        ("add", {"a": 1, "b": 2}),
+        ("nothing_of_the_kind", {}),
+    ]
+    assert parsed.malformed == 0
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("qwen", '<tool_call>\n{"name": "add", "argu\n</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "argu</tool_call>'),
+        ("llama3", '<|python_tag|>{"name": "add", "argu'),
+        ("deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function add<｜tool▁calls▁end｜>"),
+    ],
+)
+async def test_a_call_that_cannot_be_read_is_counted(served, format, text):
+    parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [SCHEMA], format, None)
+    assert (parsed.calls, parsed.malformed) == ((), 1)
+    assert parsed.content == text
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("qwen3", "<think>Hm.</think>4"),
+        ("qwen3-thinking", "Hm.</think>4"),
+        ("deepseek-r1", "Hm.</think>4"),
+    ],
+)
+async def test_reasoning_is_set_apart(served, format, text):
+    parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [], None, format)
+    assert (parsed.reasoning.strip(), parsed.content.strip()) == ("Hm.", "4")
+
+
+async def test_three_turns_across_a_weight_update_are_one_trajectory_that_the_model_agrees_with(served):
+    client = SampleClient(served.client, RequestGate(), routing_key="0:0", seed=5, ignore_eos=True)
+    reply = await client.chat([{"role": "user", "content": "hi"}])
+    for version, question in ((1, "and?"), (2, "so?")):
+        await served.server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        reply = await client.chat([*reply.messages, {"role": "tool", "content": question}])
+    trajectory = reply.trajectory(reward=1.0)
+    trained = [v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m]
+    assert trained == [0] * 12 + [1] * 12 + [2] * 12
+    assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
+    expected = _logprobs(served.model, trajectory.prompt_ids, trajectory.response_ids)
+    for ours, theirs, trained in zip(trajectory.logprobs, expected, trajectory.loss_mask, strict=True):
+        assert abs(ours - theirs) < 1e-4 if trained else ours == 0.0
+
+
+def _logprobs(model_path, prompt, response):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
