@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -44,11 +45,14 @@ class FakeSGLang:
         self.peers: list[tuple] = []
         self.aborted: list[str] = []
         self.aborted_all = 0
+        self.parser_fails = False
 
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/parse_function_call", self._parse_calls)
+        app.router.add_post("/separate_reasoning", self._separate_reasoning)
         for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -128,6 +132,25 @@ class FakeSGLang:
         else:
             self.aborted.append(body["rid"])
         return web.Response()
+
+    async def _parse_calls(self, request: web.Request) -> web.Response:
+        """Hermes only."""
+        body = await request.json()
+        if self.parser_fails:
+            return web.Response(status=500, text="the parser failed")
+        calls = []
+        for text in re.findall(r"<tool_call>(.*?)</tool_call>", body["text"]):
+            try:
+                call = json.loads(text)
+            except ValueError:
+                continue
+            calls.append({"name": call["name"], "parameters": json.dumps(call["arguments"]), "tool_index": 0})
+        return web.json_response({"normal_text": body["text"].split("<tool_call>")[0], "calls": calls})
+
+    async def _separate_reasoning(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        reasoning, _, text = body["text"].removeprefix("<think>").rpartition("</think>")
+        return web.json_response({"reasoning_text": reasoning, "text": text})
 
 
 def event(content: dict) -> str:
