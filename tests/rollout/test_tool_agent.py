@@ -8,12 +8,14 @@ import pytest
 from fake_sglang import FakeSGLang
 from tiny_models import byte_tokenizer
 
-from megasync.config.schema import ChatConfig, SamplingConfig
+from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
 from megasync.errors import ContextFull, DataError, ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.requests import RequestGate, SampleClient
 from megasync.rollout.tool_agent import tool_agent
+from megasync.rollout.workflow import single_turn
+from megasync.workload import _configured_workflow
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -101,6 +103,17 @@ async def test_the_turns_are_limited(fake):
     (trajectory,) = await rig.play(tool_agent([add], max_turns=3))
     assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (3.0, 1.0)
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_repeated"]) == (2.0, 1.0)
+
+
+async def test_the_configuration_names_the_tools_and_their_limits(fake, tmp_path, monkeypatch):
+    (tmp_path / "configured_tools.py").write_text('def shout() -> str:\n    """Shouts."""\n    return "x" * 30\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    tools = ToolsConfig(functions=["configured_tools:shout"], max_turns=2, max_output=10)
+    agent = _configured_workflow(RolloutConfig(tools=tools))
+    (trajectory,) = await (rig := Rig(fake, [call("shout")] * 2)).play(agent)
+    assert f"tool: {'x' * 10}\n[20 more characters]" in rig.tokenizer.decode(trajectory.response_ids)
+    assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (2.0, 1.0)
+    assert _configured_workflow(RolloutConfig()) is single_turn
 
 
 async def test_a_full_context_ends_the_sample_with_what_there_is(fake):
