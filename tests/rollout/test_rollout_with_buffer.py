@@ -14,6 +14,7 @@ from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
+from megasync.rollout.generation import Generation
 from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
@@ -112,16 +113,7 @@ class FakeHalfway:
             parts.logprobs += [-0.1, -0.2]
             parts.versions += [0, 0]
             await asyncio.Event().wait()
-        return FakeAnswer(list(prompt_ids), list(parts.token_ids), list(parts.logprobs), list(parts.versions))
-
-
-class FakeAnswer:
-    def __init__(self, prompt_ids, token_ids, logprobs, versions):
-        self.parts = (prompt_ids, token_ids, logprobs, versions)
-
-    def trajectory(self, reward=None):
-        prompt_ids, token_ids, logprobs, versions = self.parts
-        return Trajectory(prompt_ids, token_ids, [1] * len(token_ids), logprobs, versions, reward=reward)
+        return Generation(list(prompt_ids), list(parts.token_ids), list(parts.logprobs), list(parts.versions), "stop")
 
 
 async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
