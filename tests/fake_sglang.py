@@ -45,7 +45,7 @@ class FakeSGLang:
         self.peers: list[tuple] = []
         self.aborted: list[str] = []
         self.aborted_all = 0
-        self.parser_fails = False
+        self.parser_status = 200
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -136,8 +136,8 @@ class FakeSGLang:
     async def _parse_calls(self, request: web.Request) -> web.Response:
         """Hermes only."""
         body = await request.json()
-        if self.parser_fails:
-            return web.Response(status=500, text="the parser failed")
+        if self.parser_status != 200:
+            return web.Response(status=self.parser_status, text="the parser failed")
         calls = []
         for text in re.findall(r"<tool_call>(.*?)</tool_call>", body["text"]):
             try:

@@ -19,7 +19,11 @@ _BODY_SHOWN = 500
 
 
 class Refused(ServerError):
-    """The server answered, with an error status."""
+    """The server answered, with an error `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ServerControl:
@@ -77,7 +81,7 @@ class ServerControl:
             raise ServerError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
         if status >= 400:
             shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")
-            raise Refused(f"{method} {self.url}{path}: status {status}: {shown}")
+            raise Refused(f"{method} {self.url}{path}: status {status}: {shown}", status)
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:

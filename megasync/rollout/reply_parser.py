@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.errors import ServerError
+from megasync.errors import DataError, ServerError
 from megasync.rollout.control import Refused, ServerControl
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 # Seconds for one server's answer, and before the servers are asked once more when none gave any.
 _ANSWER_SECONDS = 20.0
 _ROUND_SECONDS = 0.5
+# The parser raised something; and the statuses with which a server says that the request is wrong.
+_PARSER_FAILED = 500
+_BAD_REQUEST = frozenset({400, 422})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class ReplyParser:
     ) -> ParsedAnswer:
         """Takes reasoning out first, then calls of `tools`; a format that is None is not looked for.
 
-        Raises ServerError when no server answers in time. Text that makes a parser fail is malformed, not an error.
+        Raises ServerError when no server answers in time, DataError when they refuse the tools or the format. Text that
+        makes a parser fail is malformed, not an error.
         """
         reasoning = ""
         if reasoning_format is not None:
@@ -81,6 +85,12 @@ class ReplyParser:
                         try:
                             return await server.post(path, body, timeout=_ANSWER_SECONDS)
                         except Refused as error:
+                            if error.status in _BAD_REQUEST:
+                                raise DataError(
+                                    f"a tool's schema, or a format, that SGLang refuses: {error}"
+                                ) from error
+                            if error.status != _PARSER_FAILED:
+                                raise
                             log.debug("an answer that cannot be parsed: %s", error)
                             return None
                         except ServerError as error:

@@ -169,10 +169,20 @@ async def test_another_server_parses_when_one_is_gone_and_none_is_a_server_error
 
 
 async def test_text_on_which_a_parser_fails_is_malformed_and_no_error(fake):
-    fake.parser_fails = True
+    fake.parser_status = 500
     rig = Rig(fake, [call(a=1, b=2)])
     reply = await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
     assert (reply.tool_calls, reply.malformed_calls) == ([], 1)
     assert reply.content == call(a=1, b=2)
+    await rig.client.close()
+    await rig.control.close()
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, DataError), (404, ServerError)])
+async def test_a_server_that_refuses_to_parse_is_an_error(fake, status, kind):
+    fake.parser_status = status
+    rig = Rig(fake, [call(a=1, b=2)])
+    with pytest.raises(kind, match=f"status {status}"):
+        await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
     await rig.client.close()
     await rig.control.close()
