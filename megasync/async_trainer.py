@@ -37,7 +37,7 @@ class AsyncTrainer:
         config: Config | str | Path,
         overrides: Sequence[str] = (),
         *,
-        reward: Callable | None = None,
+        reward: Callable | Mapping[Callable, float] | None = None,
         rollout: Callable | None = None,
         train_dataset: Sequence[dict] | None = None,
         eval_dataset: Sequence[dict] | None = None,

@@ -8,7 +8,7 @@ import pytest
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Prompt, Trajectory
 from megasync.config.schema import ScheduleConfig
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
 

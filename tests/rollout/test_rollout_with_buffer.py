@@ -12,7 +12,7 @@ from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 
 ROWS = 5

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from megasync.errors import DataError
-from megasync.rollout.math_reward import math_reward
+from megasync.rewards.math_reward import math_reward
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megasync.errors import ConfigError, DataError
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards.runner import RewardRunner
 
 COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
 
