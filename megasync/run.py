@@ -39,8 +39,8 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.inflight import InflightCap
-from megasync.rollout.selection import Selection
 from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.selection import Selection
 from megasync.run_lock import RunLock
 from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout

@@ -14,8 +14,8 @@ from typing import Any
 from megasync.buffer.trajectory import Prompt
 from megasync.config import Config
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
-from megasync.errors import ConfigError, DataError
 from megasync.environments import Play
+from megasync.errors import ConfigError, DataError
 from megasync.rewards import RewardFunction, load_reward
 from megasync.rewards.runner import Given
 from megasync.rollout.workflow import load_function, single_turn

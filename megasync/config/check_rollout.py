@@ -69,6 +69,12 @@ def check_environment(config: Config) -> None:
             f"rollout.environment.kind={rollout.environment.kind} and rollout.workflow={rollout.workflow} would both play "
             f"a sample; set one of them to null"
         )
+    scored_by = rollout.reward or ", ".join(rollout.rewards)
+    if scored_by:
+        raise ConfigError(
+            f"rollout.environment.kind={rollout.environment.kind} gives the rewards, so the reward {scored_by} would never "
+            f"be asked; remove one of them"
+        )
     if config.data.prompt.format != "chat":
         raise ConfigError(
             f"rollout.environment.kind={rollout.environment.kind} is played as a chat, but data.prompt.format="

@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megasync.errors import ConfigError
+from megasync.process_pool import kill_pool
 from megasync.rollout.workflow import name_of
 
 
@@ -63,12 +64,7 @@ class RewardProcesses:
         if pool is not self._pool:
             return
         self._pool = None
-        workers = list((pool._processes or {}).values())
-        for worker in workers:
-            worker.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.join(timeout=5)
+        kill_pool(pool)
 
 
 def check_picklable(function: Callable[..., Any]) -> None:
