@@ -11,11 +11,9 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.buffer_handle import BufferHandle
@@ -23,6 +21,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.roles import check_capabilities
+from megasync.cluster.together import together
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
@@ -137,7 +136,7 @@ class Run:
         total_groups = schedule.total_steps * schedule.groups_per_step
         buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
-        await _together(ranks.start(self._checkpoint), fleet.start())
+        await together(ranks.start(self._checkpoint), fleet.start())
 
         controls = fleet.joiners()
         client = RolloutClient(
@@ -258,14 +257,3 @@ class Run:
         export_checkpoint(newest, Path(self.config.model.path), out)
         observer.message(f"Hugging Face checkpoint: {out}")
         return out
-
-
-async def _together(*starts: Coroutine[Any, Any, None]) -> None:
-    """Runs all; when one fails the others are cancelled, and its own error is raised, not a group of errors."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,12 +21,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
+from megasync.cluster.together import together
 from megasync.config import Config
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
@@ -90,7 +90,7 @@ class Fleet:
     async def start(self) -> None:
         """Starts the servers together, then the router. Raises MegasyncError with the log's end when one does not start."""
         slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
-        await _all_or_first_error([slot.start() for slot in slots])
+        await together(*(slot.start() for slot in slots))
         await self._router.start([slot.url for slot in slots])
         log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
         for slot in slots:
@@ -337,14 +337,3 @@ class Fleet:
             config.timeouts.request,
         )
         return ActorProcess("router", arguments, self._pools, guest=True)
-
-
-async def _all_or_first_error(starts: list[Any]) -> None:
-    """Runs all at once; when one fails the others are cancelled, and its error is raised once they have ended."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

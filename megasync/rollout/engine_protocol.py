@@ -13,7 +13,7 @@ import zlib
 from typing import Any
 
 # Both sides must have the same; `hello` tells.
-PROTOCOL = 1
+PROTOCOL = 2
 
 ACTION = "megasync:"
 ANSWER = "megasync"

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from megasync.sync.engine_layout import EngineRank, Fill, Slot
+from megasync.sync.inbound import Inbound, Place, Program
 from megasync.sync.layout import Box, Layout
-from megasync.sync.receiver import Inbound, Place, Program
 from megasync.sync.shard_plan import Parcel, ShardPlan, receive_program
 from megasync.sync.shard_sender import packing
 from megasync.sync.shards import Read, assemble, box_of, fill_param, pieces_by_param

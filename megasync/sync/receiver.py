@@ -18,93 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megasync.errors import SyncError
 from megasync.sync import delta
 from megasync.sync.digest import MASK, combine, digest
-from megasync.sync.engine_layout import Fill
 from megasync.sync.groups import Deadline, Links, join_store
+from megasync.sync.inbound import DELTA, FULL, TABLE, Header, Inbound, Place, Program
 
 log = logging.getLogger(__name__)
-
-FULL, DELTA = 0, 1
-
-
-class Header(NamedTuple):
-    """Goes ahead of each parcel as int64 words. ``nbytes`` is of the payload, ``digest`` (signed) of the whole parcel."""
-
-    kind: int
-    nbytes: int
-    changed: int
-    digest: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rectangle of a parameter, in elements from the parameter's first."""
-
-    param: str
-    offset: int
-    rows: int
-    cols: int
-    row_stride: int
-    col_stride: int
-
-    def of(self, param: torch.Tensor) -> torch.Tensor:
-        size, stride = (self.rows, self.cols), (self.row_stride, self.col_stride)
-        return param.as_strided(size, stride, param.storage_offset() + self.offset)
-
-
-@dataclass(frozen=True)
-class Inbound:
-    """A parcel as this rank sees it; ``start`` is its first byte in the arena."""
-
-    tag: int
-    source: int
-    dtype: torch.dtype
-    elements: int
-    nbytes: int
-    places: tuple[Place, ...]
-    start: int
-
-    def slots(self, message: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """(rectangle of a parameter, the same rectangle of a message [nbytes] uint8) for all places."""
-        values = message.view(self.dtype)
-        start = 0
-        for place in self.places:
-            count = place.rows * place.cols
-            yield place.of(params[place.param]), values[start : start + count].view(place.rows, place.cols)
-            start += count
-
-
-class Program:
-    """What this rank receives of every version: the parcels of `shard_plan.receive_program`, and constant fillings."""
-
-    def __init__(self, found: Mapping[str, Any], tp: int) -> None:
-        self.digest: str = found["digest"]
-        self.fills = tuple(Fill(*fill) for fill in found["fills"][tp])
-        self.parcels: list[Inbound] = []
-        self.nbytes = 0
-        for parcel in found["parcels"][tp]:
-            self.parcels.append(
-                Inbound(
-                    tag=parcel["tag"],
-                    source=parcel["source"],
-                    dtype=getattr(torch, parcel["dtype"]),
-                    elements=parcel["elements"],
-                    nbytes=parcel["nbytes"],
-                    places=tuple(Place(*place) for place in parcel["places"]),
-                    start=self.nbytes,
-                )
-            )
-            self.nbytes += parcel["nbytes"]
-
-    @property
-    def largest(self) -> int:
-        return max((parcel.nbytes for parcel in self.parcels), default=0)
 
 
 @dataclass
@@ -259,14 +183,39 @@ class Receiver:
         landing = (lambda index, parcel: self._slice(parcel)) if direct else (lambda index, parcel: ring[index % 2])
         # Behind a header of unknown size nothing can be posted yet.
         ahead = 1 if given["base"] else len(program.parcels) if direct else len(ring)
-        for parcel, message, header in self._arrivals(program, given, stage, landing, ahead):
+        links, deadline = self._connect(given, stage)
+        for parcel, message, header in self._arrivals(program, given, stage, links, deadline, landing, ahead):
             kept = self._slice(parcel)
             if header.kind == DELTA:
                 values = kept.view(parcel.dtype)[: parcel.elements]
                 delta.apply(message.to(values.device), header.changed, values)
             elif not direct:
                 kept.copy_(message)
-            self._check(parcel, kept, stage)
+            found = self._digest(kept, stage)
+            if given["headers"]:
+                _compare(parcel, found, stage.digests[parcel.tag])
+            else:
+                stage.digests[parcel.tag] = found
+        if not given["headers"]:
+            self._compare_all(program, given, stage, links, deadline)
+
+    def _compare_all(
+        self, program: Program, given: Mapping[str, Any], stage: Stage, links: Links, deadline: Deadline
+    ) -> None:
+        """Takes each sender's table of digests, in the order of its parcels, and compares it with what arrived."""
+        for index, source in enumerate(given["sources"]):
+            parcels = [parcel for parcel in program.parcels if parcel.source == source]
+            if parcels:
+                table = torch.zeros(len(parcels), dtype=torch.int64, device=self._wire)
+                _wait(links.receive(table, index, TABLE), deadline, given["stall"], parcels[-1])
+                for parcel, expected in zip(parcels, table.tolist(), strict=True):
+                    _compare(parcel, stage.digests[parcel.tag], expected & MASK)
+
+    def _connect(self, given: Mapping[str, Any], stage: Stage) -> tuple[Links, Deadline]:
+        start, deadline = time.monotonic(), Deadline(given["timeout"])
+        links = self._join(given, deadline)
+        stage.seconds["join"] = time.monotonic() - start
+        return links, deadline
 
     def _ring(self, program: Program) -> list[torch.Tensor]:
         return [torch.empty(program.largest, dtype=torch.uint8, device=self._wire) for _ in range(2)]
@@ -276,14 +225,12 @@ class Receiver:
         program: Program,
         given: Mapping[str, Any],
         stage: Stage,
+        links: Links,
+        deadline: Deadline,
         landing: Callable[[int, Inbound], torch.Tensor],
         ahead: int,
     ) -> Iterator[tuple[Inbound, torch.Tensor, Header]]:
         """(parcel, its message, its header) in order; the next ``ahead`` messages are on their way meanwhile."""
-        deadline = Deadline(given["timeout"])
-        start = time.monotonic()
-        links = self._join(given, deadline)
-        stage.seconds["join"] = time.monotonic() - start
         members = {rank: index for index, rank in enumerate(given["sources"])}
         headers = torch.zeros(len(program.parcels), len(Header._fields), dtype=torch.int64, device=self._wire)
         coming = enumerate(program.parcels)
@@ -294,29 +241,29 @@ class Receiver:
 
         def post(count: int) -> None:
             for index, parcel in islice(coming, count):
-                header = links.receive(headers[index], members[parcel.source], 2 * parcel.tag)
+                header = (
+                    links.receive(headers[index], members[parcel.source], 2 * parcel.tag) if given["headers"] else None
+                )
                 posted.append((index, parcel, header, None if given["base"] else receive(index, parcel, parcel.nbytes)))
 
         post(ahead)
         while posted:
             index, parcel, work, payload = posted.popleft()
-            _wait(work, deadline, given["stall"], parcel)
-            header = Header(*headers[index].tolist())
-            stage.digests[parcel.tag] = header.digest & MASK
+            header = Header(FULL, parcel.nbytes, parcel.elements, 0)
+            if work is not None:
+                _wait(work, deadline, given["stall"], parcel)
+                header = Header(*headers[index].tolist())
+                stage.digests[parcel.tag] = header.digest & MASK
             stage.received += header.nbytes
             _wait(payload or receive(index, parcel, header.nbytes), deadline, given["stall"], parcel)
             yield parcel, landing(index, parcel)[: header.nbytes], header
             post(1)
 
-    def _check(self, parcel: Inbound, message: torch.Tensor, stage: Stage) -> None:
+    def _digest(self, message: torch.Tensor, stage: Stage) -> int:
         start = time.monotonic()
-        found, expected = digest(message), stage.digests[parcel.tag]
+        found = digest(message)
         stage.seconds["digest"] = stage.seconds.get("digest", 0.0) + time.monotonic() - start
-        if found != expected:
-            raise SyncError(
-                f"parcel {parcel.tag} from trainer rank {parcel.source} ({parcel.places[0].param} ..) arrived with "
-                f"digest {found:016x}, but was sent with {expected:016x}"
-            )
+        return found
 
     def _slice(self, parcel: Inbound) -> torch.Tensor:
         return self._arena[parcel.start : parcel.start + parcel.nbytes]
@@ -359,15 +306,24 @@ class Receiver:
         """Loads each parcel into the live parameters as soon as it is there and its digest is right."""
         stage, ring = Stage(given["attempt"]), self._ring(program)
         try:
+            links, deadline = self._connect(given, stage)
             for parcel, message, _ in self._arrivals(
-                program, given, stage, lambda index, _: ring[index % 2], len(ring)
+                program, given, stage, links, deadline, lambda index, _: ring[index % 2], len(ring)
             ):
-                self._check(parcel, message, stage)
+                _compare(parcel, self._digest(message, stage), stage.digests[parcel.tag])
                 for target, source in parcel.slots(message, params):
                     target.copy_(source)
         except Exception:
             self._leave()
             raise
+
+
+def _compare(parcel: Inbound, found: int, expected: int) -> None:
+    if found != expected:
+        raise SyncError(
+            f"parcel {parcel.tag} from trainer rank {parcel.source} ({parcel.places[0].param} ..) arrived with "
+            f"digest {found:016x}, but was sent with {expected:016x}"
+        )
 
 
 def _wait(work: Any, deadline: Deadline, stall: float, parcel: Inbound) -> None:

@@ -27,8 +27,8 @@ from megasync.sync import delta
 from megasync.sync.digest import digest
 from megasync.sync.engine_layout import EngineRank
 from megasync.sync.groups import Deadline, Links, join_store, open_store
+from megasync.sync.inbound import DELTA, FULL, TABLE, Header
 from megasync.sync.layout import Box, Layout
-from megasync.sync.receiver import DELTA, FULL, Header
 from megasync.sync.shard_plan import Parcel, ShardPlan, plan_shards
 from megasync.sync.shards import box_of
 
@@ -95,7 +95,8 @@ class ShardSender:
         Args:
             given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
                 ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
-                (whether later attempts may send deltas against this one).
+                (whether later attempts may send deltas against this one), ``stream`` (whether parcels are used as
+                they come).
 
         Returns:
             The fields of an `Outcome`.
@@ -166,7 +167,10 @@ class ShardSender:
     ) -> None:
         """Packs a parcel while others are on the wire; a buffer is packed again only when its message has left."""
         sent = self._sent.setdefault(kind, {}) if given["keep"] else {}
-        against = self._sent.get(kind, {}) if given["bases"].get(kind) else {}
+        base = given["bases"].get(kind, "")
+        against = self._sent.get(kind, {}) if base else {}
+        headers = given["stream"] or bool(base)
+        tables: dict[int, list[int]] = {}
         under_way: deque[_Message] = deque()
         buffers = cycle(range(len(self._buffers)))
         for tag, parcel in mine:
@@ -181,11 +185,16 @@ class ShardSender:
                     sent[tag] = packed.to("cpu", copy=True)
             outcome.digests.append((kind, parcel.target, tag, value))
             to = len(plan.sources) + parcel.target
-            works = []
-            for url, link in links.items():
-                works += [(url, link.send(header, to, 2 * tag)), (url, link.send(payload, to, 2 * tag + 1))]
-                outcome.bytes += payload.numel()
-            under_way.append(_Message(tag, buffer, works, (header, payload)))
+            parts = [(2 * tag + 1, payload)]
+            if headers:
+                parts.insert(0, (2 * tag, torch.tensor(header, dtype=torch.int64, device=packed.device)))
+            else:
+                tables.setdefault(to, []).append(header.digest)
+            under_way.append(_start(links, to, parts, tag, buffer))
+            outcome.bytes += payload.numel() * len(links)
+        for to, values in tables.items():
+            table = torch.tensor(values, dtype=torch.int64, device=self._device.torch_device)
+            under_way.append(_start(links, to, [(TABLE, table)], TABLE, None))
         for message in under_way:
             self._settle(message, deadline, given["stall"], outcome)
 
@@ -223,7 +232,7 @@ class ShardSender:
 
     def _encode(
         self, packed: torch.Tensor, parcel: Parcel, before: torch.Tensor | None, value: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Header, torch.Tensor]:
         """(header, payload): a delta against ``before`` when there is one and it is smaller, else the parcel."""
         signed = value - (1 << 64) if value >> 63 else value
         header, payload = Header(FULL, packed.numel(), parcel.elements, signed), packed
@@ -235,7 +244,7 @@ class ShardSender:
             if encoded := delta.encode(new, old):
                 payload, changed = encoded
                 header = Header(DELTA, payload.numel(), changed, signed)
-        return torch.tensor(header, dtype=torch.int64, device=packed.device), payload
+        return header, payload
 
     def leave(self) -> None:
         """Leaves all links. May be called at any time, more than once."""
@@ -291,6 +300,14 @@ class _Message:
     buffer: int | None
     works: list[tuple[str, dist.Work]]
     tensors: tuple[torch.Tensor, ...]
+
+
+def _start(
+    links: Mapping[str, Links], to: int, parts: Sequence[tuple[int, torch.Tensor]], tag: int, buffer: int | None
+) -> _Message:
+    """Starts to send (tag, tensor) parts to one engine rank of every engine."""
+    works = [(url, link.send(part, to, number)) for url, link in links.items() for number, part in parts]
+    return _Message(tag, buffer, works, tuple(part for _, part in parts))
 
 
 def _inside(box: Box, outer: Box) -> Box:

@@ -213,8 +213,8 @@ class ShardSync:
     async def _stage(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
         bases = self._common_bases(engines)
-        await self._start_sending(engines, name, bases, attempt)
-        await each(engines, lambda engine: engine.stage(self._request(engine, name, bases)))
+        await self._start_sending(engines, name, bases, attempt, stream=False)
+        await each(engines, lambda engine: engine.stage(self._request(engine, name, bases, stream=False)))
         for engine in engines:
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.staged(name, attempt.tasks["trainer"]))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
@@ -239,7 +239,7 @@ class ShardSync:
         return {kind: self._bases[kind] for kind, bases in held.items() if bases == {self._bases.get(kind)}}
 
     async def _start_sending(
-        self, engines: Sequence[Engine], name: str, bases: dict[str, str], attempt: Attempt
+        self, engines: Sequence[Engine], name: str, bases: dict[str, str], attempt: Attempt, *, stream: bool
     ) -> None:
         """Has the ranks send; the trainer's task of the attempt ends with `ShardSender.send` on each rank."""
         limit = self._seconds + GRACE_SECONDS
@@ -259,13 +259,15 @@ class ShardSync:
             "meeting_point": self._meeting_point,
             "engines": [{"name": engine.links, "kind": engine.kind, "url": engine.url} for engine in engines],
             "bases": bases,
+            "stream": stream,
             "keep": self._config.delta,
         }
         sending = self._ranks.call("shard_send", request, timeout=limit)
         attempt.tasks = {"trainer": asyncio.ensure_future(sending)}
 
-    def _request(self, engine: Engine, name: str, bases: dict[str, str]) -> dict[str, Any]:
+    def _request(self, engine: Engine, name: str, bases: dict[str, str], *, stream: bool) -> dict[str, Any]:
         """What an engine's ranks need to receive an attempt."""
+        base = bases.get(engine.kind, "")
         plan, (host, port) = self._plans[engine.kind], self._meeting_point
         return {
             "attempt": name,
@@ -277,7 +279,10 @@ class ShardSync:
             "sources": plan.sources,
             "engine_ranks": plan.engine_ranks,
             "backend": self._backend,
-            "base": bases.get(engine.kind, ""),
+            "base": base,
+            "stream": stream,
+            # A parcel that is used at once, or whose size is not known before, has its digest sent ahead.
+            "headers": stream or bool(base),
             "timeout": self._seconds,
             "stall": self._stall,
         }
@@ -304,9 +309,9 @@ class ShardSync:
     async def _stream(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """Pauses the engines for the whole transfer; each loads parcels as they come."""
         await each(engines, lambda engine: engine.pause(attempt))
-        await self._start_sending(engines, name, {}, attempt)
+        await self._start_sending(engines, name, {}, attempt, stream=True)
         for engine in engines:
-            body = self._request(engine, name, {}) | {"stream": True}
+            body = self._request(engine, name, {}, stream=True)
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.load(body, attempt))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
         self._note_sent(name, attempt)

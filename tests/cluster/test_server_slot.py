@@ -12,6 +12,7 @@ from megasync.cluster import server_slot
 from megasync.cluster.server_slot import ServerSlot
 from megasync.config.schema import HealthConfig
 from megasync.errors import ServerError
+from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
 
 LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
@@ -71,7 +72,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
         config,
         10.0,
         1.0,
-        "key",
+        lambda url: ServerControl(url, "key"),
         lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
     )
     await slot.start()

@@ -3,17 +3,20 @@
 import asyncio
 import json
 import random
+import shutil
 from collections import Counter
 
 import pytest
 
 from megasync.buffer import AsyncBuffer, BufferClosed
+from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.workflow import single_turn
 
 ROWS = 5
 SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)
@@ -93,3 +96,68 @@ async def test_a_closed_buffer_ends_admission_with_its_reason():
     await asyncio.wait_for(life.rollouter.run(), 5)
     with pytest.raises(BufferClosed, match="over"):
         await life.buffer.admit("9:0")
+
+
+class FakeHalfway:
+    """Samples two tokens of a response and then stands still, or finishes at once what somebody else began."""
+
+    def __init__(self):
+        self.found = []
+
+    async def generate(self, prompt_ids, keep, **options):
+        parts = keep(list(prompt_ids))
+        self.found.append(list(parts.token_ids))
+        if not parts.token_ids:
+            parts.token_ids += [7, 8]
+            parts.logprobs += [-0.1, -0.2]
+            parts.versions += [0, 0]
+            await asyncio.Event().wait()
+        return FakeAnswer(list(prompt_ids), list(parts.token_ids), list(parts.logprobs), list(parts.versions))
+
+
+class FakeAnswer:
+    def __init__(self, prompt_ids, token_ids, logprobs, versions):
+        self.parts = (prompt_ids, token_ids, logprobs, versions)
+
+    def trajectory(self, reward=None):
+        prompt_ids, token_ids, logprobs, versions = self.parts
+        return Trajectory(prompt_ids, token_ids, [1] * len(token_ids), logprobs, versions, reward=reward)
+
+
+async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
+    ledger, client = tmp_path / "ledger.db", FakeHalfway()
+    begin_ledger(ledger, 0, 0, {}, {})
+    rewards = RewardRunner(lambda completions, **columns: [float(index) for index, _ in enumerate(completions)])
+
+    def life():
+        renderer = Renderer(digits_tokenizer(), PromptConfig(), 16)
+        source = PromptSource([{"prompt": str(n)} for n in range(4)], renderer, shuffle=False, seed=0)
+        buffer = AsyncBuffer(SCHEDULE, total_groups=2, ledger=ledger)
+        return source, buffer, Rollouter(client, source, buffer, single_turn, rewards, SCHEDULE, save_seconds=0.01)
+
+    _, buffer, rollouter = life()
+    first = asyncio.create_task(rollouter.run())
+    async with asyncio.timeout(20):
+        while any([len(await buffer.partials(uid)) < SCHEDULE.samples_per_group for uid in ("0:0", "0:1")]):
+            await asyncio.sleep(0.01)
+    # What a kill leaves: the files as they are.
+    left = tmp_path / "left"
+    left.mkdir()
+    for file in tmp_path.glob("ledger.db*"):
+        shutil.copy(file, left)
+    rollouter.stop()
+    await asyncio.wait_for(first, 20)
+    ledger = left / "ledger.db"
+
+    resumed = resume_ledger(ledger, SCHEDULE, 2, 0)
+    client.found.clear()
+    source, buffer, rollouter = life()
+    source.skip(resumed.admitted)
+    second = asyncio.create_task(rollouter.run())
+    groups = await asyncio.wait_for(buffer.lease(1, 0), 20)
+    assert client.found == [[7, 8]] * 2 * SCHEDULE.samples_per_group
+    assert {group.uid for group in groups} == {"0:0", "0:1"}
+    assert all(trajectory.response_ids == [7, 8] for group in groups for trajectory in group.trajectories)
+    await buffer.close("done")
+    await asyncio.wait_for(second, 20)
+    await rewards.close()

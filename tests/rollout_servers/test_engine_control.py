@@ -129,7 +129,7 @@ async def test_a_server_without_the_plugin_is_told_apart(engine_of):
 async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
     engine = await engine_of([Model(0), Model(1)])
     monkeypatch.setattr(sglang_plugin, "PROTOCOL", 0)
-    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 1"):
+    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 2"):
         await engine.hello()
 
 

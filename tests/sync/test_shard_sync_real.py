@@ -9,6 +9,7 @@ from serving import check_answers, check_serves, checksums, generate, make_serve
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
 from megasync.rollout.control import ServerControl
+from megasync.sync.engine import Engine
 from megasync.sync.layout import Layout
 from megasync.sync.shard_sync import ShardSync
 from megasync.sync.topology import Topology
@@ -199,3 +200,32 @@ async def test_ranks_that_were_started_again_go_on_with_the_same_servers(world, 
     sync.forget_ranks()
     await sync.publish(82)
     await check_serves(servers, models[0][1][1], 82)
+
+
+async def test_who_is_killed_inside_a_commit_harms_nobody_else(world, models, tmp_path, monkeypatch):
+    sync, ranks, servers = await world()
+    server = make_server(models[0][0][0], tmp_path / "server.log", 1)
+    url = await server.start(120)
+    control = ServerControl(url)
+    load = Engine.load
+
+    async def killed(engine, *given):
+        if engine.url == url:
+            server.kill()
+            # They have sent everything, so nobody waits for them.
+            await ranks.stop()
+        return await load(engine, *given)
+
+    try:
+        sync.add(control)
+        await sync.publish(90)
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        monkeypatch.setattr(Engine, "load", killed)
+        with pytest.raises(SyncError, match=rf"version 91 was not published: phase 'commit' failed: {url}") as failure:
+            await sync.publish(91)
+        assert failure.value.failed == (url,)
+        assert set(failure.value.moved) == {server.url for server in servers}
+        await check_serves(servers, models[0][1][1], 91)
+    finally:
+        await control.close()
+        await server.stop(5)

@@ -73,12 +73,13 @@ class Wires:
             for name, shard in shards_of(self.layout, rank, whole).items():
                 params[name].copy_(shard.nan_to_num())
 
-    def requests(self, attempt: str, base: str, stall: float) -> tuple[dict, dict]:
+    def requests(self, attempt: str, base: str, stall: float, stream: bool = False) -> tuple[dict, dict]:
         common = {"attempt": attempt, "timeout": 10.0, "stall": stall}
         sender = common | {
             "meeting_point": self.meeting_point,
             "engines": [{"name": self.links, "kind": KIND, "url": "http://engine"}],
             "bases": {KIND: base} if base else {},
+            "stream": stream,
             "keep": True,
         }
         receiver = common | {
@@ -91,6 +92,8 @@ class Wires:
             "engine_ranks": 2,
             "backend": "gloo",
             "base": base,
+            "stream": stream,
+            "headers": stream or bool(base),
         }
         return sender, receiver
 
@@ -227,11 +230,11 @@ def test_without_an_arena_the_commit_itself_receives(wires):
     assert w.stages == [False, False]
     whole = weights(w, 1)
     w.weights(whole)
-    to_send, to_receive = w.requests("s", "", 10.0)
+    to_send, to_receive = w.requests("s", "", 10.0, stream=True)
     with pytest.raises(SyncError, match="no arena"):
         w.receivers[0].handle("stage", to_receive)
     with ThreadPoolExecutor(2) as pool:
-        commits = [pool.submit(receiver.commit, to_receive | {"stream": True}) for receiver in w.receivers]
+        commits = [pool.submit(receiver.commit, to_receive) for receiver in w.receivers]
         w.send(to_send)
         for commit in commits:
             commit.result(timeout=30)
