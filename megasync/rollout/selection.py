@@ -116,7 +116,7 @@ def widest_spread(rewards: Sequence[float], count: int) -> list[int]:
     """The indices, in order, of the `count` rewards with the largest variance among all choices of so many.
 
     They are always some of the highest and the rest of the lowest (max-variance down-sampling, Xu et al. 2025, "Not All
-    Rollouts are Useful", theorem 1), so only `count + 1` choices are compared. Among equal rewards their order decides.
+    Rollouts are Useful"), so only `count + 1` choices are compared. Among equal rewards their order decides.
     """
     order = sorted(range(len(rewards)), key=lambda index: rewards[index])
     choices = [order[:low] + order[len(order) - (count - low) :] for low in range(count, -1, -1)]
