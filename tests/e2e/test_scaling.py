@@ -28,6 +28,7 @@ def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, th
         0,
         "1 -> 2 servers; the new ones serve after the next weight sync",
     ), grown.stderr
+    run.wait_for("joined at version")
     shrunk = scale(run_dir, 1)
     assert (shrunk.returncode, shrunk.stdout.strip()) == (0, "2 -> 1 servers"), shrunk.stderr
     refused = scale(run_dir, 0)
