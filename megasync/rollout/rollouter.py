@@ -237,7 +237,9 @@ class Rollouter:
             self._partials.forget(prompt.uid)
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is too old by now and will come back.
-                self._tally.committed += await self._buffer.commit(outcome)
+                taken = await self._buffer.commit(outcome)
+                # Not in one statement: the sum would be read before the wait, and others that commit meanwhile be lost.
+                self._tally.committed += taken
                 self._drops.passed()
             else:
                 await self._buffer.drop(prompt.uid, outcome.reason)

@@ -109,6 +109,7 @@ class FakeBuffer:
         return True
 
     async def _end(self, uid, ended, value):
+        await asyncio.sleep(0)  # as for an answer from another process: others may end meanwhile
         async with self.changed:
             if self.reason:
                 raise BufferClosed(self.reason)
