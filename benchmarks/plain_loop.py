@@ -22,11 +22,11 @@ from typing import Any
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
+from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.evaluate import evaluate
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.server import SGLangServer
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync
@@ -67,7 +67,7 @@ class PlainLoop:
         layout = Layout(read_hf_config(config.model.path), Topology(), device.spec)
         self._plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
         self._device = device
-        self._rewards = RewardRunner(work.reward)
+        self._rewards = RewardRunner(work.rewards)
         self._done: dict[str, list] = {"losses": [], "groups": [], "scores": []}
 
     async def run(self) -> dict[str, list]:

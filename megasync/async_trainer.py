@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,9 +25,10 @@ CUSTOM_FILE = "custom.json"
 class AsyncTrainer:
     """Trains asynchronously as the configuration says.
 
-    `reward` has the signature `f(completions, **columns) -> list[float | None]`; `rollout` is
-    `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `train_dataset` and `eval_dataset` are
-    sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
+    `reward` has the signature `f(completions, **columns) -> list[float | None]`, or is a dictionary from such functions
+    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `train_dataset`
+    and `eval_dataset` are sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration
+    names.
 
     Raises ConfigError or DataError, before any process starts, when something does not fit.
     """
@@ -37,7 +38,7 @@ class AsyncTrainer:
         config: Config | str | Path,
         overrides: Sequence[str] = (),
         *,
-        reward: Callable | None = None,
+        reward: Callable | Mapping[Callable, float] | None = None,
         rollout: Callable | None = None,
         train_dataset: Sequence[dict] | None = None,
         eval_dataset: Sequence[dict] | None = None,

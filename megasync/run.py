@@ -33,12 +33,13 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.progress import Progress
 from megasync.restore import restore
+from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
 from megasync.rollout.inflight import InflightCap
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.selection import Selection
 from megasync.run_lock import RunLock
 from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout
@@ -150,8 +151,9 @@ class Run:
             chat=config.rollout.chat,
         )
         stack.push_async_callback(client.close)
-        rewards = RewardRunner(workload.reward, config.rollout.reward_processes)
+        rewards = RewardRunner(workload.rewards, config.rollout.reward_processes, config.timeouts.reward)
         stack.push_async_callback(rewards.close)
+        stack.push_async_callback(workload.close)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
         fleet.follow(client.add_server, client.remove_server, known=controls)
@@ -164,7 +166,9 @@ class Run:
             workload.workflow,
             rewards,
             schedule,
-            drop_uniform_groups=config.rollout.drop_uniform_groups,
+            selection=Selection(
+                config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens
+            ),
             seed=seed,
             save_seconds=config.rollout.save_partials_seconds,
             max_attempts=config.rollout.max_attempts,

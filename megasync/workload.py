@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from megasync.buffer.trajectory import Prompt
 from megasync.config import Config
 from megasync.config.schema import RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
+from megasync.environments import Play
 from megasync.errors import ConfigError, DataError
+from megasync.rewards import RewardFunction, load_reward
+from megasync.rewards.runner import Given
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import load_function, single_turn
 
@@ -24,7 +27,7 @@ from megasync.rollout.workflow import load_function, single_turn
 class Custom:
     """What the caller brought from Python instead of naming it in the configuration."""
 
-    reward: Callable | None = None
+    reward: Callable | Mapping[Callable, float] | None = None
     rollout: Callable | None = None
     train_dataset: Sequence[dict] | None = None
     eval_dataset: Sequence[dict] | None = None
@@ -44,8 +47,13 @@ class Workload:
     source: PromptSource
     eval_prompts: list[Prompt]
     # None where the rollout function scores its own trajectories.
-    reward: Callable | None
+    rewards: Given | None
     workflow: Callable
+
+    async def close(self) -> None:
+        """Ends what the rollout function keeps open: an environment's pool."""
+        if isinstance(self.workflow, Play):
+            await self.workflow.close()
 
     def probes(self, count: int) -> list[list[int]]:
         """Token ids of a few prompts that can be scored: at least two tokens each."""
@@ -78,7 +86,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         context_length=context_length,
         source=source,
         eval_prompts=eval_prompts,
-        reward=_reward(config, custom, verifier),
+        rewards=_rewards(config, custom, verifier),
         workflow=_workflow(config, custom),
     )
 
@@ -101,19 +109,30 @@ def _rows(dataset: Any, own: Sequence[dict] | None, name: str) -> tuple[list[dic
     return (as_rows(own, name), None) if own is not None else load_dataset(dataset)
 
 
-def _reward(config: Config, custom: Custom, verifier: Callable | None) -> Callable | None:
-    named = load_function(config.rollout.reward) if config.rollout.reward else None
-    reward = custom.reward or named or verifier
-    if reward is None and not (custom.rollout or config.rollout.workflow):
+def _rewards(config: Config, custom: Custom, verifier: Callable | None) -> Given | None:
+    rollout = config.rollout
+    if custom.reward is not None:
+        return custom.reward
+    if rollout.rewards:
+        return [
+            RewardFunction(name, load_reward(reward.function or name, reward.options), reward.weight)
+            for name, reward in rollout.rewards.items()
+        ]
+    if rollout.reward:
+        return load_reward(rollout.reward)
+    scores_itself = custom.rollout or rollout.workflow or rollout.environment
+    if verifier is None and not scores_itself:
         raise ConfigError(
-            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as "
-            "'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a rollout "
-            "function that scores its trajectories itself"
+            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
+            "code or 'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a "
+            "rollout function that scores its trajectories itself"
         )
-    return reward
+    return verifier
 
 
 def _workflow(config: Config, custom: Custom) -> Callable:
+    if custom.rollout is None and config.rollout.environment is not None:
+        return Play.of(config.rollout.environment, config.timeouts.environment)
     workflow = custom.rollout or _configured_workflow(config.rollout)
     if not inspect.iscoroutinefunction(workflow):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megasync.buffer.pacing import Pacing
 from megasync.config.check_chat import check_chat
+from megasync.config.check_rollout import check_environment, check_groups, check_rewards
 from megasync.config.host import is_loopback
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, read_hf_config
@@ -63,6 +64,9 @@ def check_config(
     _check_evaluation(config, own_eval_rows)
     _check_prompt(config)
     check_chat(config)
+    check_rewards(config)
+    check_groups(config)
+    check_environment(config)
     _check_servers(config)
     _check_trainer(config)
     _check_cluster(config)

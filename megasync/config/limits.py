@@ -65,6 +65,11 @@ RANGES: dict[str, Range] = {
     "rollout.sampling.top_p": SHARE,
     "rollout.sampling.max_new_tokens": AT_LEAST_ONE,
     "rollout.reward_processes": NOT_NEGATIVE,
+    "rollout.groups.extra_samples": NOT_NEGATIVE,
+    "rollout.groups.overlong_tokens": NOT_NEGATIVE,
+    "rollout.groups.overlong_penalty": POSITIVE,
+    "rollout.environment.max_turns": AT_LEAST_ONE,
+    "rollout.environment.pool": AT_LEAST_ONE,
     "rollout.context_length": AT_LEAST_ONE,
     "rollout.max_total_tokens": AT_LEAST_ONE,
     "rollout.max_running_requests": AT_LEAST_ONE,
@@ -127,6 +132,8 @@ RANGES: dict[str, Range] = {
     "timeouts.trainer_start": POSITIVE,
     "timeouts.request": POSITIVE,
     "timeouts.weight_sync": POSITIVE,
+    "timeouts.reward": POSITIVE,
+    "timeouts.environment": POSITIVE,
     "timeouts.sync_stall": POSITIVE,
     "timeouts.train_step": POSITIVE,
     "timeouts.no_progress": POSITIVE,
@@ -142,6 +149,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.eval.kind": DATASET_KINDS,
     "data.prompt.format": ("raw", "chat"),
     "schedule.over_age": ("mask", "regenerate", "drop"),
+    "rollout.groups.keep": ("first", "spread"),
+    "rollout.groups.overlong": ("keep", "mask", "punish"),
+    "rollout.environment.isolation": ("thread", "process"),
     "rollout.router_policy": ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"),
     "rollout.chat.rewritten_turns": ("fork", "realign"),
     "trainer.recompute": ("full",),
@@ -157,11 +167,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+REWARD = re.compile(rf"math|code|{FUNCTION.pattern}")
+ENVIRONMENT = re.compile(rf"reasoning_gym|gymnasium|{FUNCTION.pattern}")
 # Keys whose text has a form of its own: the pattern, and how a person would write it.
 PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "name": (re.compile(r"[\w.-]+"), "letters, digits, '.', '_' and '-' only (it names the run's folder)"),
     "rollout.workflow": (FUNCTION, "package.module:function"),
-    "rollout.reward": (FUNCTION, "package.module:function"),
+    "rollout.reward": (REWARD, "math, code or package.module:function"),
+    "rollout.environment.kind": (ENVIRONMENT, "reasoning_gym, gymnasium or package.module:Class"),
     "cluster.address": (re.compile(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+"), "auto or host:port"),
     "cluster.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
 }
@@ -184,7 +197,10 @@ FREE = {
     "schedule.partial_rollout",
     "rollout.sampling.top_k",
     "rollout.sampling.stop",
-    "rollout.drop_uniform_groups",
+    "rollout.rewards",
+    "rollout.groups.drop_uniform",
+    "rollout.environment.options",
+    "rollout.environment.system",
     "rollout.deterministic",
     "rollout.server_args",
     "rollout.chat.template_options",

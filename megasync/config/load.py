@@ -157,6 +157,13 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
             raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
         if below is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
+        elif (entry := _entry(hint)) is not None:
+            for name_below, values_below in value.items():
+                if not isinstance(values_below, Mapping):
+                    raise ConfigError(
+                        f"{place}: {key}.{name_below}={values_below!r} has the wrong type; expected {_type_name(entry)}"
+                    )
+                _refuse_unknown_keys(values_below, entry, f"{key}.{name_below}.", place)
 
 
 def _nearest(name: str, section: type, prefix: str) -> str:
@@ -189,7 +196,14 @@ def _to_object(merged: DictConfig) -> Config:
 
 def _section(hint: Any) -> type | None:
     """The dataclass inside a type such as `DatasetConfig | None`; None for a plain value."""
+    if get_origin(hint) is dict:
+        return None
     return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
+
+
+def _entry(hint: Any) -> type | None:
+    """The dataclass that every value of a dictionary is, in a type such as `dict[str, RewardConfig]`."""
+    return next(filter(is_dataclass, get_args(hint)), None) if get_origin(hint) is dict else None
 
 
 def _value_at(values: DictConfig, key: str) -> Any:

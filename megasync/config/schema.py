@@ -146,6 +146,49 @@ class HealthConfig:
 
 
 @dataclass
+class RewardConfig:
+    """One of several reward functions."""
+
+    # math, code, or `package.module:function`; null takes the function's own name here. A class is made with `options`.
+    function: str | None = None
+    # Above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GroupConfig:
+    """Which responses of a prompt, and which prompts, are trained."""
+
+    # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
+    drop_uniform: bool = False
+    # Responses sampled per prompt beyond schedule.samples_per_group, and which are kept: first (those that end first; the
+    # others are aborted) or spread (of all, those whose rewards have the largest variance).
+    extra_samples: int = 0
+    keep: str = "first"
+    # Responses cut by the length limit: keep them, mask them (out of loss and baseline), or punish length softly.
+    overlong: str = "keep"
+    # punish: over the last so many tokens before rollout.sampling.max_new_tokens the reward falls by up to `penalty`.
+    overlong_tokens: int = 0
+    overlong_penalty: float = 1.0
+
+
+@dataclass
+class EnvironmentConfig:
+    # reasoning_gym, gymnasium, or `package.module:Class`; it is made with `options`.
+    kind: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+    # Steps after which an episode ends.
+    max_turns: int = 8
+    # Environments that exist at once; they are reused.
+    pool: int = 16
+    # Where sync environments run: thread (light; one that hangs is left behind) or process (one that hangs is killed).
+    isolation: str = "thread"
+    # What the model is told before the first observation.
+    system: str = ""
+
+
+@dataclass
 class RolloutConfig:
     # SGLang servers at the start (`megasync scale` changes it), and the tensor-parallel ranks (GPUs) of each.
     servers: int = 2
@@ -155,12 +198,16 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function`, or null for a single turn, or the tool agent where `tools` has functions. The signature is `async def rollout(client, sample)`.
     workflow: str | None = None
-    # `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the dataset's verifier.
+    # math, code, or `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the dataset's
+    # verifier.
     reward: str | None = None
+    # Several reward functions, by the names that they have in the metrics.
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
     # Worker processes for reward functions that burn CPU; 0 runs them in the controller's process.
     reward_processes: int = 0
-    # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
-    drop_uniform_groups: bool = False
+    groups: GroupConfig = field(default_factory=GroupConfig)
+    # An environment that the model plays, instead of a workflow; null for none.
+    environment: EnvironmentConfig | None = None
     # Every request samples from a seed of its own, whatever else is in the batch: runs repeat exactly, at some speed.
     deterministic: bool = False
     # Longest prompt plus response that a server accepts, in tokens; null takes the model's own limit.
@@ -326,6 +373,9 @@ class TimeoutConfig:
     trainer_start: float = 300.0
     request: float = 600.0
     weight_sync: float = 300.0
+    # One call of a reward function, and one of an environment.
+    reward: float = 60.0
+    environment: float = 60.0
     # One message of a p2p sync that does not move.
     sync_stall: float = 30.0
     train_step: float = 1800.0

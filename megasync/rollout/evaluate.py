@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError
+from megasync.rewards import RewardRunner
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.workflow import Workflow, as_trajectories
 
 log = logging.getLogger(__name__)

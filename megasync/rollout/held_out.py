@@ -8,8 +8,8 @@ from typing import Any
 
 from megasync.buffer.trajectory import Prompt
 from megasync.config.schema import EvalConfig
+from megasync.rewards import RewardRunner
 from megasync.rollout.evaluate import Answer, evaluate
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.workflow import Workflow
 
 # (training step, weight version, answers at the first temperature)

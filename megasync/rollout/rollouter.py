@@ -25,19 +25,21 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
-from megasync.config.schema import ScheduleConfig
+from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError
+from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.rewards import RewardRunner
+from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.workflow import Workflow, as_trajectories, name_of
 
@@ -48,8 +50,6 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = (1.0, 30.0)
 # Seconds between two looks at the servers' loads.
 CAP_SECONDS = 2.0
-# Reason of a drop that is no failure: all rewards are equal, so there is nothing to learn.
-UNIFORM = "uniform"
 
 
 class Fleet(Protocol):
@@ -59,19 +59,11 @@ class Fleet(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """A group that will not be trained: the reason under which it is counted, and the error behind it if there is one."""
-
-    reason: str
-    problem: str = ""
-
-
 class Rollouter:
     """Generates groups for as long as the buffer admits prompts.
 
-    `client` is a RolloutClient, `source` a PromptSource, `buffer` anything with the AsyncBuffer's methods. With
-    `relative_advantage` (a reward counts against its group's mean) a group with one survivor is dropped. With `seed`
+    `client` is a RolloutClient, `source` a PromptSource, `buffer` anything with the AsyncBuffer's methods. `selection`
+    says which responses and groups are trained; by default all that can be. With `seed`
     every request carries a seed drawn from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward
     that raises is tried; `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits
     requests below what the buffer allows, by the loads of the `fleet`.
@@ -86,8 +78,7 @@ class Rollouter:
         rewards: RewardRunner,
         schedule: ScheduleConfig,
         *,
-        drop_uniform_groups: bool = False,
-        relative_advantage: bool = True,
+        selection: Selection | None = None,
         seed: int | None = None,
         max_attempts: int = 1,
         max_drop_share: float = 0.5,
@@ -102,9 +93,7 @@ class Rollouter:
         self._buffer = buffer
         self._workflow = workflow
         self._rewards = rewards
-        self._samples = schedule.samples_per_group
-        self._drop_uniform = drop_uniform_groups
-        self._relative = relative_advantage
+        self._selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
         self._seed = seed
         self._max_attempts = max_attempts
         self._save_seconds = save_seconds
@@ -248,7 +237,9 @@ class Rollouter:
             self._partials.forget(prompt.uid)
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is too old by now and will come back.
-                self._tally.committed += await self._buffer.commit(outcome)
+                taken = await self._buffer.commit(outcome)
+                # Not in one statement: the sum would be read before the wait, and others that commit meanwhile be lost.
+                self._tally.committed += taken
                 self._drops.passed()
             else:
                 await self._buffer.drop(prompt.uid, outcome.reason)
@@ -256,32 +247,31 @@ class Rollouter:
         except BufferClosed:
             return
 
-    def _note(self, prompt: Prompt, drop: _Dropped) -> None:
-        """Counts a dropped group. Raises DataError when too many have failed; a uniform one has not."""
+    def _note(self, prompt: Prompt, drop: Dropped) -> None:
+        """Counts a dropped group. Raises DataError when too many have failed; one with nothing to learn has not."""
         self._tally.drops[drop.reason] += 1
-        if drop.reason == UNIFORM:
+        if drop.reason in HARMLESS:
             self._drops.passed()
             return
         log.warning("group %s was dropped (%s) %s", prompt.uid, drop.reason, drop.problem)
         self._drops.failed(prompt.uid, drop.reason, drop.problem)
 
-    async def _outcome(self, prompt: Prompt) -> Group | _Dropped:
-        trajectories, problems = await self._sample_all(prompt)
+    async def _outcome(self, prompt: Prompt) -> Group | Dropped:
+        samples, problems = await self._sample_all(prompt)
+        trajectories = [t for sample in samples for t in sample]
         if not trajectories:
-            return _Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory")
+            return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory")
         try:
             scored = await self._scored(trajectories, prompt)
         except DataError as error:
-            return _Dropped("reward_error", str(error))
+            return Dropped("reward_error", str(error))
         self._tally.scored(scored)
-        kept = [t for t in scored if t.reward is not None and any(t.loss_mask)]
-        if not kept:
-            return _Dropped("unscored", "no response has both a reward and a token to train on")
-        if self._relative and len(kept) == 1:
-            return _Dropped("lone_survivor", problems[0] if problems else "only one response of the group was scored")
-        if self._drop_uniform and len({t.reward for t in kept}) == 1:
-            return _Dropped(UNIFORM)
-        return Group(prompt.uid, kept)
+        rest = iter(scored)
+        chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._tally.counts)
+        if isinstance(chosen, list):
+            return Group(prompt.uid, chosen)
+        # Where a sample failed, that is more likely the cause than what is left of the others.
+        return replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
 
     async def _scored(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
         """Raises DataError when the reward has failed as often as it may."""
@@ -294,14 +284,25 @@ class Rollouter:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _sample_all(self, prompt: Prompt) -> tuple[list[Trajectory], list[str]]:
-        samples = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._samples)]
+    async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
+        """The trajectories of each sample, in the samples' order, and the errors of those that failed.
+
+        Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
+        """
+        tasks = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._selection.samples_started)]
+        running = set(tasks)
         try:
-            results = await asyncio.gather(*samples)
+            while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(samples)
-        trajectories = [t for result in results if isinstance(result, list) for t in result]
-        return trajectories, [result for result in results if isinstance(result, str)]
+            await _cancel(running)
+        results = [task.result() for task in tasks if not task.cancelled()]
+        samples = [result for result in results if isinstance(result, list)]
+        # Several may end at the same moment.
+        unused = len(tasks) - len(results) + max(0, len(samples) - self._selection.samples_awaited)
+        if unused:
+            self._tally.counts["samples_unused"] += unused
+        return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
 
     async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has failed as often as it may."""
@@ -334,6 +335,10 @@ class Rollouter:
         client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         return as_trajectories(await self._workflow(client, sample), self._workflow)
+
+
+def _succeeded(sample: asyncio.Task) -> bool:
+    return sample.done() and not sample.cancelled() and isinstance(sample.result(), list)
 
 
 async def _cancel(tasks: Iterable[asyncio.Future]) -> None:

@@ -24,6 +24,8 @@ class RolloutTally:
         self.regenerated = 0
         self.failed_samples = 0
         self.drops: Counter[str] = Counter()
+        # What happened to responses on their way into a group: over-long, or sampled and not needed.
+        self.counts: Counter[str] = Counter()
         self._tokens = 0
         self._recent: deque[Sequence[Trajectory]] = deque(maxlen=window)
         self._clock = clock
@@ -60,6 +62,7 @@ class RolloutTally:
             "rollout/groups_regenerated": float(self.regenerated),
             "rollout/samples_failed": float(self.failed_samples),
             "rollout/groups_dropped": float(self.drops.total()),
+            **{f"rollout/{name}": float(count) for name, count in sorted(self.counts.items())},
             **{f"rollout/dropped_{reason}": float(count) for reason, count in sorted(self.drops.items())},
         }
 

@@ -16,7 +16,7 @@ from megasync.controller import Controller
 from megasync.data import PromptSource
 from megasync.errors import MegasyncError, RankLost, ServerError
 from megasync.restore import restore
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
 from megasync.sim.client import SimClient

@@ -14,7 +14,7 @@ from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
 from megasync.models.digits import digits_tokenizer
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 
 ROWS, STEPS = 5, 12

@@ -16,9 +16,9 @@ from megasync.buffer.resume import begin_ledger
 from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
+from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 
 TOKENS, SAMPLES = 512, 2

@@ -18,6 +18,7 @@ def sound():
     values = {
         "model": {"path": "m"},
         "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "digits", "source": "copy"}},
+        "rollout": {"environment": {"kind": "gymnasium"}},
     }
     return load_config(values)
 
@@ -73,6 +74,8 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(sound, key):
         ("name", "a/b", "run-1.x"),
         ("rollout.workflow", "package.module", "package.module:function"),
         ("rollout.reward", "my reward:f", "m:f"),
+        ("rollout.reward", "maths", "math"),
+        ("rollout.environment.kind", "gym", "gymnasium"),
         ("cluster.address", "head", "10.0.0.1:6379"),
         ("cluster.host", "a b", "fe80::1"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megasync.config import Config, load_config, save_config
 from megasync.config.load import schema_keys
-from megasync.config.schema import DatasetConfig
+from megasync.config.schema import DatasetConfig, RewardConfig
 from megasync.errors import ConfigError
 
 
@@ -138,6 +138,19 @@ def test_null_turns_an_optional_section_off():
     assert load_config(values, ["data.eval=null"]).data.eval is None
 
 
+def test_sections_under_names_of_ones_own_are_checked_like_others(tmp_path):
+    below = write(tmp_path / "below.yaml", "model: {path: m}\nrollout: {rewards: {math: {}, short: {weight: 0.1}}}")
+    rewards = load_config(below, ["rollout.rewards.short.function=m:f"]).rollout.rewards
+    assert rewards == {"math": RewardConfig(), "short": RewardConfig("m:f", 0.1)}
+    path = tmp_path / "again.yaml"
+    save_config(load_config(below), path)
+    assert load_config(path) == load_config(below)
+    message = refused(below, "rollout.rewards.math.wieght=2")
+    assert "unknown key 'rollout.rewards.math.wieght'" in message and "'rollout.rewards.math.weight'" in message
+    assert "rollout.rewards.math=2 has the wrong type; expected a section" in refused(below, "rollout.rewards.math=2")
+    assert "rollout.rewards" in refused(below, "rollout.rewards.math.weight=heavy")
+
+
 def test_a_saved_configuration_is_read_back_unchanged(tmp_path):
     config = load_config(
         {**MODEL, "data": {"train": {"kind": "digits", "source": "copy", "options": {"length": 3}}}},
@@ -153,7 +166,11 @@ LEAVES = [key for key, hint in schema_keys() if hint is int]
 @settings(max_examples=40, deadline=None)  # the machine may be busy
 @given(key=st.sampled_from(LEAVES), value=st.integers(-(10**9), 10**9))
 def test_every_whole_number_of_the_schema_can_be_overridden(key, value):
-    values = {**MODEL, "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "k", "source": "s"}}}
+    values = {
+        **MODEL,
+        "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "k", "source": "s"}},
+        "rollout": {"environment": {"kind": "gymnasium"}},
+    }
     node = load_config(values, [f"{key}={value}"])
     for part in key.split("."):
         node = getattr(node, part)

@@ -8,6 +8,7 @@ from megasync.config import check_config, load_config
 from megasync.config.schema import Config
 from megasync.data import load_dataset
 from megasync.models import MODELS
+from megasync.rewards import load_reward
 from megasync.rollout.workflow import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,9 +43,10 @@ def test_a_shipped_configuration_can_be_planned(name, tmp_path):
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_functions_that_a_configuration_names_exist(name, tmp_path):
     rollout = load(name, tmp_path).rollout
-    for function in (rollout.reward, rollout.workflow):
-        if function is not None:
-            assert callable(load_function(function))
+    if rollout.workflow is not None:
+        assert callable(load_function(rollout.workflow))
+    if rollout.reward is not None:
+        assert callable(load_reward(rollout.reward))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum"])

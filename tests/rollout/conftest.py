@@ -4,20 +4,16 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from trajectories import trajectory
 
 from megasync.buffer import BufferClosed
-from megasync.buffer.trajectory import Prompt, Trajectory
-from megasync.config.schema import ScheduleConfig
+from megasync.buffer.trajectory import Prompt
+from megasync.config.schema import GroupConfig, ScheduleConfig
+from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
-
-
-def trajectory(text="a", reward=None, *, tokens=2, finish_reason="stop", metrics=None, trained=1):
-    return Trajectory(
-        [1], [5] * tokens, [trained] * tokens, [-0.1] * tokens, [0] * tokens, finish_reason, text, reward, metrics or {}
-    )
 
 
 class FakeClient:
@@ -106,6 +102,7 @@ class FakeBuffer:
         return True
 
     async def _end(self, uid, ended, value):
+        await asyncio.sleep(0)  # as for an answer from another process: others may end meanwhile
         async with self.changed:
             if self.reason:
                 raise BufferClosed(self.reason)
@@ -159,12 +156,17 @@ def make_bench():
         workflow=single_turn,
         reward=by_place,
         inflight=None,
+        groups=None,
+        relative=True,
         **options,
     ):
         client, source, buffer = FakeClient(behave), FakeSource(size), FakeBuffer(total, capacity)
         schedule = ScheduleConfig(groups_per_step=4, samples_per_group=samples, max_inflight_groups=inflight)
         rollouter = Rollouter(
-            client, source, buffer, workflow, RewardRunner(reward), schedule, retry_seconds=(0.0, 0.0), **options
+            *(client, source, buffer, workflow, RewardRunner(reward), schedule),
+            selection=Selection(GroupConfig(**(groups or {})), samples, 8, relative),
+            retry_seconds=(0.0, 0.0),
+            **options,
         )
         return Bench(client, source, buffer, rollouter)
 

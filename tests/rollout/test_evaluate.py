@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError, ServerError
+from megasync.rewards import RewardRunner
 from megasync.rollout.evaluate import evaluate
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.workflow import single_turn
 
 

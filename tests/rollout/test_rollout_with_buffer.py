@@ -14,8 +14,8 @@ from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
+from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
 

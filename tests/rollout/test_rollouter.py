@@ -383,9 +383,11 @@ async def test_the_cap_holds_requests_back(make_bench):
         ([1.0, None, None], False, False, 1, None),
         ([None, None, None], False, False, None, "unscored"),
         ([1.0, None, 0.0], True, True, 2, None),
-        ([1.0, 1.0, 1.0], True, True, None, "uniform"),
+        ([1.0, 1.0, 1.0], True, True, None, "all_solved"),
+        ([0.0, 0.0, 0.0], True, True, None, "all_failed"),
+        ([0.5, 0.5, 0.5], True, True, None, "uniform"),
         ([1.0, 1.0, 1.0], True, False, 3, None),
-        ([1.0, 1.0, None], True, True, None, "uniform"),
+        ([1.0, 1.0, None], True, True, None, "all_solved"),
     ],
 )
 async def test_which_groups_are_committed(make_bench, rewards, relative, drop_uniform, kept, reason):
@@ -397,7 +399,7 @@ async def test_which_groups_are_committed(make_bench, rewards, relative, drop_un
         return rewards if prompt[0] == first[0] else [0.0, 0.5, 1.0]
 
     bench = make_bench(
-        total=3, size=100, samples=3, reward=reward, relative_advantage=relative, drop_uniform_groups=drop_uniform
+        total=3, size=100, samples=3, reward=reward, relative=relative, groups={"drop_uniform": drop_uniform}
     )
     await finish(bench)
     assert bench.buffer.dropped == ({f"0:{first[0]}": reason} if reason else {})
@@ -409,10 +411,10 @@ async def test_uniform_groups_are_no_failure_however_many(make_bench):
     def reward(completions, *, prompt, **columns):
         return [0.0, 1.0] if int(prompt[0]) >= 150 else [0.0, 0.0]
 
-    bench = make_bench(total=2, size=200, reward=reward, drop_uniform_groups=True, capacity=4)
+    bench = make_bench(total=2, size=200, reward=reward, groups={"drop_uniform": True}, capacity=4)
     await finish(bench)
     assert len(bench.buffer.dropped) >= 146
-    assert bench.rollouter.metrics()["rollout/dropped_uniform"] == len(bench.buffer.dropped)
+    assert bench.rollouter.metrics()["rollout/dropped_all_failed"] == len(bench.buffer.dropped)
     assert bench.rollouter.finished_groups == 2
 
 

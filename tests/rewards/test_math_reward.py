@@ -1,11 +1,14 @@
 """Mathematics is compared as mathematics; what cannot be judged is left unscored."""
 
 import threading
+import time
 
 import pytest
+from math_verify import grader
 
 from megasync.errors import DataError
-from megasync.rollout.math_reward import math_reward
+from megasync.rewards import math_reward as math_rewards
+from megasync.rewards.math_reward import math_reward
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,10 @@ def test_it_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert found == [1.0]
+
+
+def test_an_answer_that_takes_for_ever_is_stopped_and_counts_as_wrong(monkeypatch):
+    """The comparison hangs for real; the package's alarm reaches it here, on the main thread."""
+    monkeypatch.setattr(math_rewards, "TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(grader, "sympy_expr_eq", lambda *arguments, **options: time.sleep(600))
+    assert math_reward([r"\boxed{x+1}"], answer=["x+2"]) == [0.0]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megasync.errors import ConfigError, DataError
-from megasync.rollout.rewards import RewardRunner
+from megasync.rewards.runner import RewardRunner
 
 COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
 
@@ -52,6 +52,73 @@ async def test_none_leaves_a_response_unscored_and_own_rewards_are_kept(make_tra
     scored = await RewardRunner(lambda completions, **c: [None, 3.0][: len(completions)]).score(group, {})
     assert rewards(scored) == [None, 7.0, 3.0]
     assert rewards(await RewardRunner(None).score(group, {})) == [None, 7.0, None]
+
+
+# Several functions
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def polite(completions, **columns):
+    return [1.0 if "please" in text else None for text in completions]
+
+
+async def test_several_functions_are_weighted_and_none_takes_no_part(make_trajectory):
+    group = [make_trajectory("please"), make_trajectory("ab")]
+    scored = await RewardRunner({length: 0.5, polite: 1.5}).score(group, {})
+    assert rewards(scored) == [0.5 * 6 + 1.5 * 1, (0.5 * 2) * 2.0 / 0.5]
+    assert [t.metrics for t in scored] == [
+        {"reward/length": 6.0, "reward/length/none": 0.0, "reward/polite": 1.0, "reward/polite/none": 0.0},
+        {"reward/length": 2.0, "reward/length/none": 0.0, "reward/polite/none": 1.0},
+    ]
+
+
+async def test_a_response_that_no_function_scores_stays_unscored(make_trajectory):
+    scored = await RewardRunner({polite: 1.0}).score([make_trajectory("no", metrics={"turns": 2.0})], {})
+    assert rewards(scored) == [None]
+    assert scored[0].metrics == {"turns": 2.0, "reward/polite/none": 1.0}
+
+
+async def test_the_functions_run_side_by_side_and_one_that_fails_leaves_none_behind(make_trajectory):
+    both, ended = asyncio.Barrier(2), []
+
+    async def first(completions, **columns):
+        await both.wait()
+        raise ValueError("broken")
+
+    async def second(completions, **columns):
+        await both.wait()
+        await asyncio.sleep(0.01)
+        ended.append(True)
+        return [1.0]
+
+    with pytest.raises(DataError, match="first raised ValueError: broken"):
+        await RewardRunner({first: 1.0, second: 1.0}, timeout=20).score([make_trajectory()], {})
+    assert ended == [True]
+
+
+async def test_each_function_gets_columns_of_its_own(make_trajectory):
+    def careless(completions, *, answer, **columns):
+        answer[0]["value"].clear()
+        return [1.0]
+
+    def careful(completions, *, answer, **columns):
+        return [float(len(answer[0]["value"]))]
+
+    assert rewards(await RewardRunner({careless: 1.0, careful: 1.0}).score([make_trajectory()], COLUMNS)) == [2.0]
+
+
+async def test_a_function_with_deadlines_of_its_own_is_given_no_other(make_trajectory):
+    class Queueing:
+        keeps_own_deadlines = True
+
+        async def __call__(self, completions, **columns):
+            await asyncio.sleep(0.05)
+            return [1.0]
+
+    assert rewards(await RewardRunner(Queueing(), timeout=0.001).score([make_trajectory()], {})) == [1.0]
 
 
 async def test_the_callers_columns_and_trajectories_are_not_changed(make_trajectory):

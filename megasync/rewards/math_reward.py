@@ -1,18 +1,25 @@
 """Reward for mathematics: 1.0 when the final answer equals the reference as mathematics, 0.0 when it does not.
 
 Needs the package math-verify (`pip install 'megasync[math]'`). Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} agree.
+
+Some answers keep the symbolic engine busy for ever. The package stops those with an alarm signal, which works on a main
+thread only; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can stop it.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
-# It warns on every call that timeouts are off; they are, see `_score`.
+# It warns on every call that timeouts are off, which they are outside a main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+# For reading one text as mathematics, and for comparing two. An answer that takes longer counts as a wrong one.
+TIMEOUT_SECONDS = 5
 
 
 def math_reward(
@@ -38,9 +45,9 @@ def _score(completion: str, reference: str) -> float | None:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
         raise DataError("math_reward needs the package math-verify: pip install 'megasync[math]'") from error
-    # The package's own timeouts use signals, which exist on the main thread only; the reward runner has its own.
-    gold = parse(f"${reference}$", parsing_timeout=None)
+    timeout = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+    gold = parse(f"${reference}$", parsing_timeout=timeout)
     if not gold:
         log.warning("the reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    return float(verify(gold, parse(completion, parsing_timeout=timeout), timeout_seconds=timeout))

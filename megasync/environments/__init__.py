@@ -1,0 +1,10 @@
+"""Environments: what a model acts in, turn by turn. `Play` is the workflow, `EnvironmentPool` keeps them bounded.
+
+Adapters: reasoning-gym tasks (reasoning_gym_task) and Gymnasium's text environments (gymnasium_text).
+"""
+
+from megasync.environments.play import Play
+from megasync.environments.pool import EnvironmentPool
+from megasync.environments.protocol import Environment, Step
+
+__all__ = ["Environment", "EnvironmentPool", "Play", "Step"]

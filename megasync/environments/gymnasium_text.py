@@ -1,0 +1,93 @@
+"""Gymnasium environments with a discrete choice of actions (its toy-text family, and others like it) as text.
+
+The observation is what the environment prints (`render_mode="ansi"`, where [brackets] stand for colours), or else its
+observation as Python writes it. The action is the last of the action names in the model's answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megasync.environments.protocol import Step
+from megasync.errors import DataError
+
+# Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without version.
+ACTIONS = {
+    "Blackjack": ("stick", "hit"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "FrozenLake": ("left", "down", "right", "up"),
+    "FrozenLake8x8": ("left", "down", "right", "up"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+}
+_COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class GymnasiumText:
+    """`id` as in `gymnasium.make`, which gets the other `options`; `actions` names those of an id not in `ACTIONS`.
+
+    A row's `seed` column begins the episode; without one the row's prompt decides, so that the episodes of a group begin
+    alike. An answer without an action is answered with the list of them, costs a turn and moves nothing. Raises DataError
+    for an id or options that Gymnasium refuses.
+    """
+
+    def __init__(self, id: str, actions: Sequence[str] | None = None, **options: Any) -> None:
+        try:
+            import gymnasium
+        except ModuleNotFoundError as error:
+            raise DataError(
+                "the environment gymnasium needs that package: pip install 'megasync[environments]'"
+            ) from error
+        try:
+            printable = "ansi" in _render_modes(gymnasium, id)
+            self._env = gymnasium.make(id, render_mode="ansi" if printable else None, **options)
+        except (gymnasium.error.Error, TypeError, AttributeError) as error:
+            raise DataError(f"gymnasium refuses the environment {id!r} with {options}: {error}") from error
+        self._printable = printable
+        count = getattr(self._env.action_space, "n", None)
+        if count is None:
+            raise DataError(
+                f"{id} has the actions {self._env.action_space}; only a discrete choice can be played as text"
+            )
+        names = actions or ACTIONS.get(id.partition("-v")[0]) or [str(number) for number in range(count)]
+        if len(names) != count:
+            raise DataError(f"{id} has {count} actions, but actions={list(names)} names {len(names)}")
+        self._names = [name.lower() for name in names]
+        self._pattern = re.compile(rf"\b({'|'.join(map(re.escape, self._names))})\b")
+
+    def reset(self, sample: dict[str, Any]) -> str:
+        observation, _ = self._env.reset(seed=_seed(sample))
+        return f"{self._text(observation)}\n\n{self._choice()}"
+
+    def step(self, action: str) -> Step:
+        found = self._pattern.findall(action.lower())
+        if not found:
+            return Step(f"That names no action. {self._choice()}", 0.0, False)
+        number = self._names.index(found[-1]) + int(getattr(self._env.action_space, "start", 0))
+        observation, reward, terminated, truncated, _ = self._env.step(number)
+        return Step(self._text(observation), float(reward), bool(terminated or truncated))
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        printed = self._env.render() if self._printable else None
+        return _COLOURED.sub(r"[\1]", printed).strip("\n") if isinstance(printed, str) else str(observation)
+
+    def _choice(self) -> str:
+        return f"Actions: {', '.join(self._names)}."
+
+
+def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
+    entry = gymnasium.spec(id).entry_point
+    made = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    return getattr(made, "metadata", {}).get("render_modes", ())
+
+
+def _seed(sample: dict[str, Any]) -> int:
+    """31 bits."""
+    if "seed" in sample:
+        return int(sample["seed"]) % 2**31
+    return int.from_bytes(hashlib.sha256(repr(sample.get("prompt")).encode()).digest()[:4], "big") >> 1

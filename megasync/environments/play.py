@@ -1,0 +1,54 @@
+"""The workflow that plays an environment: observation in, the model's answer out as the action, until the episode ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megasync.buffer.trajectory import Trajectory
+from megasync.config.schema import EnvironmentConfig
+from megasync.environments.pool import EnvironmentPool
+from megasync.environments.protocol import environment_factory
+
+
+class Play:
+    """`rollout(client, sample)` for an environment; the reward of every turn is the sum over the whole episode.
+
+    An episode ends when the environment says so, or after `max_turns` steps. `system` is told before the first
+    observation.
+    """
+
+    def __init__(self, pool: EnvironmentPool, max_turns: int, system: str = "") -> None:
+        self._pool = pool
+        self._max_turns = max_turns
+        self._opening = [{"role": "system", "content": system}] if system else []
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig, deadline: float) -> Play:
+        """As the configuration says; `deadline` is in seconds, per call. Raises ConfigError."""
+        factory = environment_factory(config.kind, config.options)
+        return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
+
+    async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
+        replies, total, done = [], 0.0, False
+        async with self._pool.lease() as episode:
+            observation = await episode.reset(sample)
+            messages = self._opening
+            while not done and len(replies) < self._max_turns:
+                reply = await client.chat([*messages, {"role": "user", "content": observation}])
+                replies.append(reply)
+                messages = reply.messages
+                observation, reward, done = await episode.step(reply.text)
+                total += reward
+        return _trajectories(replies, total, done)
+
+    async def close(self) -> None:
+        """Closes the environments."""
+        await self._pool.close()
+
+
+def _trajectories(replies: list[Any], total: float, done: bool) -> list[Trajectory]:
+    """One per turn; an episode's metrics stand on its last one, so that every episode counts once in their means."""
+    turns = [reply.trajectory(reward=total) for reply in replies]
+    episode = {"environment/turns": float(len(turns)), "environment/finished": float(done)}
+    return [*turns[:-1], replace(turns[-1], metrics=turns[-1].metrics | episode)]

@@ -1,0 +1,129 @@
+"""A bounded number of environments, lent to one episode at a time.
+
+Invariant: at most `size` episodes are under way, each with an environment that no other one uses; an environment whose
+call failed, or was given up, is never lent again. `lease` guarantees both.
+
+    waits       for                      who wakes it
+    ----------  -----------------------  ------------------------------------
+    lease       a free place             the end of another episode
+    a call      the environment          its answer, or the deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from megasync.environments.protocol import Step
+from megasync.environments.worker import Factory, Worker, worker_kind
+from megasync.errors import DataError
+from megasync.rollout.workflow import name_of
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentPool:
+    """`factory` makes an environment; `deadline` is in seconds, of each call, and includes making one.
+
+    `isolation` says where sync environments run: thread, where one that hangs is left behind (at most `size` of them), or
+    process, where it is killed; then the factory must be picklable. Async environments run on the event loop.
+    """
+
+    def __init__(self, factory: Factory, size: int, deadline: float, isolation: str = "thread") -> None:
+        self._factory = factory
+        self._size = size
+        self._deadline = deadline
+        self._kind = worker_kind(factory, isolation)
+        self._name = name_of(getattr(factory, "func", factory))
+        self._free = asyncio.Semaphore(size)
+        self._idle: list[Worker] = []
+        self.made = 0
+        self.left_behind = 0
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[Episode]:
+        """An environment for one episode. Raises DataError when too many have hung on threads."""
+        async with self._free:
+            worker = self._idle.pop() if self._idle else self._make()
+            episode = Episode(worker, self._name, self._deadline)
+            try:
+                yield episode
+            finally:
+                if episode.sound:
+                    self._idle.append(worker)
+                else:
+                    self._give_up(worker)
+
+    async def close(self) -> None:
+        """Closes the environments that no episode has, each within the deadline."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(self._close, idle))
+
+    def _make(self) -> Worker:
+        if self.left_behind >= self._size:
+            raise DataError(
+                f"{self.left_behind} environments {self._name} hang on their threads; set "
+                f"rollout.environment.isolation=process, where they can be killed, or raise timeouts.environment"
+            )
+        self.made += 1
+        return self._kind(self._factory)
+
+    def _give_up(self, worker: Worker) -> None:
+        if not worker.end():
+            self.left_behind += 1
+            log.warning("an environment %s hangs, and its thread is left behind", self._name)
+
+    async def _close(self, worker: Worker) -> None:
+        try:
+            await asyncio.wait_for(worker.call("close"), self._deadline)
+        except Exception as error:  # whatever a user's environment raises; it is not needed any more
+            log.warning("an environment %s could not be closed", self._name, exc_info=error)
+        self._give_up(worker)
+
+
+class Episode:
+    """A lent environment. Its methods raise DataError, naming the environment, for whatever it does wrong."""
+
+    def __init__(self, worker: Worker, name: str, deadline: float) -> None:
+        self._worker = worker
+        self._name = name
+        self._deadline = deadline
+        # Whether it can be lent again: False from the beginning of a call until it has answered.
+        self.sound = True
+
+    async def reset(self, sample: dict[str, Any]) -> str:
+        observation = await self._call("reset", sample)
+        if not isinstance(observation, str):
+            raise self._error(f"reset must return the observation as text, not {observation!r:.200}")
+        return observation
+
+    async def step(self, action: str) -> Step:
+        answer = await self._call("step", action)
+        try:
+            observation, reward, done = answer
+            step = Step(observation, float(reward), bool(done))
+        except (TypeError, ValueError):
+            raise self._error(f"step must return (observation, reward, done), not {answer!r:.200}") from None
+        if not isinstance(observation, str) or not math.isfinite(step.reward):
+            raise self._error(f"step must return text and a finite reward, not {answer!r:.200}")
+        return step
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self.sound = False
+        try:
+            answer = await asyncio.wait_for(self._worker.call(method, *arguments), self._deadline)
+        except TimeoutError as error:
+            raise self._error(
+                f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"
+            ) from error
+        except Exception as error:  # whatever a user's environment raises
+            raise self._error(f"{method} raised {type(error).__name__}: {error}") from error
+        self.sound = True
+        return answer
+
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"the environment {self._name}: {problem}")

@@ -1,0 +1,124 @@
+"""Reward for programs: the share of tests that the program in a completion passes, or 1.0 only for all of them.
+
+The program is the last fenced code block of the completion; without one the score is 0.0. It runs in the sandbox
+(`sandbox`), once per test. A row's `tests` column is either
+
+- a list of {"input": text, "output": text}: the program reads the input and must print the output, where white space at
+  line ends and at the end does not count; or
+- Python text, such as assert statements, which runs after the program and must come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from megasync.errors import DataError
+from megasync.rewards.sandbox import Limits, network_is_cut, run_program
+
+log = logging.getLogger(__name__)
+
+_BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class CodeReward:
+    """Scores each completion against its row's `tests`; None for rows without any.
+
+    `partial` gives the share of tests passed instead of all or nothing. At most `parallel` programs run at once (default:
+    as many as there are cores). With `require_no_network` a kernel that cannot cut the network off is an error at start;
+    else it is a warning. The other options are the sandbox's limits. Raises DataError for rows whose tests have neither
+    form.
+    """
+
+    __name__ = "code"
+    # Each program has its own; waiting for its turn must not count.
+    keeps_own_deadlines = True
+
+    def __init__(
+        self,
+        *,
+        partial: bool = False,
+        parallel: int | None = None,
+        require_no_network: bool = False,
+        **limits: float,
+    ) -> None:
+        self._partial = partial
+        self._limits = Limits(**limits)
+        if parallel is not None and parallel < 1:
+            raise TypeError(f"parallel={parallel} must be at least 1")
+        self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
+        if not network_is_cut():
+            if require_no_network:
+                raise TypeError(
+                    "require_no_network=True, but this kernel lets no ordinary user make namespaces; allow it "
+                    "(sysctl kernel.unprivileged_userns_clone=1 or user.max_user_namespaces), or run in a container "
+                    "without network"
+                )
+            log.warning("this kernel cannot cut off the network of sandboxed programs: they can reach what you can")
+
+    async def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
+        if "tests" not in columns:
+            raise DataError(f"the code reward needs a tests column; the rows have {sorted(columns)}")
+        scores = [
+            asyncio.ensure_future(self._score(completion, tests))
+            for completion, tests in zip(completions, columns["tests"], strict=True)
+        ]
+        try:
+            return await asyncio.gather(*scores)
+        finally:
+            for score in scores:
+                score.cancel()
+            await asyncio.gather(*scores, return_exceptions=True)
+
+    async def _score(self, completion: str, tests: Any) -> float | None:
+        checks = _checks(tests)
+        if not checks:
+            return None
+        blocks = _BLOCK.findall(completion)
+        if not blocks:
+            return 0.0
+        passed = 0
+        for check in checks:
+            if await self._passes(blocks[-1], check):
+                passed += 1
+            elif not self._partial:
+                return 0.0
+        return passed / len(checks)
+
+    async def _passes(self, program: str, check: str | tuple[str, str]) -> bool:
+        if isinstance(check, str):
+            # Reaching the end is what counts: a program may leave with status 0 before its tests.
+            proof = secrets.token_hex(16)
+            source, stdin = f"{program}\n\n{check}\n\nprint({proof!r})\n", ""
+        else:
+            source, (stdin, wanted) = program, check
+        async with self._free:
+            outcome = await run_program(source, stdin, self._limits)
+        if outcome.code != 0:
+            return False
+        if isinstance(check, str):
+            return outcome.stdout.rstrip().endswith(proof)
+        return _lines(outcome.stdout) == _lines(wanted)
+
+
+def _checks(tests: Any) -> list[str | tuple[str, str]]:
+    """A row's tests one by one; empty when it has none. Raises DataError for any other form."""
+    if not tests:
+        return []
+    if isinstance(tests, str):
+        return [tests]
+    try:
+        return [(str(test["input"]), str(test["output"])) for test in tests]
+    except (TypeError, KeyError) as error:
+        raise DataError(
+            f'tests={tests!r:.200} must be Python text or a list of {{"input": ..., "output": ...}} ({error!r})'
+        ) from error
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

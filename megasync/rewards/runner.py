@@ -1,0 +1,155 @@
+"""Calls the reward functions once per group and puts the combined reward on each trajectory.
+
+Invariant: a score that reaches a trajectory is a finite number or None; anything else (an exception, NaN, a wrong
+number of scores, no answer in time) is a DataError that names the function and the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from typing import Any
+
+from megasync.buffer.trajectory import Trajectory
+from megasync.errors import DataError
+from megasync.rewards.combine import combine
+from megasync.rewards.function import RewardFunction, reward_functions
+from megasync.rewards.processes import RewardProcesses, check_picklable
+from megasync.rollout.workflow import name_of
+
+log = logging.getLogger(__name__)
+
+# A call in the controller's own process holds up everything else; above this it is worth a word.
+SLOW_SECONDS = 1.0
+
+Given = Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction]
+
+
+class RewardRunner:
+    """Scores groups with functions `f(completions, **columns) -> list[float | None]`, sync or async.
+
+    `functions` is one of them, several with their weights, or None when every workflow scores its own trajectories; what a
+    workflow has scored keeps its reward. The columns are repeated once per completion; "completion_ids" (token ids) and
+    "finish_reasons" come with them. How scores become one reward: `combine`. Each trajectory's metrics get
+    `reward/<name>`, absent where the function gave None, and `reward/<name>/none`, 1.0 there and else 0.0.
+
+    With `processes` > 0 sync functions run in that many worker processes; otherwise they run in this one, where no
+    deadline can be kept. `timeout` is in seconds, per call. Raises ConfigError when a function cannot be sent to another
+    process.
+    """
+
+    def __init__(self, functions: Given | None, processes: int = 0, timeout: float = 60.0) -> None:
+        self._functions = reward_functions(functions)
+        self._timeout = timeout
+        self._warned = False
+        sync = [function for function in self._functions if not function.is_async]
+        self._processes = RewardProcesses(processes) if processes and sync else None
+        if self._processes:
+            for function in sync:
+                check_picklable(function.call)
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], columns: dict[str, Any], uid: str = ""
+    ) -> list[Trajectory]:
+        """The trajectories of one prompt with their rewards, in the same order. Raises DataError."""
+        unscored = [t for t in trajectories if t.reward is None]
+        scored = iter(await self._scored(unscored, columns, uid) if unscored and self._functions else unscored)
+        return [next(scored) if t.reward is None else self._own(t, uid) for t in trajectories]
+
+    async def close(self) -> None:
+        """Ends the worker processes, also those in the middle of a call."""
+        if self._processes:
+            self._processes.close()
+
+    async def _scored(self, trajectories: list[Trajectory], columns: dict[str, Any], uid: str) -> list[Trajectory]:
+        calls = [self._scores(function, trajectories, columns, uid) for function in self._functions]
+        # All of them end before the first error is raised: none is left behind running.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        weights = [function.weight for function in self._functions]
+        return [
+            replace(t, reward=combine(weights, scores), metrics=t.metrics | self._metrics(scores))
+            for t, scores in zip(trajectories, zip(*answers, strict=True), strict=True)
+        ]
+
+    def _metrics(self, scores: Sequence[float | None]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for function, score in zip(self._functions, scores, strict=True):
+            metrics[f"reward/{function.name}/none"] = float(score is None)
+            if score is not None:
+                metrics[f"reward/{function.name}"] = score
+        return metrics
+
+    async def _scores(
+        self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str
+    ) -> list[float | None]:
+        count = len(trajectories)
+        own = copy.deepcopy(columns)
+        arguments = {name: [value] * count for name, value in own.items()}
+        arguments["completion_ids"] = [list(t.response_ids) for t in trajectories]
+        arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
+        try:
+            answer = await self._call(function, [t.text for t in trajectories], arguments)
+        except TimeoutError as error:
+            problem = f"did not answer within {self._timeout:g} s; raise timeouts.reward, or make it faster"
+            raise _error(function, uid, problem) from error
+        except BrokenProcessPool as error:
+            problem = "ended its worker process (out of memory, or a crash in native code)"
+            raise _error(function, uid, problem) from error
+        except Exception as error:  # whatever a user's function raises
+            raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
+        return _checked(function, answer, count, uid)
+
+    async def _call(self, function: RewardFunction, completions: list[str], arguments: dict[str, list]) -> Any:
+        if self._processes and not function.is_async:
+            return await self._processes.call(function.call, completions, arguments, self._timeout)
+        started = time.monotonic()
+        answer = function.call(completions, **arguments)
+        if inspect.isawaitable(answer):
+            return await (answer if function.keeps_own_deadlines else asyncio.wait_for(answer, self._timeout))
+        if (seconds := time.monotonic() - started) > SLOW_SECONDS and not self._warned:
+            self._warned = True
+            log.warning(
+                "the reward function %s took %.1f s and held up the run meanwhile; set rollout.reward_processes",
+                name_of(function.call),
+                seconds,
+            )
+        return answer
+
+    def _own(self, trajectory: Trajectory, uid: str) -> Trajectory:
+        """A reward that the workflow set itself; it must be a number too."""
+        return replace(trajectory, reward=_number(trajectory.reward, uid, "the workflow"))
+
+
+def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> list[float | None]:
+    try:
+        scores = list(answer)
+    except TypeError:
+        raise _error(function, uid, f"must return one score per completion, not {answer!r:.200}") from None
+    if isinstance(answer, (str, dict)) or len(scores) != count:
+        raise _error(function, uid, f"must return {count} scores, one per completion, not {answer!r:.200}")
+    source = f"the reward function {name_of(function.call)}"
+    return [None if score is None else _number(score, uid, source) for score in scores]
+
+
+def _number(score: Any, uid: str, source: str) -> float:
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        raise DataError(f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a number") from None
+    if not math.isfinite(number):
+        raise DataError(f"{source} gave {number} as a reward of prompt {uid}; use None to leave a response unscored")
+    return number
+
+
+def _error(function: RewardFunction, uid: str, problem: str) -> DataError:
+    return DataError(f"the reward function {name_of(function.call)} {problem} (prompt {uid})")

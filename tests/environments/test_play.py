@@ -1,0 +1,65 @@
+"""An environment is played through the client's chat, turn by turn, into trajectories with the episode's reward."""
+
+from types import SimpleNamespace
+
+import pytest
+from trajectories import trajectory
+
+from megasync.config.schema import EnvironmentConfig
+from megasync.environments import Play
+from megasync.errors import ConfigError
+
+
+class FakeReply(SimpleNamespace):
+    def trajectory(self, reward=None):
+        return trajectory(self.text, reward)
+
+
+class FakeClient:
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = []
+
+    async def chat(self, messages, **options):
+        self.asked.append([message["content"] for message in messages])
+        text = self.answers.pop(0)
+        return FakeReply(text=text, messages=[*messages, {"role": "assistant", "content": text}])
+
+
+async def play(client, sample, **config):
+    workflow = Play.of(EnvironmentConfig(**config), deadline=20.0)
+    try:
+        return await workflow(client, sample)
+    finally:
+        await workflow.close()
+
+
+async def test_observations_and_answers_alternate_and_every_turn_has_the_whole_reward():
+    client = FakeClient("up", "wait", "up")
+    turns = await play(client, {"goal": 2}, kind="envs:AsyncCounter", system="Count.")
+    assert [t.text for t in turns] == ["up", "wait", "up"]
+    assert [t.reward for t in turns] == [1.0, 1.0, 1.0]
+    first = client.asked[0][1]
+    assert first.startswith("0 of 2")
+    assert client.asked[-1] == ["Count.", first, "up", "1 of 2", "wait", "1 of 2"]
+    assert [t.metrics for t in turns] == [{}, {}, {"environment/turns": 3.0, "environment/finished": 1.0}]
+
+
+async def test_an_episode_without_end_is_ended():
+    turns = await play(FakeClient("wait", "wait", "wait"), {"goal": 2}, kind="envs:Counter", max_turns=2)
+    assert [t.reward for t in turns] == [0.0, 0.0]
+    assert turns[-1].metrics == {"environment/turns": 2.0, "environment/finished": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "envs:Halfway"}, "'envs:Halfway' has no step, close"),
+        ({"kind": "envs:Counter", "options": {"speed": 2}}, "'envs:Counter' refuses its options.*speed"),
+        ({"kind": "reasoning_gym"}, "'reasoning_gym' refuses its options.*task"),
+        ({"kind": "gym"}, "'gym' does not name a function"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_start(config, message):
+    with pytest.raises(ConfigError, match=message):
+        Play.of(EnvironmentConfig(**config), deadline=1.0)

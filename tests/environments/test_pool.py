@@ -1,0 +1,122 @@
+"""Environments are bounded and used again; one that fails is not, and none can hold up a run."""
+
+import asyncio
+import os
+from functools import partial
+
+import envs
+import pytest
+
+from megasync.environments import EnvironmentPool
+from megasync.errors import DataError
+
+ROW = {"goal": 2}
+KINDS = [("thread", envs.Counter), ("process", envs.Counter), ("thread", envs.AsyncCounter)]
+
+
+@pytest.fixture
+async def make_pool():
+    pools = []
+
+    def make(isolation="thread", environment=envs.Counter, size=2, deadline=20.0, **options):
+        pools.append(EnvironmentPool(partial(environment, **options), size, deadline, isolation))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+async def play(pool, *actions):
+    async with pool.lease() as episode:
+        first = await episode.reset(ROW)
+        return first, [await episode.step(action) for action in actions]
+
+
+@pytest.mark.parametrize(("isolation", "environment"), KINDS)
+async def test_an_episode_and_the_next_one_in_the_same_environment(make_pool, isolation, environment):
+    pool = make_pool(isolation, environment)
+    first, steps = await play(pool, "up", "left", "up")
+    assert steps == [("1 of 2", 0.0, False), ("1 of 2", 0.0, False), ("2 of 2", 1.0, True)]
+    assert (first, []) == await play(pool)
+    assert pool.made == 1
+    assert (str(os.getpid()) in first) == (isolation != "process")
+
+
+async def test_no_more_episodes_than_places(make_pool):
+    pool = make_pool(size=2)
+    under_way = most = 0
+
+    async def episode():
+        nonlocal under_way, most
+        async with pool.lease() as lent:
+            under_way += 1
+            most = max(most, under_way)
+            await lent.reset(ROW)
+            under_way -= 1
+
+    await asyncio.gather(*(episode() for _ in range(9)))
+    assert (most, pool.made) == (2, 2)
+
+
+@pytest.mark.parametrize(("isolation", "environment"), KINDS)
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("raise", "Counter: step raised KeyError: 'rope'"),
+        ("sleep", "Counter: step did not answer within 0.5 s; raise timeouts.environment"),
+    ],
+)
+async def test_a_call_that_fails_is_named_and_its_environment_not_lent_again(
+    make_pool, isolation, environment, action, message
+):
+    pool = make_pool(isolation, environment, size=1)
+    with pytest.raises(DataError, match=message):
+        async with pool.lease() as episode:
+            await episode.reset(ROW)
+            episode._deadline = 0.5 if action == "sleep" else 20.0
+            await episode.step(action)
+    if isolation == "thread" and environment is envs.Counter and action == "sleep":
+        assert pool.left_behind == 1
+        with pytest.raises(DataError, match="1 environments .*Counter hang.*isolation=process"):
+            await play(pool)
+        return
+    await play(pool, "up")
+    assert (pool.made, pool.left_behind) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [("odd", r"step must return \(observation, reward, done\), not 'only text'"), ("nan", "text and a finite reward")],
+)
+async def test_what_is_no_step_is_an_error(make_pool, action, message):
+    with pytest.raises(DataError, match=message):
+        await play(make_pool(), action)
+
+
+async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make_pool):
+    pool = make_pool("process", size=1)
+    await play(pool)
+    stuck = asyncio.create_task(play(pool, "sleep"))
+    await asyncio.sleep(0.05)
+    stuck.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stuck
+    await play(pool, "up")
+    assert pool.made == 2
+
+
+async def test_an_error_of_the_workflows_own_costs_no_environment(make_pool):
+    pool = make_pool()
+    with pytest.raises(ZeroDivisionError):
+        async with pool.lease() as episode:
+            await episode.reset(ROW)
+            raise ZeroDivisionError
+    await play(pool)
+    assert pool.made == 1
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_an_environment_that_cannot_be_made_says_why(make_pool, isolation):
+    with pytest.raises(DataError, match="reset raised ValueError: no licence"):
+        await play(make_pool(isolation, refuse=True))

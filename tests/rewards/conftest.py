@@ -1,0 +1,7 @@
+import pytest
+from trajectories import trajectory
+
+
+@pytest.fixture(scope="session")
+def make_trajectory():
+    return trajectory

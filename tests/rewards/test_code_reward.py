@@ -1,0 +1,59 @@
+"""Programs are scored by what they do."""
+
+import pytest
+
+from megasync.errors import DataError
+from megasync.rewards.code_reward import CodeReward
+
+DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
+
+
+def fenced(program, language="python"):
+    return f"Here it is:\n```{language}\n{program}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "strict", "partial"),
+    [
+        (fenced("print(int(input()) * 2)"), DOUBLE, 1.0, 1.0),
+        (fenced("print(int(input()) + 2)"), DOUBLE, 0.0, 1 / 3),
+        (fenced("print(1)") + fenced("print(int(input()) * 2)", ""), DOUBLE, 1.0, 1.0),
+        ("print(int(input()) * 2)", DOUBLE, 0.0, 0.0),
+        (fenced("print(int(input()) * 2"), DOUBLE, 0.0, 0.0),
+        (fenced("def f(x):\n    return 2 * x"), "assert f(2) == 4", 1.0, 1.0),
+        (fenced("def f(x):\n    return 3 * x"), "assert f(2) == 4", 0.0, 0.0),
+        (fenced("import os\ndef f(x):\n    os._exit(0)"), "assert f(2) == 4", 0.0, 0.0),
+        (fenced("raise SystemExit"), "assert f(2) == 4", 0.0, 0.0),
+        (fenced("print(1)"), [], None, None),
+        (fenced("print(1)"), None, None, None),
+    ],
+)
+async def test_a_program_counts_by_its_tests(completion, tests, strict, partial):
+    assert await CodeReward()([completion], tests=[tests]) == [strict]
+    assert await CodeReward(partial=True)([completion], tests=[tests]) == [partial]
+
+
+async def test_a_program_that_never_ends_costs_its_own_score_only():
+    reward = CodeReward(cpu_seconds=1, wall_seconds=20, parallel=2)
+    completions = [fenced("while True: pass"), fenced("print(4)"), fenced("print(5)")]
+    assert await reward(completions, tests=[DOUBLE[:1]] * 3) == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"answer": ["1"]}, r"needs a tests column; the rows have \['answer'\]"),
+        ({"tests": [[{"input": "1"}]]}, "must be Python text or a list of"),
+        ({"tests": [7]}, "must be Python text or a list of"),
+    ],
+)
+async def test_rows_without_usable_tests_are_an_error(columns, message):
+    with pytest.raises(DataError, match=message):
+        await CodeReward()([fenced("print(1)")], **columns)
+
+
+def test_a_kernel_that_cannot_cut_the_network_is_refused_on_request(monkeypatch):
+    monkeypatch.setattr("megasync.rewards.code_reward.network_is_cut", lambda: False)
+    CodeReward()
+    with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):
+        CodeReward(require_no_network=True)
