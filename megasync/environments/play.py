@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
@@ -12,7 +11,7 @@ from megasync.environments.protocol import environment_factory
 
 
 class Play:
-    """`rollout(client, sample)` for an environment; the reward of every turn is the sum over the whole episode.
+    """`rollout(client, sample)` for an environment; the reward is the sum over the whole episode.
 
     An episode ends when the environment says so, or after `max_turns` steps. `system` is told before the first
     observation.
@@ -30,25 +29,18 @@ class Play:
         return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
 
     async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
-        replies, total, done = [], 0.0, False
+        turns, total, done = 0, 0.0, False
         async with self._pool.lease() as episode:
             observation = await episode.reset(sample)
             messages = self._opening
-            while not done and len(replies) < self._max_turns:
+            while not done and turns < self._max_turns:
                 reply = await client.chat([*messages, {"role": "user", "content": observation}])
-                replies.append(reply)
+                turns += 1
                 messages = reply.messages
                 observation, reward, done = await episode.step(reply.text)
                 total += reward
-        return _trajectories(replies, total, done)
+        return reply.trajectories(total, {"environment/turns": float(turns), "environment/finished": float(done)})
 
     async def close(self) -> None:
         """Closes the environments."""
         await self._pool.close()
-
-
-def _trajectories(replies: list[Any], total: float, done: bool) -> list[Trajectory]:
-    """One per turn; an episode's metrics stand on its last one, so that every episode counts once in their means."""
-    turns = [reply.trajectory(reward=total) for reply in replies]
-    episode = {"environment/turns": float(len(turns)), "environment/finished": float(done)}
-    return [*turns[:-1], replace(turns[-1], metrics=turns[-1].metrics | episode)]

@@ -21,12 +21,13 @@ NOT_RECEIVED = "Failed to receive weights"
 
 @dataclass(frozen=True)
 class SyncReport:
-    """A published version: bytes that all servers' ranks received together, and seconds by phase.
+    """A published version: the URLs of those who hold it, bytes that their ranks received together, seconds by phase.
 
     ``pack`` and ``wire`` are the slowest sender's own times inside ``transfer``; they overlap.
     """
 
     version: int
+    servers: tuple[str, ...]
     bytes: int
     seconds: Mapping[str, float]
 

@@ -134,7 +134,7 @@ class BroadcastSync:
                 self._quarantined.pop(url, None)
         log.info("published version %d: %s", version, attempt.seconds)
         received = self._plan.nbytes * len(attempt.standing) * self._engine_tp
-        return SyncReport(version, received, attempt.seconds)
+        return SyncReport(version, tuple(attempt.standing), received, attempt.seconds)
 
     async def close(self) -> None:
         """Leaves the groups on both sides. Servers go on with what they serve."""

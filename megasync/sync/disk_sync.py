@@ -204,7 +204,8 @@ class DiskSync:
             finally:
                 await self._prune()
         log.info("published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, self._plan.nbytes if written else 0, attempt.seconds)
+        urls = tuple(server.url for server in servers)
+        return SyncReport(version, urls, self._plan.nbytes if written else 0, attempt.seconds)
 
     async def close(self) -> None:
         """Ranks leave their groups. Servers go on with what they serve; the last versions stay on the disk."""

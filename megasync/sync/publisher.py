@@ -81,7 +81,8 @@ class Publisher:
         metrics |= {"sync/bytes": float(report.bytes), "sync/version": float(version)}
         self._published += 1
         if self._every and self._published % self._every == 0:
-            metrics |= await self.check_parity(version, only)
+            # A server that came up meanwhile has not been brought the version.
+            metrics |= await self.check_parity(version, report.servers)
         return metrics
 
     async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:

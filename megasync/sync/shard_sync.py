@@ -145,7 +145,7 @@ class ShardSync:
                     raise
                 raise attempt.error(error, self._quarantined) from error
         log.info("published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, moved, attempt.seconds)
+        return SyncReport(version, tuple(engine.url for engine in engines), moved, attempt.seconds)
 
     async def close(self) -> None:
         """Leaves the links on both sides. Servers go on with what they serve."""

@@ -11,8 +11,8 @@ from megasync.errors import ConfigError
 
 
 class FakeReply(SimpleNamespace):
-    def trajectory(self, reward=None):
-        return trajectory(self.text, reward)
+    def trajectories(self, reward, metrics):
+        return [trajectory(self.text, reward, metrics=metrics)]
 
 
 class FakeClient:
@@ -34,21 +34,20 @@ async def play(client, sample, **config):
         await workflow.close()
 
 
-async def test_observations_and_answers_alternate_and_every_turn_has_the_whole_reward():
+async def test_observations_and_answers_alternate_and_the_episode_has_the_whole_reward():
     client = FakeClient("up", "wait", "up")
-    turns = await play(client, {"goal": 2}, kind="envs:AsyncCounter", system="Count.")
-    assert [t.text for t in turns] == ["up", "wait", "up"]
-    assert [t.reward for t in turns] == [1.0, 1.0, 1.0]
+    (episode,) = await play(client, {"goal": 2}, kind="envs:AsyncCounter", system="Count.")
+    assert (episode.text, episode.reward) == ("up", 1.0)
     first = client.asked[0][1]
     assert first.startswith("0 of 2")
     assert client.asked[-1] == ["Count.", first, "up", "1 of 2", "wait", "1 of 2"]
-    assert [t.metrics for t in turns] == [{}, {}, {"environment/turns": 3.0, "environment/finished": 1.0}]
+    assert episode.metrics == {"environment/turns": 3.0, "environment/finished": 1.0}
 
 
 async def test_an_episode_without_end_is_ended():
-    turns = await play(FakeClient("wait", "wait", "wait"), {"goal": 2}, kind="envs:Counter", max_turns=2)
-    assert [t.reward for t in turns] == [0.0, 0.0]
-    assert turns[-1].metrics == {"environment/turns": 2.0, "environment/finished": 0.0}
+    (episode,) = await play(FakeClient("wait", "wait", "wait"), {"goal": 2}, kind="envs:Counter", max_turns=2)
+    assert episode.reward == 0.0
+    assert episode.metrics == {"environment/turns": 2.0, "environment/finished": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,21 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectories import trajectory
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.trajectory import Prompt
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
+from megasync.rollout.generation import Generation
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
-from megasync.rollout.workflow import single_turn
 
 PATIENCE = 20  # seconds; a hang is a failure, not a long test
 STEPS = 4
 LOST = {"all_solved", "all_failed", "uniform", "overlong"}
-
-
-class FakeReply:
-    def __init__(self, answer):
-        self.answer = answer
-
-    def trajectory(self, reward=None):
-        return self.answer
 
 
 class FakeClient:
@@ -46,8 +36,14 @@ class FakeClient:
             self.running -= 1
         odds = self.easy.setdefault(routing_key, self.random.choice([0.0, 1.0, 0.5, 0.5]))
         finish = "length" if self.random.random() < 0.2 else "stop"
-        answer = trajectory(reward=float(self.random.random() < odds), finish_reason=finish)
-        return FakeReply(replace(answer, versions=[self.version] * 2))
+        reward = float(self.random.random() < odds)
+        return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [self.version] * 2, finish, text=str(reward))
+
+
+async def answer(client, sample):
+    """The text of what was generated is its reward."""
+    generation = await client.generate(sample["prompt_ids"])
+    return generation.trajectory(float(generation.text))
 
 
 class FakeSource:
@@ -84,7 +80,7 @@ async def test_dropped_groups_give_their_slots_back_and_the_run_gets_its_batches
     client, source = FakeClient(seed), FakeSource()
     buffer = AsyncBuffer(schedule, total_groups=STEPS * 2)
     rollouter = Rollouter(
-        *(client, source, buffer, single_turn, RewardRunner(None), schedule), selection=Selection(groups, 3, 8)
+        *(client, source, buffer, answer, RewardRunner(None), schedule), selection=Selection(groups, 3, 8)
     )
     run = asyncio.create_task(rollouter.run())
     async with asyncio.timeout(PATIENCE):
