@@ -18,6 +18,8 @@ from megasync.rollout.process import ManagedProcess
 log = logging.getLogger(__name__)
 
 _POLL = 0.1
+# Polls between two looks into the log for a port that was lost: some servers live on without it, and never serve.
+_POLLS_PER_LOOK = 10
 # Starts on a free port that somebody else took in the meantime are tried again this often.
 _PORT_ATTEMPTS = 3
 _PORT_TAKEN = ("address already in use", "port is already in use", "errno 98")
@@ -108,7 +110,14 @@ class Service:
         self._process = ManagedProcess(self.command(), self.environment(), self.log_path, self.scratch())
         self._process.start()
         try:
+            polls = 0
             while not await self.serving():
+                polls += 1
+                if polls % _POLLS_PER_LOOK == 0 and self._port_was_taken():
+                    raise ServerError(
+                        f"{self.name} could not listen at {self.url}, a port that another process took. Last lines of "
+                        f"{self.log_path}:\n{self.tail()}"
+                    )
                 if not self._process.alive():
                     raise ServerError(
                         f"{self.name} ended with status {self._process.returncode} while starting at {self.url}. "
@@ -125,5 +134,9 @@ class Service:
             raise
 
     def _port_was_taken(self) -> bool:
-        text = self.tail(200).lower()
-        return any(words in text for words in _PORT_TAKEN)
+        """Whether the log says so of this port; of another one it may be a matter that the process sees to itself."""
+        if self._process.alive():
+            lines = [line for line in self.tail(200).lower().splitlines() if str(self.port) in line]
+        else:
+            lines = [self.tail(200).lower()]
+        return any(words in line for line in lines for words in _PORT_TAKEN)

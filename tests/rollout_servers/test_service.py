@@ -73,6 +73,19 @@ if not os.path.exists({str(small.log_path)!r} + ".once"):
     assert len(small.ports) == 2
 
 
+async def test_a_process_that_lives_on_without_its_port_is_started_again(small):
+    small.code = f"""
+import os, sys, time
+if not os.path.exists({str(small.log_path)!r} + ".once"):
+    open({str(small.log_path)!r} + ".once", "w").close()
+    print(f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {{sys.argv[1]}}): address already in use", flush=True)
+    time.sleep(600)
+{SERVER}
+"""
+    await small.start(20)
+    assert len(small.ports) == 2
+
+
 async def test_a_port_of_the_users_own_choice_is_not_replaced(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
