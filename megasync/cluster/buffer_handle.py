@@ -27,12 +27,16 @@ log = logging.getLogger(__name__)
 # A buffer that dies more often than this within the window dies of something that a new process does not cure.
 MAX_DEATHS = 5
 WINDOW_SECONDS = 60.0
+# These calls wait for others, and end by a wake-up or by close(), which is what the buffer is for.
+WAITS = ("admit", "lease", "reclaim")
+# For every other call. A buffer that hangs is not replaced: it may still hold the ledger.
+ANSWER_SECONDS = 120.0
 
 
 class BufferHandle:
     """`options` are the keyword arguments of `AsyncBuffer`; without a `ledger` among them a death ends the run.
 
-    Every call raises what the buffer raises, and LedgerError when the buffer died for good.
+    Every call raises what the buffer raises, LedgerError when the buffer died for good, and ProcessLost when it hangs.
     """
 
     def __init__(self, *arguments: Any, clock: Callable[[], float] = time.monotonic, **options: Any) -> None:
@@ -65,8 +69,8 @@ class BufferHandle:
         while True:
             actors = self._actors
             try:
-                # No deadline: these waits end by a wake-up or by close(), which is what the buffer is for.
-                return await actors.call_one(0, method, *arguments, timeout=None)
+                limit = None if method in WAITS else ANSWER_SECONDS
+                return await actors.call_one(0, method, *arguments, timeout=limit)
             except TrainingError as error:
                 if self._killed or not isinstance(error.__cause__, RayActorError):
                     raise

@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from megasync.buffer import BufferClosed, BufferStateError, Group, Partial, Trajectory
+from megasync.cluster import buffer_handle
 from megasync.cluster.buffer_handle import MAX_DEATHS, BufferHandle
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
-from megasync.errors import LedgerError, TrainingError
+from megasync.errors import LedgerError, ProcessLost, TrainingError
 
 SCHEDULE = ScheduleConfig(groups_per_step=2, max_staleness=1)
 PATIENCE = 60.0
@@ -47,10 +48,15 @@ def make(cluster: None, ledger: Path) -> Iterator[Callable[..., BufferHandle]]:
         handle.kill()
 
 
-def kill_buffer() -> None:
-    """As an operator would, or a kernel short of memory."""
+def buffer_process() -> psutil.Process:
     family = psutil.Process().children(recursive=True)
     (process,) = [p for p in family if p.name().startswith("ray::AsyncBuffer")]
+    return process
+
+
+def kill_buffer() -> None:
+    """As an operator would, or a kernel short of memory."""
+    process = buffer_process()
     process.kill()
     process.wait(PATIENCE)
 
@@ -136,3 +142,18 @@ async def test_without_a_ledger_a_death_is_the_end(make: Callable[..., BufferHan
     kill_buffer()
     with pytest.raises(LedgerError, match="no ledger to start again from"):
         await buffer.counts()
+
+
+async def test_a_buffer_that_hangs_is_an_error_and_no_endless_wait(make, monkeypatch) -> None:
+    monkeypatch.setattr(buffer_handle, "ANSWER_SECONDS", 2.0)
+    buffer = make()
+    await buffer.admit("a")
+    process = buffer_process()
+    process.suspend()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(ProcessLost, match=r"buffer \[0\] did not finish counts\(\) within 2 s"):
+                await buffer.counts()
+    finally:
+        process.resume()
+    assert (await buffer.counts())["admitted"] == 1
