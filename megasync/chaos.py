@@ -6,6 +6,7 @@ among its descendants on this machine.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sqlite3
@@ -147,11 +148,15 @@ class Chaos:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megasync", *arguments], stdout=out, stderr=subprocess.STDOUT
             )
+        deadline = time.monotonic() + self._patience
         while self._run_dir is None:
             mine = [path for path in self._run_dirs() if path not in before and self._is_mine(path)]
             self._run_dir = mine[0] if mine else None
             if self._process.poll() is not None:
                 raise MegasyncError(f"the run ended before it began; its output is in {output}")
+            if time.monotonic() >= deadline:
+                self._process.kill()
+                raise MegasyncError(f"the run did not begin within {self._patience:g} s; its output is in {output}")
             time.sleep(LOOK_SECONDS)
 
     def _run_dirs(self) -> list[Path]:
@@ -184,8 +189,11 @@ class Chaos:
         if not found:
             return None
         at, now, step = time.monotonic() - self._began, time.time(), self._last_step()
+        try:
+            self._chance.choice(found).send_signal(number)
+        except psutil.NoSuchProcess:
+            return None
         self._say(f"{at:6.1f} s, after step {step}: {number.name} to a {kind}")
-        self._chance.choice(found).send_signal(number)
         if kind == CONTROLLER:
             self._process.wait()
             self._start("resume", str(self._run_dir))
@@ -202,16 +210,15 @@ class Chaos:
         return []
 
     def _processes(self, kind: str) -> list[psutil.Process]:
-        found = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            try:
-                if MARKS[kind] in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
+        found, parents = [], set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if MARKS[kind] in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                        parents.add(process.ppid())
+                        found.append(process)
         # A supervisor has its child's command line behind its own.
-        children = {child.pid for process in found for child in process.children()}
-        return [p for p in found if p.pid in children] or found
+        return [p for p in found if p.pid not in parents]
 
     # Looking
 

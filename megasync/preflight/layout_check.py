@@ -150,7 +150,7 @@ def check_layout(
         engine=_engine_uses(plan),
         wire_bytes=plan.nbytes,
         minimum_bytes=_minimum(layout, engine, dtype),
-        sender_bytes=2 * plan.largest,
+        sender_bytes=2 * plan.largest_packed,
         replica_groups=_replica_groups(topology, plan),
         casts=_casts(layout, engine, dtype),
         constants=_constants(engine),

@@ -63,7 +63,7 @@ def _summary(report: Report) -> Table:
     rows = {
         "on the wire": f"{bytes_text(report.wire_bytes)} for each version; the engine's ranks keep "
         f"{bytes_text(report.minimum_bytes)}: {report.ratio:.4f} of the minimum",
-        "sender's buffers": f"{bytes_text(report.sender_bytes)} (two parcels)",
+        "sender's buffers": f"{bytes_text(report.sender_bytes)} (two packed parcels)",
         "replicas": _replicas(report),
         "cast by the engine": "; ".join(f"{cast}: {_names(names)}" for cast, names in report.casts.items())
         or "nothing",

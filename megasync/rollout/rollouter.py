@@ -63,10 +63,10 @@ class Rollouter:
     """Generates groups for as long as the buffer admits prompts.
 
     `client` is a RolloutClient, `source` a PromptSource, `buffer` anything with the AsyncBuffer's methods. `selection`
-    says which responses and groups are trained; by default all that can be. With `seed`
-    every request carries a seed drawn from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward
-    that raises is tried; `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits
-    requests below what the buffer allows, by the loads of the `fleet`.
+    says which responses and groups are trained; by default all that can be. With `seed` every request carries a seed drawn
+    from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward that raises is tried;
+    `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits requests below what the
+    buffer allows, by the loads of the `fleet`.
     """
 
     def __init__(
@@ -236,16 +236,24 @@ class Rollouter:
             outcome = await self._outcome(prompt)
             self._partials.forget(prompt.uid)
             if isinstance(outcome, Group):
-                # The buffer may decline: it was closed, or the group is too old by now and will come back.
-                taken = await self._buffer.commit(outcome)
-                # Not in one statement: the sum would be read before the wait, and others that commit meanwhile be lost.
-                self._tally.committed += taken
-                self._drops.passed()
-            else:
+                outcome = await self._commit(outcome)
+            if outcome is not None:
                 await self._buffer.drop(prompt.uid, outcome.reason)
                 self._note(prompt, outcome)
         except BufferClosed:
             return
+
+    async def _commit(self, group: Group) -> Dropped | None:
+        """Why the group must be dropped, when the workflow put something into it that cannot be recorded."""
+        try:
+            # The buffer may decline: it was closed, or the group is too old by now and will come back.
+            taken = await self._buffer.commit(group)
+        except DataError as error:
+            return Dropped("unrecordable", str(error))
+        # Not in one statement: the sum would be read before the wait, and others that commit meanwhile be lost.
+        self._tally.committed += taken
+        self._drops.passed()
+        return None
 
     def _note(self, prompt: Prompt, drop: Dropped) -> None:
         """Counts a dropped group. Raises DataError when too many have failed; one with nothing to learn has not."""

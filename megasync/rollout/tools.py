@@ -49,6 +49,8 @@ class ToolCall:
     @property
     def key(self) -> str:
         """The same for the same call."""
+        if self.arguments is None:
+            return f"{self.name} {self.raw_arguments}"
         return f"{self.name} {json.dumps(self.arguments, sort_keys=True, default=str)}"
 
 

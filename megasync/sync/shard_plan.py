@@ -84,8 +84,13 @@ class ShardPlan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest parcel; a sender holds two."""
+        """Bytes of the largest message."""
         return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+    @property
+    def largest_packed(self) -> int:
+        """Bytes of the largest parcel that is packed; a sender holds two."""
+        return max((parcel.nbytes for parcel in self.parcels if not parcel.direct), default=0)
 
     @cached_property
     def digest(self) -> str:

@@ -127,7 +127,8 @@ class ShardSender:
                 links = {
                     engine["url"]: self._join(engine, plan, given["meeting_point"], deadline) for engine in engines
                 }
-            self._allocate(plan.largest)
+            packed = (parcel.nbytes for _, parcel in mine if not self._goes_as_it_is(parcel))
+            self._allocate(max(packed, default=0))
             self._transmit(kind, mine, plan, links, given, deadline, outcome)
         if given["keep"]:
             self._base[kind] = given["attempt"]

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
+from processes import living
 from serving import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -157,7 +158,7 @@ async def test_a_stopped_server_is_found_and_its_requests_go_on(rig):
     answers = await interrupted(rig, stop)
     assert any(answer.parts > 1 for answer in answers)
     async with asyncio.timeout(PATIENCE):
-        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in stopped):
+        while living(stopped):
             await asyncio.sleep(0.05)
     assert survivor in await rig.all_serve(2)
 

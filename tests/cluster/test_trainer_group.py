@@ -8,8 +8,8 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import living
 
 from megasync.buffer.trajectory import Group, Trajectory
 from megasync.cluster.pools import Pools
@@ -79,7 +79,7 @@ async def test_lost_ranks_are_told_from_mistakes_and_new_ones_take_up_the_checkp
 
     # No checkpoint yet: the new ranks hold what the old ones began with.
     assert await ranks.restart() is None
-    assert not any(psutil.pid_exists(pid) for pid in first)
+    assert not living(first)
     assert await ranks.logprobs(PROBE) == initial
 
     await ranks.step(batch(), 1, 0)
@@ -94,5 +94,5 @@ async def test_lost_ranks_are_told_from_mistakes_and_new_ones_take_up_the_checkp
     with pytest.raises(RankLost, match=r"did not finish step\(\) within 15 s|died during step"):
         await ranks.step(batch(), 2, 1)
     assert await ranks.restart() == {"step": 1}
-    assert not any(psutil.pid_exists(pid) for pid in second)
+    assert not living(second)
     assert await ranks.logprobs(PROBE) == trained

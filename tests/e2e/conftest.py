@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from processes import command_line, family, living
 
 from megasync.models import fetch
 
@@ -83,12 +85,13 @@ class Launched:
 
     def family(self) -> list[psutil.Process]:
         """Every process seen below this one so far, by repeated looks."""
-        try:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                self._family.setdefault(child.pid, child)
-        except psutil.NoSuchProcess:
-            pass
+        for child in family(self.process.pid)[1:]:
+            self._family.setdefault(child.pid, child)
         return list(self._family.values())
+
+    def find(self, mark: str) -> list[psutil.Process]:
+        """Those living whose command line, which Ray and SGLang rewrite, holds the mark."""
+        return [process for process in living(self.family()) if mark in command_line(process)]
 
     def wait_for(self, text: str) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -108,12 +111,14 @@ class Launched:
     def survivors(self) -> list[str]:
         """Processes of the run that are still there after a while: Ray's agents look for a dead parent only now and then."""
         _, alive = psutil.wait_procs(self.family(), timeout=90)
-        return [" ".join(p.cmdline()) for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [command_line(p) for p in living(alive)]
 
     def kill_everything(self) -> None:
-        for process in [*self.family(), psutil.Process(self.process.pid) if self.process.poll() is None else None]:
-            if process is not None and process.is_running():
+        for process in living(self.family()):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.fixture

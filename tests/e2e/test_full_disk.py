@@ -23,7 +23,7 @@ def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniat
     run = launch("train", miniature(schedule=schedule, checkpoint={"every_steps": EVERY, "export": False}))
     run.wait_for("checkpoint: ")
     # Stands for a full disk, which needs a file system of its own: rank 1 may write no file beyond this size.
-    (rank,) = [p for p in ranks(run.family()) if writes_to(p, the_run_dir() / "logs" / "trainer-1.log")]
+    (rank,) = [p for p in run.find("TrainerRank") if writes_to(p, the_run_dir() / "logs" / "trainer-1.log")]
     rank.rlimit(psutil.RLIMIT_FSIZE, (ROOM, resource.RLIM_INFINITY))
 
     assert run.wait() == 2, run.output
@@ -44,10 +44,6 @@ def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniat
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "time/step" in row] == list(range(1, step_of(failed) + 1))
     assert more.survivors() == []
-
-
-def ranks(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in family if p.is_running() and "TrainerRank" in " ".join(p.cmdline())]
 
 
 def writes_to(process: psutil.Process, path: Path) -> bool:

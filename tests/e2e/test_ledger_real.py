@@ -23,7 +23,7 @@ def test_a_run_goes_on_without_its_buffer_and_after_its_own_death(miniature, lau
     schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}
     run = launch("train", miniature(schedule=schedule, checkpoint={"every_steps": 4, "export": False}))
     run.wait_for("step 3/")
-    (buffer,) = [p for p in run.family() if p.is_running() and p.name().startswith("ray::AsyncBuffer")]
+    (buffer,) = run.find("ray::AsyncBuffer")
     buffer.kill()
     run.wait_for("step 9/")
     run.signal(signal.SIGKILL)

@@ -6,7 +6,6 @@ import json
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytestmark = pytest.mark.real
@@ -80,7 +79,7 @@ def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work
 ) -> None:
     run = launch("train", miniature(schedule=ENDLESS, rollout={"min_servers": 2, "health": {"restarts": 0}}))
     run.wait_for("step 3/")
-    (scheduler, *_) = [p for p in run.family() if p.is_running() and "sglang::scheduler" in " ".join(p.cmdline())]
+    (scheduler, *_) = run.find("sglang::scheduler")
     scheduler.kill()
     assert run.wait() == 2, run.output
     assert "1 servers are left, fewer than rollout.min_servers=2" in run.output and "its log" in run.output
@@ -91,9 +90,9 @@ def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work
 def test_a_dead_rank_that_may_not_start_again_ends_the_run_with_its_cause(miniature, launch) -> None:
     run = launch("train", miniature(schedule=ENDLESS), "trainer.max_restarts=0")
     run.wait_for("step 3/")
-    ranks = [p for p in run.family() if p.is_running() and "TrainerRank" in " ".join(p.cmdline())]
+    ranks = run.find("TrainerRank")
     assert len(ranks) == 2
-    psutil.Process(ranks[1].pid).kill()
+    ranks[1].kill()
     assert run.wait() == 2, run.output
     assert "trainer" in run.output and "died" in run.output
     assert run.survivors() == []

@@ -153,3 +153,24 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
     await buffer.close("done")
     await asyncio.wait_for(second, 20)
     await rewards.close()
+
+
+async def test_a_group_that_cannot_be_recorded_is_dropped_and_the_others_go_on(tmp_path):
+    ledger = tmp_path / "ledger.db"
+    begin_ledger(ledger, 0, 0, {}, {})
+
+    async def careless(client, sample):
+        metrics = {"thing": object()} if sample["prompt"] == "0" else {}
+        return [Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [0], reward=1.0, metrics=metrics)]
+
+    source = PromptSource(
+        [{"prompt": str(n)} for n in range(4)], Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=False, seed=0
+    )
+    buffer = AsyncBuffer(SCHEDULE, total_groups=2, ledger=ledger)
+    rollouter = Rollouter(None, source, buffer, careless, RewardRunner(None), SCHEDULE)
+    run = asyncio.create_task(rollouter.run())
+    groups = await asyncio.wait_for(buffer.lease(1, 0), 20)
+    assert [group.uid for group in groups] == ["0:1", "0:2"]
+    assert (await buffer.counts())["dropped"] == {"unrecordable": 1}
+    await buffer.close("done")
+    await asyncio.wait_for(run, 20)

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import living
 
 from megasync.errors import ServerError
 from megasync.rollout.process import ManagedProcess
@@ -50,7 +50,7 @@ def pids_of(tmp_path: Path) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+    return not living(pids)
 
 
 @pytest.mark.parametrize("temper", ["mild", "stubborn"])

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from processes import family, living
 from tiny_models import make_tiny_model
 
 from megasync.config.schema import RolloutConfig, SamplingConfig
@@ -61,11 +62,11 @@ async def stack(tmp_path_factory):
             await control.close()
     finally:
         parts = [part for part in [*servers, router] if part is not None]
-        tree = [process for part in parts for process in family(part)]
+        tree = [process for part in parts for process in processes_of(part)]
         scratch = [pattern for server in servers for pattern in server.scratch()]
         await asyncio.gather(*(part.stop() for part in parts))
     assert len(tree) >= 10, "two servers of four processes each, and the router's two"
-    assert not running(tree), "stop left processes behind"
+    assert not living(tree), "stop left processes behind"
     assert not left(scratch)
 
 
@@ -214,7 +215,7 @@ async def test_control_wants_the_key_and_generation_does_not(stack):
 
 async def test_nothing_listens_beyond_loopback(stack):
     parts = [*stack.servers, stack.router]
-    tree = [p for part in parts for p in family(part)]
+    tree = [p for part in parts for p in processes_of(part)]
     listening = [c.laddr.ip for p in tree for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert len(listening) >= 3
     assert set(listening) == {"127.0.0.1"}
@@ -244,12 +245,12 @@ async def test_a_server_that_dies_at_start_says_why(tmp_path):
 async def test_a_cancelled_start_leaves_nothing(tmp_path):
     server = make_server(make_tiny_model(tmp_path / "model", "qwen3"), tmp_path / "log")
     starting = asyncio.create_task(server.start(120))
-    await until(lambda: asyncio.sleep(0, len(family(server)) >= 2))
-    tree, scratch = family(server), server.scratch()
+    await until(lambda: asyncio.sleep(0, len(processes_of(server)) >= 2))
+    tree, scratch = processes_of(server), server.scratch()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not running(tree)
+    assert not living(tree)
     assert not left(scratch)
 
 
@@ -275,27 +276,20 @@ async def test_a_killed_owner_leaves_no_server(tmp_path):
         sys.executable, "-c", OWNER, str(model), str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
     )
     pid, *scratch = (await owner.stdout.readline()).decode().split()
-    tree = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
+    tree = family(int(pid))
     assert len(tree) >= 4
     owner.kill()
     await owner.wait()
     deadline = time.monotonic() + 5
-    while running(tree):
+    while living(tree):
         assert time.monotonic() < deadline, "a server outlived its owner"
         await asyncio.sleep(0.05)
     assert not left(scratch)
 
 
-def family(part) -> list[psutil.Process]:
-    if part._process is None or part._process.pid is None:
-        return []
-    root = psutil.Process(part._process.pid)
-    return [root, *root.children(recursive=True)]
+def processes_of(part) -> list[psutil.Process]:
+    return family(part._process.pid if part._process else None)
 
 
 def left(patterns: list[str]) -> list[str]:
     return [path for pattern in patterns for path in glob(pattern)]
-
-
-def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -183,6 +183,7 @@ def test_versions_arrive_one_after_another_over_the_same_links(wires):
             parts = {tag: value for result in sent for _, to, tag, value in result["digests"] if to == tp}
             assert report["digest"] == combine(parts)
         assert sum(result["bytes"] for result in sent) == w.plan.nbytes
+        assert all(buffer.numel() <= w.plan.largest_packed for sender in w.senders for buffer in sender._buffers)
         w.commit(f"v{version}")
         assert w.serves(whole)
 

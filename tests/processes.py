@@ -1,0 +1,37 @@
+"""Looking at processes that may end at any moment."""
+
+from collections.abc import Iterable
+
+import psutil
+
+
+def lives(process: psutil.Process | int) -> bool:
+    """Neither ended, not even between two looks, nor waiting to be collected by its parent."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty when the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def family(root: psutil.Process | int | None) -> list[psutil.Process]:
+    """The process and all below it; none when it has ended."""
+    if root is None:
+        return []
+    try:
+        root = psutil.Process(root) if isinstance(root, int) else root
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def living(processes: Iterable[psutil.Process | int]) -> list[psutil.Process | int]:
+    return [process for process in processes if lives(process)]
