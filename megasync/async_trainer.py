@@ -12,12 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import Config, check_config, load_config, save_config
+from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
 
-CONFIG_FILE = "config.yaml"
 # Names of what the caller passed from Python: a resumed run must be given the same again.
 CUSTOM_FILE = "custom.json"
 

@@ -111,14 +111,14 @@ def scale(
 
     An added server serves after the next weight sync. What a removed one was generating goes on elsewhere.
     """
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import ConfigError
     from megasync.mailbox import ask
 
     pool, _, number = size.partition("=")
     if pool != "rollout" or not number.isdecimal():
         raise ConfigError(f"{size!r} does not say how many servers; write rollout=N, such as rollout=3")
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     # The run itself waits so long for a server.
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
@@ -131,12 +131,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet, or be empty.")],
 ) -> None:
     """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import CheckpointError, ConfigError
 
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     if not settings.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name another folder")
 
