@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megasync.cluster.actors import Actors
@@ -18,6 +16,8 @@ from megasync.errors import ProcessLost
 
 # These calls wait for others, and end by a wake-up or by close(), which is what the buffer is for.
 WAITS = ("admit", "lease", "reclaim")
+# Until the first answer: a process has to come up, perhaps on a busy machine.
+START_SECONDS = 180.0
 # For every other call. A process that has not answered by then is ended, which costs nothing, and started again.
 ANSWER_SECONDS = 45.0
 # While nothing but waits is under way, so often the process is asked whether it is there.
@@ -34,11 +34,13 @@ class BufferProcess:
         self._handle = remote.remote(*arguments, **options)
         self._actors = Actors("buffer", [self._handle])
         self._title = actor.__name__
-        self._pid = self._handle.__ray_call__.remote(_pid)
+        self._pid: int | None = None
+        self._start: asyncio.Future | None = None
         self._pulse: asyncio.Future | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Raises ProcessLost when the process dies or does not answer."""
+        await self._up()
         if method not in WAITS:
             return await self._actors.call_one(0, method, *arguments, timeout=ANSWER_SECONDS)
         call = asyncio.ensure_future(self._actors.call_one(0, method, *arguments, timeout=None))
@@ -52,29 +54,39 @@ class BufferProcess:
 
     async def end(self) -> None:
         """Also of a process that was stopped, and hears nothing. What still waits for an answer fails."""
-        with contextlib.suppress(RayError):
-            # It is there, unless the process has never answered at all.
-            if ray.wait([self._pid], timeout=0)[0]:
-                await asyncio.to_thread(end_process, ray.get(self._pid), self._title)
+        if self._pid is not None:
+            await asyncio.to_thread(end_process, self._pid, self._title)
         self.kill()
 
     def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
 
-    async def _answers(self) -> None:
-        """Those that ask at the same time share one question."""
-        if self._pulse is None or self._pulse.done():
-            self._pulse = asyncio.ensure_future(self._asked())
-        if not await asyncio.shield(self._pulse):
-            raise ProcessLost(f"the buffer has not answered for {ANSWER_SECONDS:g} s")
+    async def _up(self) -> None:
+        """Waits for the first answer; those that ask at the same time share one question, here and below."""
+        if self._pid is None:
+            if self._start is None:
+                self._start = self._ask(START_SECONDS)
+            self._pid = await asyncio.shield(self._start)
 
-    async def _asked(self) -> bool:
-        """A death counts as an answer: the calls that wait hear of it themselves."""
-        answer = asyncio.wrap_future(self._handle.__ray_call__.remote(_pid).future())
-        done, _ = await asyncio.wait([answer], timeout=ANSWER_SECONDS)
-        for future in done:
-            future.exception()
-        return bool(done)
+    async def _answers(self) -> None:
+        if self._pulse is None or self._pulse.done():
+            self._pulse = self._ask(ANSWER_SECONDS)
+        await asyncio.shield(self._pulse)
+
+    def _ask(self, seconds: float) -> asyncio.Future:
+        asked = asyncio.ensure_future(self._question(seconds))
+        # Perhaps nobody is left to hear it.
+        asked.add_done_callback(lambda future: future.cancelled() or future.exception())
+        return asked
+
+    async def _question(self, seconds: float) -> int:
+        """The process's id."""
+        try:
+            return await self._actors.call_one(0, "__ray_call__", _pid, timeout=seconds)
+        except ProcessLost as loss:
+            if loss.__cause__ is not None:
+                raise
+            raise ProcessLost(f"the buffer's process has not answered for {seconds:g} s") from None
 
 
 def _pid(_: Any) -> int:

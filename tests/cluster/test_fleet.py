@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
-from processes import gone, living, with_word
+from processes import gone as all_gone
+from processes import living, with_word
 from serving import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -91,7 +92,7 @@ async def rig(tmp_path_factory):
         await fleet.stop()
         pools.remove()
         cluster.close()
-        assert gone(lambda: with_word(str(folder)))
+        assert all_gone(lambda: with_word(str(folder)))
 
 
 def family(url: str) -> list[psutil.Process]:
