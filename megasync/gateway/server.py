@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 # Seconds for the body of a request to arrive, and for connections to end when the gateway closes.
 _BODY_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
+# Connections that may wait to be accepted: all agents of a step may begin at the same moment.
+_BACKLOG = 4096
 _MIB = 1024**2
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,7 +66,7 @@ class Gateway:
             await runner.setup()
             host = resolve_host(self._config.host)
             try:
-                await web.TCPSite(runner, host, self._config.port).start()
+                await web.TCPSite(runner, host, self._config.port, backlog=_BACKLOG).start()
             except OSError as error:
                 await runner.cleanup()
                 raise ConfigError(

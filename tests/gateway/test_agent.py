@@ -1,7 +1,9 @@
 """The agent as a workflow: what it returns, how it may fail, when its session ends, and where it runs."""
 
 import asyncio
+import os
 import socket
+import sys
 import threading
 import time
 
@@ -272,3 +274,21 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
     assert not loop._thread.is_alive()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, 5)
+
+
+async def test_a_program_of_its_own_is_an_agent_too(rig):
+    rig.write("x")
+    program = (
+        "import json, os, urllib.request as u\n"
+        "r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', headers={'Authorization': 'Bearer ' "
+        "+ os.environ['OPENAI_API_KEY']}, data=json.dumps({'messages': [{'role': 'user', 'content': 'hi'}]}).encode())\n"
+        "assert json.load(u.urlopen(r, timeout=20))['choices'][0]['message']['content'] == 'x'\n"
+    )
+
+    async def agent(base_url, api_key, sample, model):
+        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env=os.environ | keys)
+        return float(await process.wait() == 0)
+
+    (trajectory,) = await rig.play(agent)
+    assert trajectory.reward == 1.0
