@@ -18,4 +18,4 @@ def rows() -> list[dict]:
 
 if __name__ == "__main__":
     config = Path(__file__).parent / "openai_agent.yaml"
-    megasync.AsyncTrainer(config, sys.argv[1:], agent=agent, train_dataset=rows()).train()
+    megasync.AsyncTrainer(config, sys.argv[1:], agent=agent, train_dataset=rows(), eval_dataset=rows()[::4]).train()
