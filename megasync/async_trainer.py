@@ -25,9 +25,9 @@ class AsyncTrainer:
     """Trains asynchronously as the configuration says.
 
     `reward` has the signature `f(completions, **columns) -> list[float | None]`, or is a dictionary from such functions
-    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `train_dataset`
-    and `eval_dataset` are sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration
-    names.
+    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`, instead
+    of it, is `def agent(base_url, api_key, sample, model)`, sync or async; `train_dataset` and `eval_dataset` are
+    sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
 
     Raises ConfigError or DataError, before any process starts, when something does not fit.
     """
@@ -39,16 +39,24 @@ class AsyncTrainer:
         *,
         reward: Callable | Mapping[Callable, float] | None = None,
         rollout: Callable | None = None,
+        agent: Callable | None = None,
         train_dataset: Sequence[dict] | None = None,
         eval_dataset: Sequence[dict] | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
-        self._custom = Custom(reward, rollout, train_dataset, eval_dataset)
+        if rollout is not None and agent is not None:
+            raise ConfigError("rollout= and agent= would both play a sample; pass one of them")
+        self._custom = Custom(reward, rollout, agent, train_dataset, eval_dataset)
         self._run_dir: Path | None = None
         self._checkpoint: Path | None = None
         # Gets the run directory's name when the run begins.
         self._name_file: Path | None = None
-        check_config(self.config, own_rows=train_dataset is not None, own_eval_rows=eval_dataset is not None)
+        check_config(
+            self.config,
+            own_rows=train_dataset is not None,
+            own_eval_rows=eval_dataset is not None,
+            own_agent=agent is not None,
+        )
 
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: object) -> AsyncTrainer:

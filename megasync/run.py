@@ -127,6 +127,8 @@ class Run:
         progress = await asyncio.to_thread(
             restore, self._checkpoint, ledger, schedule, workload.source, observer.message
         )
+        stack.push_async_callback(workload.close)
+        await workload.open()
         observer.message("starting Ray, trainer ranks and servers")
         pools = await self._reserve(stack, device)
         key = secrets.token_hex(24)
@@ -154,7 +156,6 @@ class Run:
         stack.push_async_callback(client.close)
         rewards = RewardRunner(workload.rewards, config.rollout.reward_processes, config.timeouts.reward)
         stack.push_async_callback(rewards.close)
-        stack.push_async_callback(workload.close)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
         fleet.follow(client.add_server, client.remove_server, known=controls)

@@ -17,6 +17,7 @@ from megasync.config.schema import RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
 from megasync.environments import Play
 from megasync.errors import ConfigError, DataError
+from megasync.gateway import AgentWorkflow
 from megasync.rewards import RewardFunction, load_reward
 from megasync.rewards.runner import Given
 from megasync.rollout.tool_agent import tool_agent
@@ -29,6 +30,7 @@ class Custom:
 
     reward: Callable | Mapping[Callable, float] | None = None
     rollout: Callable | None = None
+    agent: Callable | None = None
     train_dataset: Sequence[dict] | None = None
     eval_dataset: Sequence[dict] | None = None
 
@@ -50,9 +52,14 @@ class Workload:
     rewards: Given | None
     workflow: Callable
 
+    async def open(self) -> None:
+        """Opens what can be refused before any process starts: the gateway's port."""
+        if isinstance(self.workflow, AgentWorkflow):
+            await self.workflow.open()
+
     async def close(self) -> None:
-        """Ends what the rollout function keeps open: an environment's pool."""
-        if isinstance(self.workflow, Play):
+        """Ends what the rollout function keeps open: an environment's pool, an agent's gateway."""
+        if isinstance(self.workflow, (Play, AgentWorkflow)):
             await self.workflow.close()
 
     def probes(self, count: int) -> list[list[int]]:
@@ -87,7 +94,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         source=source,
         eval_prompts=eval_prompts,
         rewards=_rewards(config, custom, verifier),
-        workflow=_workflow(config, custom),
+        workflow=_workflow(config, custom, tokenizer),
     )
 
 
@@ -120,7 +127,7 @@ def _rewards(config: Config, custom: Custom, verifier: Callable | None) -> Given
         ]
     if rollout.reward:
         return load_reward(rollout.reward)
-    scores_itself = custom.rollout or rollout.workflow or rollout.environment
+    scores_itself = custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment
     if verifier is None and not scores_itself:
         raise ConfigError(
             "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
@@ -130,13 +137,26 @@ def _rewards(config: Config, custom: Custom, verifier: Callable | None) -> Given
     return verifier
 
 
-def _workflow(config: Config, custom: Custom) -> Callable:
+def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+    if (agent := _agent(config, custom)) is not None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"agents talk in chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
+            )
+        name = Path(config.model.path).name
+        return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)
     if custom.rollout is None and config.rollout.environment is not None:
         return Play.of(config.rollout.environment, config.timeouts.environment)
     workflow = custom.rollout or _configured_workflow(config.rollout)
     if not inspect.iscoroutinefunction(workflow):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
     return workflow
+
+
+def _agent(config: Config, custom: Custom) -> Callable | None:
+    if custom.agent is not None or custom.rollout is not None or config.rollout.agent is None:
+        return custom.agent
+    return load_function(config.rollout.agent)
 
 
 def _configured_workflow(rollout: RolloutConfig) -> Callable:

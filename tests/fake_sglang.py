@@ -46,6 +46,8 @@ class FakeSGLang:
         self.aborted: list[str] = []
         self.aborted_all = 0
         self.parser_status = 200
+        # How token ids become text.
+        self.words: Callable[[list[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -87,15 +89,14 @@ class FakeSGLang:
         pieces.append(self.piece(body, ids[PIECE * len(pieces) :], self.version, last))
         return web.Response(text="".join(map(event, pieces)) + "data: [DONE]\n\n", content_type="text/event-stream")
 
-    @staticmethod
-    def piece(body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
+    def piece(self, body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
         meta = {
             "id": body["rid"],
             "finish_reason": None,
             "weight_version": str(version),
             "output_token_logprobs": [[-i / 100, i, None] for i in ids],
         }
-        return {"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta | (last or {})}
+        return {"text": self.words(ids), "output_ids": ids, "meta_info": meta | (last or {})}
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -108,6 +109,7 @@ class FakeSGLang:
             return web.Response()
         if isinstance(behave, Break):
             return await self._break(request, body, behave)
+        self.http = request
         return await behave(self, body)
 
     async def _break(self, request: web.Request, body: dict, broken: Break) -> web.StreamResponse:

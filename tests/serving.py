@@ -24,8 +24,8 @@ SIZES = {
 }
 
 
-def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0) -> SGLangServer:
-    """A float32 server of a tiny model on the CPU; 0 takes a free port."""
+def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False) -> SGLangServer:
+    """A float32 server of a tiny model on the CPU; 0 takes a free port. It knows token ids only, unless it `writes`."""
     rollout = RolloutConfig(
         tensor_parallel=tensor_parallel,
         context_length=1024,
@@ -33,7 +33,7 @@ def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0) ->
         max_running_requests=32,
         # Of the memory that is free when it starts, and other processes may be starting too.
         mem_fraction=0.6,
-        server_args={"--skip-tokenizer-init": True},
+        server_args={} if writes else {"--skip-tokenizer-init": True},
     )
     return SGLangServer(folder, rollout, "float32", "cpu", "127.0.0.1", port, log)
 

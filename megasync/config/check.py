@@ -10,6 +10,7 @@ import string
 from pathlib import Path
 
 from megasync.buffer.pacing import Pacing
+from megasync.config.check_agent import check_agent
 from megasync.config.check_chat import check_chat
 from megasync.config.check_rollout import check_environment, check_groups, check_rewards
 from megasync.config.host import is_loopback
@@ -49,12 +50,18 @@ RESERVED_SERVER_ARGS = {
 
 
 def check_config(
-    config: Config, *, planning: bool = False, own_rows: bool = False, own_eval_rows: bool = False
+    config: Config,
+    *,
+    planning: bool = False,
+    own_rows: bool = False,
+    own_eval_rows: bool = False,
+    own_agent: bool = False,
 ) -> None:
     """Raises ConfigError for the first contradiction; returns None for a configuration that can be started.
 
     With `planning` the model may be described by `model.config` alone and data files need not be here yet. `own_rows`
-    and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`.
+    and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`, `own_agent` that
+    it brings an agent that replaces `rollout.agent`.
     """
     check_limits(config)
     _check_schedule(config)
@@ -67,6 +74,7 @@ def check_config(
     check_rewards(config)
     check_groups(config)
     check_environment(config)
+    check_agent(config, own_agent)
     _check_servers(config)
     _check_trainer(config)
     _check_cluster(config)

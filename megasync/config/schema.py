@@ -189,6 +189,21 @@ class EnvironmentConfig:
 
 
 @dataclass
+class GatewayConfig:
+    """Where the requests of `rollout.agent` arrive."""
+
+    # Address that agents reach (auto: this node's own) and port (0: a free one).
+    host: str = "127.0.0.1"
+    port: int = 0
+    # Largest body of a request, in MiB.
+    body_mb: int = 16
+    # Sync agents that run at once, each on a thread of its own.
+    threads: int = 256
+    # Whose temperature, top_p and seed hold: configured (rollout.sampling, as training assumes) or request.
+    sampling: str = "configured"
+
+
+@dataclass
 class RolloutConfig:
     # SGLang servers at the start (`megasync scale` changes it), and the tensor-parallel ranks (GPUs) of each.
     servers: int = 2
@@ -198,6 +213,10 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function`, or null for a single turn, or the tool agent where `tools` has functions. The signature is `async def rollout(client, sample)`.
     workflow: str | None = None
+    # An agent that talks OpenAI instead, `def agent(base_url, api_key, sample, model)`, sync or async, as
+    # `package.module:function`; null for none.
+    agent: str | None = None
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     # math, code, or `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the dataset's
     # verifier.
     reward: str | None = None
@@ -376,6 +395,8 @@ class TimeoutConfig:
     # One call of a reward function, and one of an environment.
     reward: float = 60.0
     environment: float = 60.0
+    # One sample of `rollout.agent`, from its call to its return.
+    agent: float = 3600.0
     # One message of a p2p sync that does not move.
     sync_stall: float = 30.0
     train_step: float = 1800.0

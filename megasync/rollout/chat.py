@@ -28,6 +28,10 @@ class Chat:
         self._realign = config.rewritten_turns == "realign"
         self._reasoning = reasoning_format(config.reasoning_format, self._source, self._template.render)
 
+    @property
+    def sets_reasoning_apart(self) -> bool:
+        return self._reasoning is not None
+
     async def answer(
         self,
         generate: Callable[..., Awaitable[Generation]],

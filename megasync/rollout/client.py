@@ -107,6 +107,7 @@ class RolloutClient:
         routing_key: str | None = None,
         seed: int | None = None,
         keep: Keep | None = None,
+        watch: Callable[[Sequence[int]], None] | None = None,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` replaces configured parameters (temperature, max_new_tokens, stop, ...).
@@ -114,7 +115,7 @@ class RolloutClient:
         With `seed`, a server started as deterministic gives the same tokens whatever else it is doing; other servers
         ignore it. `max_new_tokens` is cut to what the context still holds. With stop strings, one that straddles an
         interruption is not seen. `keep` brings what the response begins with, from an earlier attempt, and lets its
-        caller see the response grow.
+        caller see the response grow. `watch` is told all token ids so far whenever a server has sent more of them.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, or a prompt that a server calls wrong,
         ContextFull for one that leaves no room; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
@@ -130,6 +131,7 @@ class RolloutClient:
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
         parts = Parts() if keep is None else keep(prompt)
+        parts.watch = watch
         self._give_text(parts)
         failures: list[str] = []
         try:
@@ -165,10 +167,12 @@ class RolloutClient:
         of `generate`. Raises DataError without a tokenizer or a chat template, when the template refuses the messages,
         and as `generate`.
         """
-        if self._chat is None:
-            parser = ReplyParser(lambda: self.servers, self._timeout)
-            self._chat = Chat(self.tokenizer, self._chat_config, parser)
-        return await self._chat.answer(self.generate, conversation or Conversation(), messages, tools, **options)
+        return await self._chats().answer(self.generate, conversation or Conversation(), messages, tools, **options)
+
+    @property
+    def sets_reasoning_apart(self) -> bool:
+        """Whether `chat` takes reasoning out of answers. Raises DataError as `chat`."""
+        return self._chats().sets_reasoning_apart
 
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
         """Log-prob of each token but the first given those before it, by that one server, at temperature 1.
@@ -328,6 +332,12 @@ class RolloutClient:
             return "".join(parts.texts)
         # A character may lie across two parts, which the server decoded one by one.
         return self.tokenizer.decode(parts.token_ids, skip_special_tokens=params["skip_special_tokens"])
+
+    def _chats(self) -> Chat:
+        if self._chat is None:
+            parser = ReplyParser(lambda: self.servers, self._timeout)
+            self._chat = Chat(self.tokenizer, self._chat_config, parser)
+        return self._chat
 
     def _open(self) -> aiohttp.ClientSession:
         # Created here and not in __init__: a session belongs to the loop that is running when it is made.

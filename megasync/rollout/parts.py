@@ -10,6 +10,7 @@ where a server dies in the middle, its last tokens may look one version older th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ class Parts:
     versions: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reason: str = "abort"
+    # Told all token ids whenever there are more of them.
+    watch: Callable[[Sequence[int]], None] | None = None
     # Where the part that is growing began, and the version of its last piece.
     _start: int = 0
     _version: int | None = None
@@ -71,6 +74,8 @@ class Parts:
             self.versions[self._start :] = versions
             self.finish_reason = reason
         self.texts[-1] += piece.get("text") or ""
+        if self.watch is not None:
+            self.watch(self.token_ids)
         return reason is not None
 
     def _provisional(self, meta: dict[str, Any], count: int) -> list[int]:

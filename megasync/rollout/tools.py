@@ -13,7 +13,6 @@ import functools
 import inspect
 import json
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +22,13 @@ import msgspec
 
 from megasync.errors import ConfigError, DataError
 from megasync.rollout.workflow import name_of
+from megasync.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
 # Sync tools that run at the same time in one process; more wait, within their deadline.
 THREADS = 64
-_slots = threading.BoundedSemaphore(THREADS)
-# Seconds between two looks for a free thread.
-_SLOT_POLL = 0.02
+_threads = DaemonThreads(THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +190,7 @@ async def _within(function: Callable[..., Any], arguments: dict[str, Any], secon
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         work = asyncio.ensure_future(function(**arguments))
     else:
-        work = asyncio.ensure_future(_in_thread(function, arguments))
+        work = asyncio.ensure_future(_threads.call(function, f"tool {name_of(function)}", **arguments))
     # Asked to end and not waited for: a tool that ignores its cancellation must not hold up the sample.
     try:
         ended, _ = await asyncio.wait({work}, timeout=seconds)
@@ -201,42 +199,3 @@ async def _within(function: Callable[..., Any], arguments: dict[str, Any], secon
     if not ended:
         raise _Late
     return work.result()
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    while not _slots.acquire(blocking=False):
-        await asyncio.sleep(_SLOT_POLL)
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def tell(value: Any, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def work() -> None:
-        value, raised = None, None
-        try:
-            value = function(**arguments)
-        except StopIteration as error:
-            # A future cannot hold this one.
-            raised = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:  # noqa: BLE001 - raised again where the tool was called
-            raised = error
-        finally:
-            _slots.release()
-        try:
-            loop.call_soon_threadsafe(tell, value, raised)
-        except RuntimeError:
-            log.debug("a tool returned after the run had ended")
-
-    # A daemon: a tool that never returns must not keep the process from ending.
-    try:
-        threading.Thread(target=work, name=f"tool {name_of(function)}", daemon=True).start()
-    except RuntimeError:
-        _slots.release()
-        raise
-    return await answer

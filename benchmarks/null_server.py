@@ -1,0 +1,52 @@
+"""A server in a process of its own that answers `/generate` as SGLang does, at once and with letters.
+
+    python benchmarks/null_server.py      # prints its URL, and serves until its input ends
+
+What it sends costs it as little as can be, so that whoever asks is what a benchmark measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import orjson
+from aiohttp import web
+
+# Of a tokenizer with a token for each character; any id below its vocabulary does.
+TOKEN = 5
+
+
+def main() -> None:
+    asyncio.run(_serve())
+
+
+async def _serve() -> None:
+    app = web.Application(client_max_size=64 * 1024**2)
+    app.router.add_post("/generate", _generate)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await runner.cleanup()
+
+
+async def _generate(request: web.Request) -> web.Response:
+    body = orjson.loads(await request.read())
+    count = body["sampling_params"]["max_new_tokens"]
+    meta = {
+        "id": body["rid"],
+        "finish_reason": {"type": "length"},
+        "weight_version": "0",
+        "weight_versions": [{"version": "0", "start": 0, "end": count}],
+        "output_token_logprobs": [[-0.5, TOKEN, None]] * count,
+    }
+    answer = {"text": "c" * count, "output_ids": [TOKEN] * count, "meta_info": meta}
+    return web.Response(body=orjson.dumps(answer), content_type="application/json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Many conversations at once, through the client and through the gateway, against raw requests to the same null server.
+
+    python benchmarks/rollout.py [--sessions 1000] [--turns 4] [--tokens 64] [--repeats 3]
+
+The null server answers at once, in a process of its own, so what is measured is megasync's own work in the process that
+drives the run. Every way plays `sessions` conversations of `turns` turns, all at the same time:
+
+    raw        aiohttp posts a prompt as long as the conversation's, and throws the answer away
+    generate   the workflow's `client.generate` with the tokens so far; its trajectory is made at the end
+    chat       `client.chat` with the messages so far, through a chat template
+    gateway    an agent's session: the same chat by HTTP, posted by plain aiohttp clients in a process of their own
+
+Rounds alternate, so that whatever else the machine does meets all; the table has medians. `lag` is how much later than
+asked a sleep of 10 ms ends on the driver's event loop, `CPU` the driver's own per request, `growth` of its memory from
+the first round to the last, after a round that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import orjson
+import psutil
+
+from megasync.config.schema import GatewayConfig, SamplingConfig
+from megasync.gateway.server import Gateway
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.requests import RequestGate, SampleClient
+
+HERE = Path(__file__).parent
+LAG_SLEEP = 0.01
+REQUEST_TIMEOUT = 300.0
+QUESTION = {"role": "user", "content": "What do you see now, and what will you do about it?"}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+# Plays one conversation; returns the tokens that its trajectories train.
+Play = Callable[[int], Awaitable[int]]
+
+
+@dataclass(frozen=True)
+class Round:
+    seconds: float
+    cpu: float
+    # Milliseconds.
+    lags: Sequence[float]
+    memory: int
+
+
+class Bench:
+    """What all ways share: sizes, and the client of the null server."""
+
+    def __init__(self, url: str, sessions: int, turns: int, tokens: int) -> None:
+        self.url = url
+        self.sessions = sessions
+        self.turns = turns
+        self.tokens = tokens
+        self.tokenizer = make_tokenizer()
+        self.control = ServerControl(url)
+        self.sampling = SamplingConfig(max_new_tokens=tokens)
+        self.client = RolloutClient(
+            url,
+            [self.control],
+            vocab_size=len(self.tokenizer),
+            context_length=1_000_000,
+            sampling=self.sampling,
+            request_timeout=REQUEST_TIMEOUT,
+            tokenizer=self.tokenizer,
+        )
+
+    def sample(self, number: int) -> SampleClient:
+        return SampleClient(self.client, RequestGate(), routing_key=f"0:{number}")
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.control.close()
+
+    # The ways
+
+    async def generate(self, number: int) -> int:
+        client = self.sample(number)
+        asked = self.tokenizer.encode(QUESTION["content"])
+        ids: list[int] = []
+        for _ in range(self.turns):
+            ids = ids + asked
+            ids = ids + (await client.generate(ids)).token_ids
+        return trained(client)
+
+    async def chat(self, number: int) -> int:
+        client = self.sample(number)
+        messages = []
+        for _ in range(self.turns):
+            messages = (await client.chat([*messages, QUESTION])).messages
+        return trained(client)
+
+    def raw(self, session: aiohttp.ClientSession) -> Play:
+        asked = self.tokenizer.encode(QUESTION["content"])
+
+        async def play(number: int) -> int:
+            ids: list[int] = []
+            for turn in range(self.turns):
+                ids = ids + asked
+                body = {
+                    "rid": f"{number}-{turn}",
+                    "input_ids": ids,
+                    "sampling_params": {"temperature": 1.0, "max_new_tokens": self.tokens},
+                    "return_logprob": True,
+                }
+                async with session.post(self.url + "/generate", data=orjson.dumps(body)) as response:
+                    await response.read()
+                ids = ids + asked[:1] * self.tokens
+            return self.turns * self.tokens
+
+        return play
+
+
+def trained(client: SampleClient) -> int:
+    (trajectory,) = client.conversation.trajectories(0.0)
+    return sum(trajectory.loss_mask)
+
+
+def make_tokenizer():
+    """A token for each printable character, and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"</s>": 0} | {chr(code): code - 31 for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=TEMPLATE)
+
+
+async def run_round(play: Play, sessions: int, expected: int) -> Round:
+    """All conversations at once."""
+    lags: list[float] = []
+    watch = asyncio.create_task(watch_lag(lags))
+    cpu, start = time.process_time(), time.perf_counter()
+    found = await asyncio.gather(*(play(number) for number in range(sessions)))
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    watch.cancel()
+    assert set(found) == {expected}, f"a conversation trains {set(found)} tokens, not {expected}"
+    gc.collect()
+    return Round(seconds, used, lags, psutil.Process().memory_info().rss)
+
+
+async def watch_lag(lags: list[float]) -> None:
+    while True:
+        asked = time.perf_counter()
+        await asyncio.sleep(LAG_SLEEP)
+        lags.append(1e3 * (time.perf_counter() - asked - LAG_SLEEP))
+
+
+@contextmanager
+def null_server():
+    """Its URL; it ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, HERE / "null_server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.stdin.close()
+        process.wait(10)
+
+
+@asynccontextmanager
+async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
+    """The gateway, and a process of agents: each plays a session that it is told of by a line, and says when it is done."""
+    gateway = Gateway(GatewayConfig(), bench.sampling, "null")
+    await gateway.start()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--agents", str(bench.turns)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    done: dict[int, asyncio.Future[None]] = {}
+
+    async def listen() -> None:
+        while line := await process.stdout.readline():
+            number, _, problem = line.decode().strip().partition(" ")
+            if problem:
+                done.pop(int(number)).set_exception(RuntimeError(problem))
+            else:
+                done.pop(int(number)).set_result(None)
+
+    async def play(number: int) -> int:
+        client = bench.sample(number)
+        async with gateway.session(client) as session:
+            done[number] = asyncio.get_running_loop().create_future()
+            waits = done[number]
+            process.stdin.write(f"{number} {gateway.base_url(session)} {session.key}\n".encode())
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                await waits
+        return trained(client)
+
+    listening = asyncio.create_task(listen())
+    try:
+        yield play
+    finally:
+        process.stdin.close()
+        await process.wait()
+        await listening
+        await gateway.close()
+
+
+async def play_agents(turns: int) -> None:
+    """The process of agents: a conversation for each line of its input."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
+    running = set()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def play(number: str, url: str, key: str) -> None:
+            try:
+                await converse(url, key)
+            except (aiohttp.ClientError, KeyError) as error:
+                print(number, repr(error), flush=True)
+            else:
+                print(number, flush=True)
+
+        async def converse(url: str, key: str) -> None:
+            messages = []
+            for _ in range(turns):
+                messages = [*messages, QUESTION]
+                data = orjson.dumps({"model": "null", "messages": messages})
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.post(f"{url}/chat/completions", data=data, headers=headers) as response:
+                    answer = orjson.loads(await response.read())
+                messages = [*messages, answer["choices"][0]["message"]]
+
+        while line := await reader.readline():
+            task = asyncio.create_task(play(*line.decode().split()))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        await asyncio.gather(*running)
+
+
+async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int) -> dict[str, list[Round]]:
+    bench = Bench(url, sessions, turns, tokens)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session, gateway_agents(bench) as through_gateway:
+        ways = {"raw": bench.raw(session), "generate": bench.generate, "chat": bench.chat, "gateway": through_gateway}
+        rounds: dict[str, list[Round]] = {name: [] for name in ways}
+        for repeat in range(repeats + 1):
+            for name, play in ways.items():
+                found = await run_round(play, sessions, turns * tokens)
+                # The first one opens connections and fills caches.
+                if repeat:
+                    rounds[name].append(found)
+    await bench.close()
+    return rounds
+
+
+def show(rounds: dict[str, list[Round]], requests: int) -> None:
+    print("| way | requests/s | × raw | CPU ms per request | lag ms: median | 99 % | longest | growth MB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, found in rounds.items():
+        rate = statistics.median(requests / r.seconds for r in found)
+        ratio = statistics.median(raw.seconds / r.seconds for raw, r in zip(rounds["raw"], found, strict=True))
+        cpu = statistics.median(1e3 * r.cpu / requests for r in found)
+        lags = sorted(lag for r in found for lag in r.lags)
+        growth = (found[-1].memory - found[0].memory) / 1e6
+        print(
+            f"| {name} | {rate:.0f} | {ratio:.2f} | {cpu:.2f} | {statistics.median(lags):.1f} | "
+            f"{lags[int(0.99 * len(lags))]:.1f} | {lags[-1]:.1f} | {growth:+.1f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--agents", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.agents:
+        asyncio.run(play_agents(given.agents))
+        return
+    with null_server() as url:
+        rounds = asyncio.run(measure(url, given.sessions, given.turns, given.tokens, given.repeats))
+    print(f"{given.sessions} conversations of {given.turns} turns at once, {given.tokens} tokens an answer\n")
+    show(rounds, given.sessions * given.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Where agents run: never on the loop that answers them.
+
+An agent may block the loop that it runs on, as a sync client inside an `async def` does; its own requests could then
+never be answered. So async agents share one loop on a thread of its own, and sync ones have a thread each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megasync.rollout.workflow import name_of
+from megasync.threads import DaemonThreads
+
+# Seconds for cancelled agents to end when the run does.
+_CLOSE_SECONDS = 5.0
+
+
+class AgentLoop:
+    """Calls one function, sync or async; `threads` is how many sync calls run at once."""
+
+    def __init__(self, function: Callable[..., Any], threads: int) -> None:
+        self._function = function
+        self._name = f"agent {name_of(function)}"
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._threads = DaemonThreads(threads)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def call(self, **arguments: Any) -> Any:
+        """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone."""
+        if not self._async:
+            return await self._threads.call(self._function, self._name, **arguments)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(arguments), self._started()))
+
+    async def close(self) -> None:
+        """Ends the loop, after its agents; one that blocks it is left behind."""
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_cancel_all(), loop))
+        await asyncio.wait({ended}, timeout=_CLOSE_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
+
+    async def _guarded(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return await self._function(**arguments)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # They would end the loop for all agents.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="agents", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""The body of a chat completion request: what is taken, what is refused, what makes no difference.
+
+Invariant: a parameter that would change the answer and cannot be honoured is refused with its name. `ChatBody` refuses
+whatever it does not list, `_check_neutral` the values that it lists without being able to honour them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from megasync.gateway.errors import RequestError
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class TextPart(_Strict):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class CalledFunction(_Strict):
+    name: str
+    arguments: str = ""
+
+
+class Call(_Strict):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    # Sent back by agents that put streamed pieces together.
+    index: int | None = None
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[Call] | None = None
+    reasoning_content: str | None = None
+    # Empty parts of an answer that the `openai` package sends back with the rest.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[None] | None = None
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatBody(_Strict):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    # Any: there is one model.
+    model: str = ""
+    tools: list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logprobs: bool | None = None
+    # Taken with values that change nothing, see _NEUTRAL.
+    n: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
+    top_logprobs: Any = None
+    # Who asks, and how it is billed, kept and cached: without meaning here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+
+
+# Values beside null that can be honoured, and why no others can.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "one answer is sampled for each request; send several"),
+    "tool_choice": (("auto", "none"), "the model decides what it calls"),
+    "parallel_tool_calls": ((True,), "the model decides how much it calls"),
+    "response_format": (({"type": "text"},), "answers are not constrained to a format"),
+    "modalities": ((["text"],), "there is text only"),
+    "frequency_penalty": ((0,), "training knows nothing of penalties"),
+    "presence_penalty": ((0,), "training knows nothing of penalties"),
+    "logit_bias": (({},), "training knows nothing of biases"),
+    "top_logprobs": ((0,), "only the sampled tokens' log-probs are kept"),
+}
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """Raises RequestError (400) naming the parameter."""
+    try:
+        body = msgspec.json.decode(raw, type=ChatBody)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, f"{error}{_unsupported(str(error))}", param=_named(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    _check_neutral(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(400, "stream_options needs stream=true", param="stream_options")
+    if "" in _stops(body):
+        raise RequestError(400, "stop holds an empty text, which would end every answer at once", param="stop")
+    for number, tool in enumerate(body.tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            raise RequestError(400, f"tools[{number}] must be a function with a name", param=f"tools[{number}]")
+    return body
+
+
+def tool_schemas(body: ChatBody) -> list[dict[str, Any]]:
+    """What the model is shown. `strict` is left out: it asks for constrained decoding, of which there is none."""
+    if body.tool_choice == "none":
+        return []
+    return [
+        {"type": "function", "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+        for tool in body.tools or ()
+    ]
+
+
+def sampling_options(body: ChatBody, longest: int, chooses: bool) -> dict[str, Any]:
+    """Options for `client.chat`: what the request says of sampling, with at most `longest` tokens.
+
+    Temperature, top_p and seed are the request's only where it `chooses`.
+    """
+    options: dict[str, Any] = {}
+    asked = [count for count in (body.max_completion_tokens, body.max_tokens) if count is not None]
+    if asked:
+        options["max_new_tokens"] = min(*asked, longest)
+    if stops := _stops(body):
+        options["stop"] = stops
+    if chooses:
+        chosen = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
+        options |= {name: value for name, value in chosen.items() if value is not None}
+    return options
+
+
+def _stops(body: ChatBody) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+
+
+def _check_neutral(body: ChatBody) -> None:
+    for name, (values, why) in _NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and value not in values:
+            raise RequestError(
+                400, f"{name}={value!r} is not supported: {why}", code="unsupported_parameter", param=name
+            )
+
+
+def _named(problem: str) -> str | None:
+    """The parameter that msgspec complains about."""
+    found = re.search(r"field `(\w+)`", problem) or re.search(r"`\$\.([\w.\[\]]+)", problem)
+    return found and found[1]
+
+
+def _unsupported(problem: str) -> str:
+    return "; the gateway does not support it" if "unknown field" in problem else ""

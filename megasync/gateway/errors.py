@@ -1,0 +1,41 @@
+"""Refusals as the `openai` package expects them: a status, and JSON that says what and which parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from megasync.errors import ContextFull, DataError, ServerError
+
+
+class RequestError(Exception):
+    """A request that is refused. `param` is the name of what was wrong in it, `code` a word for programs."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What the agent is told of an error that is not its own."""
+    match error:
+        case RequestError():
+            return error
+        case ContextFull():
+            return RequestError(400, str(error), code="context_length_exceeded", param="messages")
+        case DataError():
+            return RequestError(400, str(error))
+        case ServerError():
+            return RequestError(503, str(error), code="server_failed")
+        case web.HTTPRequestEntityTooLarge():
+            return RequestError(413, f"{error.text}; raise rollout.gateway.body_mb", code="body_too_large")
+        case ConnectionError():
+            return RequestError(499, f"the agent hung up: {error}")
+    return RequestError(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,211 @@
+"""The HTTP server of the gateway, on the event loop of whoever starts it.
+
+    GET  /s/<session>/v1/models, /s/<session>/v1/models/<name>
+    POST /s/<session>/v1/chat/completions
+
+Invariant: nothing of a request is looked at before its session is known and its key has been compared; every answer but
+a stream that broke off in the middle is JSON in OpenAI's form. `_guarded` guarantees both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from megasync.config.host import resolve_host
+from megasync.config.schema import GatewayConfig, SamplingConfig
+from megasync.errors import ConfigError
+from megasync.gateway.chat_request import ChatBody, parse_chat
+from megasync.gateway.completion import Completion, deltas, finish_reason, token_logprobs
+from megasync.gateway.errors import RequestError, as_request_error
+from megasync.gateway.session import Session
+
+log = logging.getLogger(__name__)
+
+# Seconds for the body of a request to arrive, and for connections to end when the gateway closes.
+_BODY_SECONDS = 60.0
+_CLOSE_SECONDS = 1.0
+# Connections that may wait to be accepted: all agents of a step may begin at the same moment.
+_BACKLOG = 4096
+_MIB = 1024**2
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """`model` is the name that it says the model has."""
+
+    def __init__(self, config: GatewayConfig, sampling: SamplingConfig, model: str) -> None:
+        self._config = config
+        self._sampling = sampling
+        self._model = model
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._warned = False
+        self.url = ""
+
+    async def start(self) -> None:
+        """Does nothing when it has started. Raises ConfigError when the address cannot be had."""
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(client_max_size=self._config.body_mb * _MIB, middlewares=[self._guarded])
+            app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
+            app.router.add_get("/s/{session}/v1/models", self._models)
+            app.router.add_get("/s/{session}/v1/models/{name:.+}", self._a_model)
+            app.router.add_route("*", "/s/{session}/{rest:.*}", self._unknown)
+            # Whoever hangs up does not want the rest: the handler is cancelled, and with it the generation.
+            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
+            await runner.setup()
+            host = resolve_host(self._config.host)
+            try:
+                await web.TCPSite(runner, host, self._config.port, backlog=_BACKLOG).start()
+            except OSError as error:
+                await runner.cleanup()
+                raise ConfigError(
+                    f"the gateway cannot listen at rollout.gateway.host={self._config.host}, port={self._config.port}: "
+                    f"{error}; port=0 takes a free one"
+                ) from error
+            self._runner = runner
+            shown = f"[{host}]" if ":" in host else host
+            self.url = f"http://{shown}:{runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Ends all sessions and the server."""
+        await asyncio.gather(*(session.end() for session in self._sessions.values()))
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    @asynccontextmanager
+    async def session(self, client: Any) -> AsyncIterator[Session]:
+        """A session of one SampleClient, for as long as the block runs."""
+        await self.start()
+        session = Session(client, self._sampling, self._config.sampling == "request")
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.id]
+            await session.end()
+
+    def base_url(self, session: Session) -> str:
+        return f"{self.url}/s/{session.id}/v1"
+
+    # Requests
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            session = self._sessions.get(request.match_info.get("session", ""))
+            if session is None:
+                raise RequestError(
+                    404, f"{request.path} is no session: it has ended, or never was", code="session_not_found"
+                )
+            if not session.admits(request.headers.get("Authorization", "")):
+                raise RequestError(401, "the key is not the session's; pass the api_key that the agent was given")
+            session.began(asyncio.current_task())
+            return await handler(request)
+        except Exception as error:  # whatever it was, the agent is told
+            refused = as_request_error(error)
+            if refused.status == 500:
+                log.error("the gateway failed at %s", request.path, exc_info=error)
+            # The client has tried again already whatever could be; another attempt would only take longer.
+            headers = {"x-should-retry": "false"}
+            return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_dumped)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._described(self._model)]})
+
+    async def _a_model(self, request: web.Request) -> web.Response:
+        return web.json_response(self._described(request.match_info["name"]))
+
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        raise RequestError(
+            404,
+            f"{request.method} /{request.match_info['rest']} is not there: the gateway has POST /v1/chat/completions and "
+            f"GET /v1/models",
+            code="not_supported",
+        )
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._sessions[request.match_info["session"]]
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                raw = await request.read()
+        except TimeoutError:
+            raise RequestError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s") from None
+        body = parse_chat(raw)
+        self._note_ignored(body)
+        completion = Completion(body.model or self._model)
+        if body.stream:
+            return await self._stream(request, session, body, completion)
+        reply, message = await session.answer(body)
+        logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
+        return web.json_response(completion.whole(reply, message, logprobs), dumps=_dumped)
+
+    async def _stream(
+        self, request: web.Request, session: Session, body: ChatBody, completion: Completion
+    ) -> web.StreamResponse:
+        async with aclosing(session.stream(body)) as parts:
+            # Until the first part nothing is sent, so that a refusal is still a status.
+            part = await anext(parts)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            send = _Sender(response, usage_follows=bool(body.stream_options and body.stream_options.include_usage))
+            await send(completion.chunk({"role": "assistant", "content": ""}))
+            sent = ""
+            try:
+                while isinstance(part, str):
+                    sent += part
+                    await send(completion.chunk({"content": part}))
+                    part = await anext(parts)
+            except Exception as error:  # the status has been sent; the `openai` package raises what such an event holds
+                log.debug("a stream of %s broke off", request.path, exc_info=error)
+                await send(as_request_error(error).body())
+                return response
+            reply, message = part
+            for delta in deltas(message, sent):
+                await send(completion.chunk(delta))
+            logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
+            await send(completion.chunk({}, finish_reason(reply), logprobs))
+            if send.usage_follows:
+                await send(completion.usage_chunk(reply))
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+    def _note_ignored(self, body: ChatBody) -> None:
+        given = [name for name in ("temperature", "top_p", "seed") if getattr(body, name) is not None]
+        if given and self._config.sampling == "configured" and not self._warned:
+            self._warned = True
+            log.warning(
+                "the agent's requests set %s, which have no effect: the configuration's hold (rollout.gateway.sampling)",
+                ", ".join(given),
+            )
+
+
+class _Sender:
+    """Writes the events of a stream; where usage follows, all before it say that it is not there yet."""
+
+    def __init__(self, response: web.StreamResponse, usage_follows: bool) -> None:
+        self._response = response
+        self.usage_follows = usage_follows
+
+    async def __call__(self, event: dict[str, Any]) -> None:
+        if self.usage_follows and "error" not in event:
+            event = {"usage": None} | event
+        await self._response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+
+
+def _dumped(value: Any) -> str:
+    return orjson.dumps(value).decode()

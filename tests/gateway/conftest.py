@@ -1,0 +1,54 @@
+"""The rig of these tests, with options of the real client that stands behind the gateway."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+from fake_sglang import FakeSGLang
+from gateway_rig import Rig
+from tiny_models import byte_tokenizer
+
+from megasync.config.schema import ChatConfig, SamplingConfig
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.get('tool_calls', []) %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def make_rig():
+    """A context: `async with make_rig(chat=..., stream_interval=...) as rig`."""
+
+    @asynccontextmanager
+    async def make(**changes):
+        async with FakeSGLang(vocab=300) as fake:
+            control = ServerControl(fake.url)
+            options = {
+                "vocab_size": 300,
+                "context_length": 4000,
+                "sampling": SamplingConfig(max_new_tokens=300),
+                "request_timeout": 10.0,
+                "tokenizer": byte_tokenizer(TEMPLATE),
+                "chat": ChatConfig(),
+            }
+            fake.words = lambda ids: options["tokenizer"].decode(ids, skip_special_tokens=True)
+            client = RolloutClient(fake.url, [control], **(options | changes))
+            try:
+                yield Rig(fake, client)
+            finally:
+                await client.close()
+                await control.close()
+
+    return make
+
+
+@pytest.fixture
+async def rig(make_rig):
+    async with make_rig() as rig:
+        yield rig

@@ -1,0 +1,294 @@
+"""The agent as a workflow: what it returns, how it may fail, when its session ends, and where it runs."""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+
+import openai as package
+import pytest
+from fake_sglang import hang
+from gateway_rig import HI, openai
+
+from megasync.config.schema import GatewayConfig, SamplingConfig
+from megasync.errors import ConfigError, DataError
+from megasync.gateway import AgentWorkflow
+from megasync.gateway.agent_loop import AgentLoop
+
+
+def ask(base_url, api_key, **request):
+    """One request with the sync client."""
+    with package.OpenAI(base_url=base_url, api_key=api_key, timeout=20.0) as client:
+        return client.chat.completions.create(**({"model": "m", "messages": HI} | request))
+
+
+def returning(value):
+    def agent(base_url, api_key, sample, model):
+        ask(base_url, api_key)
+        return value
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "metrics"),
+    [
+        (None, None, {}),
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (0.25, 0.25, {}),
+        ({"reward": 0.5, "found": 3}, 0.5, {"found": 3.0}),
+        ({"found": 3}, None, {"found": 3.0}),
+        ({"reward": None}, None, {}),
+    ],
+)
+async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, metrics):
+    rig.write("x")
+    (trajectory,) = await rig.play(returning(value))
+    assert trajectory.reward == reward
+    assert trajectory.metrics == {"turns": 1.0, "turns_realigned": 0.0, "turns_forked": 0.0} | metrics
+
+
+@pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, {"found": None}, [1.0]])
+async def test_other_results_are_errors_that_show_them(rig, value):
+    rig.write("x")
+    with pytest.raises(DataError, match=r"returning.*agent must return a finite reward"):
+        await rig.play(returning(value))
+
+
+async def test_an_agent_that_asks_nothing_is_an_error_that_says_so(rig):
+    async def agent(base_url, api_key, sample, model):
+        return 1.0
+
+    with pytest.raises(DataError, match=r"agent returned without an answer to any request.*base_url"):
+        await rig.play(agent)
+
+
+async def test_what_an_agent_raises_comes_out(rig):
+    async def agent(base_url, api_key, sample, model):
+        raise KeyError("rope")
+
+    with pytest.raises(KeyError, match="rope"):
+        await rig.play(agent)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+async def test_not_even_an_exit_ends_more_than_the_sample(rig, kind):
+    def agent(base_url, api_key, sample, model):
+        raise kind("over")
+
+    async def async_agent(base_url, api_key, sample, model):
+        raise kind("over")
+
+    for function in (agent, async_agent):
+        with pytest.raises(RuntimeError):
+            await rig.play(function)
+
+
+async def test_an_agent_that_cancels_itself_has_failed(rig):
+    async def agent(base_url, api_key, sample, model):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(DataError, match="cancellation of its own"):
+        await rig.play(agent)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_an_agent_that_does_not_return_in_time_is_given_up(rig, is_async):
+    release = threading.Event()
+
+    async def waits(base_url, api_key, sample, model):
+        await asyncio.sleep(60)
+
+    def blocks(base_url, api_key, sample, model):
+        release.wait(60)
+
+    with pytest.raises(DataError, match=r"did not return within 0.2 s; raise timeouts\.agent"):
+        await rig.play(waits if is_async else blocks, deadline=0.2)
+    release.set()
+
+
+async def test_an_async_agent_may_block_its_loop_and_is_answered_all_the_same(rig):
+    rig.write("x")
+
+    async def agent(base_url, api_key, sample, model):
+        return float(ask(base_url, api_key).choices[0].message.content == "x")
+
+    (trajectory,) = await rig.play(agent)
+    assert trajectory.reward == 1.0
+
+
+async def test_the_agent_sees_its_sample_and_the_models_name(rig):
+    rig.write("x")
+    seen = {}
+
+    def agent(base_url, api_key, sample, model):
+        seen.update(sample, model=model)
+        ask(base_url, api_key)
+
+    await rig.play(agent, answer="42")
+    assert seen == {"answer": "42", "model": "tiny"}
+
+
+async def test_sessions_of_the_same_agent_never_mix(rig):
+    count = 8
+    workflow = AgentWorkflow(echo, GatewayConfig(), rig.sampling, "tiny", 20.0)
+    clients = [rig.sample_client() for _ in range(count)]
+
+    async def answer(fake, body):
+        # What was asked, so that every answer can be told apart.
+        words = rig.tokenizer.decode(body["input_ids"]).split("user: ")[1].split("<eos>")[0]
+        ids = [*rig.tokenizer.encode(words), rig.tokenizer.eos_token_id]
+        fake.continuation = lambda body, count: ids
+        return fake.answer(body, len(ids), "stop")
+
+    rig.fake.script += [answer] * count
+    found = await asyncio.gather(*(workflow(client, {"n": n}) for n, client in enumerate(clients)))
+    await workflow.close()
+    for number, (trajectory,) in enumerate(found):
+        assert trajectory.reward == float(number)
+        assert rig.tokenizer.decode(trajectory.response_ids) == f"{number}<eos>"
+
+
+async def echo(base_url, api_key, sample, model):
+    async with openai(base_url, api_key) as client:
+        message = {"role": "user", "content": str(sample["n"])}
+        return float((await client.chat.completions.create(model=model, messages=[message])).choices[0].message.content)
+
+
+async def test_a_session_ends_with_its_agent_and_with_it_what_still_runs(rig):
+    rig.write("x")
+    asked = asyncio.Event()
+    rig.fake.script.append(hang(asked))
+    left = []
+
+    async def agent(base_url, api_key, sample, model):
+        ask(base_url, api_key)
+        late = asyncio.create_task(asyncio.to_thread(ask, base_url, api_key))
+        left.append((base_url, api_key, late))
+        while len(rig.fake.requests) < 2:
+            await asyncio.sleep(0.01)
+
+    workflow = AgentWorkflow(agent, GatewayConfig(), rig.sampling, "tiny", 20.0)
+    client = rig.sample_client()
+    (trajectory,) = await workflow(client, {})
+    assert rig.tokenizer.decode(trajectory.response_ids) == "x<eos>"
+    assert rig.gate.inflight == 0
+    base_url, api_key, late = left[0]
+    with pytest.raises(package.NotFoundError, match="it has ended"):
+        await asyncio.to_thread(ask, base_url, api_key)
+    while not late.done():
+        await asyncio.sleep(0.01)
+    assert late.exception() is not None
+    await workflow.close()
+
+
+async def test_whoever_hangs_up_ends_the_generation(rig):
+    asked = asyncio.Event()
+    rig.fake.script.append(hang(asked))
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            request = asyncio.create_task(client.chat.completions.create(model=model, messages=HI))
+            while not rig.fake.requests:
+                await asyncio.sleep(0.01)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            while rig.gate.inflight:
+                await asyncio.sleep(0.01)
+            rig.write("y")
+            await client.chat.completions.create(model=model, messages=HI)
+
+    (trajectory,) = await rig.play(agent)
+    assert rig.tokenizer.decode(trajectory.response_ids) == "y<eos>"
+
+
+async def test_a_closed_gate_holds_requests_back_until_it_opens(rig):
+    rig.write("x")
+    await rig.gate.close(1.0)
+    playing = asyncio.create_task(rig.play(returning(1.0)))
+    await asyncio.sleep(0.2)
+    assert not rig.fake.requests
+    rig.gate.open()
+    assert len(await playing) == 1
+
+
+@pytest.mark.parametrize("agent", [lambda base_url: None, lambda: None, lambda base_url, api_key, sample, model, x: 0])
+def test_a_function_that_is_no_agent_is_refused_at_start(agent):
+    with pytest.raises(ConfigError, match=r"must be written as `def agent\(base_url, api_key, sample, model\)`"):
+        AgentWorkflow(agent, GatewayConfig(), SamplingConfig(), "tiny", 1.0)
+
+
+async def test_a_port_that_is_taken_is_refused_with_the_fix(rig):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = GatewayConfig(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"rollout\.gateway\.host=127\.0\.0\.1, port=.*port=0"):
+            await AgentWorkflow(echo, config, SamplingConfig(), "tiny", 1.0).open()
+
+
+async def test_it_binds_to_loopback_and_is_named_after_its_agent():
+    workflow = AgentWorkflow(echo, GatewayConfig(), SamplingConfig(), "tiny", 1.0)
+    await asyncio.gather(workflow.open(), workflow.open())
+    assert workflow._gateway.url.startswith("http://127.0.0.1:")
+    assert workflow.__name__ == "echo"
+    await workflow.close()
+
+
+async def test_sync_agents_are_limited_by_their_threads():
+    running = []
+    most = []
+
+    def busy():
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+
+    loop = AgentLoop(busy, threads=2)
+    await asyncio.gather(*(loop.call() for _ in range(6)))
+    assert max(most) == 2
+    await loop.close()
+
+
+async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
+    ended = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    loop = AgentLoop(forever, threads=1)
+    call = asyncio.create_task(loop.call())
+    while loop._thread is None:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    await loop.close()
+    assert ended.is_set()
+    assert not loop._thread.is_alive()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, 5)
+
+
+async def test_a_program_of_its_own_is_an_agent_too(rig):
+    rig.write("x")
+    program = (
+        "import json, os, urllib.request as u\n"
+        "r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', headers={'Authorization': 'Bearer ' "
+        "+ os.environ['OPENAI_API_KEY']}, data=json.dumps({'messages': [{'role': 'user', 'content': 'hi'}]}).encode())\n"
+        "assert json.load(u.urlopen(r, timeout=20))['choices'][0]['message']['content'] == 'x'\n"
+    )
+
+    async def agent(base_url, api_key, sample, model):
+        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env=os.environ | keys)
+        return float(await process.wait() == 0)
+
+    (trajectory,) = await rig.play(agent)
+    assert trajectory.reward == 1.0

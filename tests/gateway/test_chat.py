@@ -1,0 +1,281 @@
+"""Chat completions over HTTP with the real `openai` package: what it gets, and what is trained of it."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from fake_sglang import event
+from gateway_rig import HI, openai
+
+from megasync.config.schema import ChatConfig, SamplingConfig
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def trained(rig, trajectory):
+    pairs = zip(trajectory.response_ids, trajectory.loss_mask, strict=True)
+    return rig.tokenizer.decode([token for token, mask in pairs if mask])
+
+
+async def test_an_answer_in_openais_form(rig):
+    rig.write("hello")
+    found, (trajectory,) = await rig.ask(logprobs=True, user="me")
+    (choice,) = found.choices
+    assert (choice.message.content, choice.finish_reason, found.model) == ("hello", "stop", "tiny")
+    assert found.usage.completion_tokens == 6
+    assert found.usage.total_tokens == found.usage.prompt_tokens + 6
+    assert [entry.logprob for entry in choice.logprobs.content] == trajectory.logprobs
+    assert [entry.token for entry in choice.logprobs.content] == [*"hello", ""]
+    assert trained(rig, trajectory) == "hello<eos>"
+    assert (trajectory.text, trajectory.reward) == ("hello", None)
+
+
+async def test_an_answer_that_was_cut_says_so(rig):
+    rig.write("hel", cut=True)
+    found, (trajectory,) = await rig.ask()
+    assert found.choices[0].finish_reason == trajectory.finish_reason == "length"
+
+
+async def test_turns_with_tools_are_one_trajectory_of_the_tokens_that_were_sampled(rig):
+    rig.write("So " + CALL + CALL, CALL, "three")
+    seen = []
+
+    async def agent(base_url, api_key, sample, model):
+        messages = list(HI)
+        async with openai(base_url, api_key) as client:
+            while True:
+                found = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
+                message = found.choices[0].message
+                # As frameworks do: all fields, also those that are null.
+                messages.append(message.model_dump())
+                seen.append(found)
+                if not message.tool_calls:
+                    return 1
+                for call in message.tool_calls:
+                    result = str(sum(json.loads(call.function.arguments).values()))
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    (trajectory,) = await rig.play(agent)
+    assert trained(rig, trajectory) == f"So {CALL}{CALL}<eos>{CALL}<eos>three<eos>"
+    assert rig.tokenizer.decode(trajectory.response_ids).count("<bos>tool: 3<eos>") == 3
+    assert trajectory.reward == 1.0
+    assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
+    assert [found.choices[0].finish_reason for found in seen] == ["tool_calls", "tool_calls", "stop"]
+    assert [found.choices[0].message.content for found in seen] == ["So ", None, "three"]
+    assert len({call.id for found in seen for call in found.choices[0].message.tool_calls or ()}) == 3
+    assert "strict" not in rig.sent(0)
+    assert '"name": "add"' in rig.sent(0)
+
+
+async def test_reasoning_that_the_agent_drops_stays_in_the_tokens(make_rig):
+    async with make_rig(chat=ChatConfig(reasoning_format="qwen3")) as rig:
+        rig.write("<think>hm</think>four", "five")
+        contents = []
+
+        async def agent(base_url, api_key, sample, model):
+            async with openai(base_url, api_key) as client:
+                message = (await client.chat.completions.create(model=model, messages=HI)).choices[0].message
+                contents.append((message.content, message.reasoning_content))
+                answer = {"role": "assistant", "content": message.content}
+                await client.chat.completions.create(model=model, messages=[*HI, answer, *HI])
+
+        (trajectory,) = await rig.play(agent)
+        assert contents == [("four", "hm")]
+        assert trained(rig, trajectory) == "<think>hm</think>four<eos>five<eos>"
+        assert trajectory.metrics["turns_forked"] == 0.0
+
+
+async def test_an_answer_that_the_agent_edits_begins_a_trajectory_of_its_own(rig):
+    rig.write("four", "five")
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            await client.chat.completions.create(model=model, messages=HI)
+            edited = {"role": "assistant", "content": "FOUR"}
+            await client.chat.completions.create(model=model, messages=[*HI, edited, *HI])
+
+    first, second = await rig.play(agent)
+    assert (trained(rig, first), trained(rig, second)) == ("four<eos>", "five<eos>")
+    assert "FOUR" in rig.tokenizer.decode(second.prompt_ids)
+
+
+async def test_requests_at_the_same_time_are_lines_that_share_what_came_before(rig):
+    rig.write("start", "left", "right")
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+
+            async def ask(*messages):
+                found = await client.chat.completions.create(model=model, messages=[*HI, *messages])
+                return found.choices[0].message.model_dump()
+
+            start = await ask()
+            questions = ({"role": "user", "content": side} for side in ("l", "r"))
+            await asyncio.gather(*(ask(start, question) for question in questions))
+
+    trajectories = await rig.play(agent)
+    assert len(trajectories) == 2
+    assert "".join(trained(rig, t) for t in trajectories).count("start") == 1
+    assert {part for t in trajectories for part in trained(rig, t).split("<eos>")} == {"start", "left", "right", ""}
+
+
+async def test_sampling_is_the_configurations_and_lengths_are_the_shorter_of_both(rig):
+    rig.write("x")
+    await rig.ask(temperature=0.1, top_p=0.5, seed=3, max_tokens=7, stop="END")
+    params = rig.fake.requests[-1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["stop"]) == (1.0, 1.0, ["END"])
+    assert params["max_new_tokens"] == 7
+    assert params["sampling_seed"] != 3
+    rig.write("x")
+    await rig.ask(max_completion_tokens=100_000, stop=["a", "b"])
+    params = rig.fake.requests[-1]["sampling_params"]
+    assert (params["max_new_tokens"], params["stop"]) == (300, ["a", "b"])
+
+
+async def test_what_the_sample_is_played_with_holds_as_in_an_evaluation(rig):
+    rig.write("x")
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            await client.chat.completions.create(model=model, messages=HI, temperature=0.9)
+
+    await rig.play(agent, client=rig.sample_client(temperature=0.0))
+    assert rig.fake.requests[-1]["sampling_params"]["temperature"] == 0.0
+
+
+async def test_requests_choose_where_the_configuration_lets_them(rig):
+    rig.gateway.sampling = "request"
+    rig.write("x")
+    await rig.ask(temperature=0.1, top_p=0.5, seed=3)
+    params = rig.fake.requests[-1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["sampling_seed"]) == (0.1, 0.5, 3)
+
+
+async def test_tools_that_may_not_be_called_are_not_shown(rig):
+    rig.write(CALL)
+    found, _ = await rig.ask(tools=[ADD], tool_choice="none")
+    assert "add" not in rig.sent()
+    assert found.choices[0].message.tool_calls is None
+    assert found.choices[0].message.content == CALL
+
+
+async def test_a_call_that_cannot_be_read_reaches_the_agent_as_text(rig):
+    rig.write('<tool_call>{"name": </tool_call>')
+    found, _ = await rig.ask(tools=[ADD])
+    assert found.choices[0].message.content == '<tool_call>{"name": </tool_call>'
+    assert found.choices[0].finish_reason == "stop"
+
+
+async def test_content_in_parts_and_the_newer_name_of_the_system_role_are_understood(rig):
+    rig.write("x")
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    await rig.ask(messages=[{"role": "developer", "content": parts}, *HI])
+    assert rig.sent().startswith("<bos>system: Be kind.<eos>")
+
+
+async def test_the_model_has_a_name_and_answers_to_any(rig):
+    rig.write("x")
+    names = []
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            names.extend([entry.id async for entry in client.models.list()])
+            names.append((await client.models.retrieve("org/other")).id)
+            names.append((await client.chat.completions.create(model="gpt-9", messages=HI)).model)
+
+    await rig.play(agent)
+    assert names == ["tiny", "org/other", "gpt-9"]
+
+
+@pytest.mark.parametrize("stream_interval", [0, 3])
+@pytest.mark.parametrize("text", ["hello there", "größe ☃ ünd", ""])
+async def test_a_stream_gives_the_same_text_as_an_answer(make_rig, stream_interval, text):
+    async with make_rig(stream_interval=stream_interval) as rig:
+        rig.write(text)
+        chunks, trajectories = await stream(rig, stream_options={"include_usage": True}, logprobs=True)
+        *parts, usage = chunks
+        contents = [c.choices[0].delta.content for c in parts if c.choices[0].delta.content]
+        assert "".join(contents) == text
+        assert len(contents) > 1 or not (stream_interval and text)
+        assert parts[0].choices[0].delta.role == "assistant"
+        assert [c.choices[0].finish_reason for c in parts] == [None] * (len(parts) - 1) + ["stop"]
+        assert usage.choices == [] and usage.usage.completion_tokens == len(trajectories[0].response_ids)
+        assert [e.logprob for e in parts[-1].choices[0].logprobs.content] == trajectories[0].logprobs
+        assert len({c.id for c in chunks}) == 1
+
+
+async def stream(rig, **request):
+    chunks = []
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            options = {"model": model, "messages": HI, "stream": True} | request
+            chunks.extend([chunk async for chunk in await client.chat.completions.create(**options)])
+
+    return chunks, await rig.play(agent)
+
+
+async def test_text_arrives_while_the_rest_is_being_sampled(make_rig):
+    """The server goes on only when the agent has seen the first piece."""
+    async with make_rig(stream_interval=3) as rig:
+        seen = asyncio.Event()
+
+        async def slow(fake, body):
+            ids = rig.tokenizer.encode("abcdef")
+            span = {"finish_reason": {"type": "length"}, "weight_versions": [{"version": "0", "start": 0, "end": 6}]}
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(fake.http)
+            await response.write(event(fake.piece(body, ids[:3], 0)).encode())
+            await asyncio.wait_for(seen.wait(), 10)
+            await response.write((event(fake.piece(body, ids[3:], 0, span)) + "data: [DONE]\n\n").encode())
+            return response
+
+        loop = asyncio.get_running_loop()
+        rig.fake.script.append(slow)
+        contents = []
+
+        async def agent(base_url, api_key, sample, model):
+            async with openai(base_url, api_key) as client:
+                async for chunk in await client.chat.completions.create(model=model, messages=HI, stream=True):
+                    if content := chunk.choices[0].delta.content:
+                        contents.append(content)
+                        loop.call_soon_threadsafe(seen.set)
+
+        await rig.play(agent)
+        assert contents == ["abc", "def"]
+
+
+async def test_calls_and_reasoning_are_streamed_as_such(make_rig):
+    async with make_rig(stream_interval=3, chat=ChatConfig(reasoning_format="qwen3")) as rig:
+        rig.write("<think>hm</think>So " + CALL + CALL)
+        chunks, _ = await stream(rig, tools=[ADD])
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
+        assert "".join(delta.content or "" for delta in deltas) == "So "
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        for index in (0, 1):
+            first, *rest = [call for call in calls if call.index == index]
+            assert first.function.name == "add" and first.id
+            assert json.loads("".join(call.function.arguments for call in rest)) == {"a": 1, "b": 2}
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_text_that_may_be_cut_by_a_stop_is_not_sent_before_its_end(make_rig):
+    async with make_rig(stream_interval=3) as rig:
+        rig.write("hello")
+        chunks, _ = await stream(rig, stop=["lo"])
+        assert [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content] == ["hello"]
+        rig.sampling = SamplingConfig(max_new_tokens=300, stop=["lo"])
+        rig.write("hello")
+        chunks, _ = await stream(rig)
+        assert [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content] == ["hello"]

@@ -1,0 +1,42 @@
+"""Which agent a run plays, and what it must have for that."""
+
+import pytest
+from tiny_models import byte_tokenizer
+
+from megasync.config import Config
+from megasync.errors import ConfigError
+from megasync.gateway import AgentWorkflow
+from megasync.workload import Custom, _workflow
+
+
+@pytest.fixture
+def config():
+    config = Config()
+    config.model.path = "models/tiny"
+    return config
+
+
+def own(base_url, api_key, sample, model):
+    return 1.0
+
+
+async def rollout(client, sample):
+    return []
+
+
+def test_the_callers_agent_goes_before_the_configured_one(config):
+    config.rollout.agent = "openai_agent:play"
+    configured = _workflow(config, Custom(), byte_tokenizer())
+    callers = _workflow(config, Custom(agent=own), byte_tokenizer())
+    assert isinstance(configured, AgentWorkflow) and isinstance(callers, AgentWorkflow)
+    assert (configured.__name__, callers.__name__) == ("play", "own")
+
+
+def test_the_callers_rollout_function_goes_before_the_configured_agent(config):
+    config.rollout.agent = "openai_agent:play"
+    assert _workflow(config, Custom(rollout=rollout), byte_tokenizer()) is rollout
+
+
+def test_a_model_without_a_chat_template_cannot_talk_to_agents(config):
+    with pytest.raises(ConfigError, match=r"model\.path='models/tiny' has no chat template"):
+        _workflow(config, Custom(agent=own), byte_tokenizer(chat_template=None))

@@ -1,0 +1,77 @@
+"""A gateway in front of the real client, in front of a server that is a fake and writes what a test says."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from fake_sglang import FakeSGLang
+from openai import AsyncOpenAI
+
+from megasync.config.schema import GatewayConfig, SamplingConfig
+from megasync.gateway import AgentWorkflow
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.requests import RequestGate, SampleClient
+
+
+class Rig:
+    """`write` says what the server answers next; `play` has an agent play one sample."""
+
+    def __init__(self, fake: FakeSGLang, client: RolloutClient) -> None:
+        self.fake = fake
+        self.client = client
+        self.tokenizer = client.tokenizer
+        self.gateway = GatewayConfig()
+        self.sampling = SamplingConfig(max_new_tokens=300)
+        self.gate = RequestGate()
+
+    def write(self, *answers: str, cut: bool = False) -> None:
+        """Answers of the next requests, in their order; with `cut` they have no end."""
+        for text in answers:
+            ids = [*self.tokenizer.encode(text), *([] if cut else [self.tokenizer.eos_token_id])]
+            self.fake.script.append(_writes(ids, "length" if cut else "stop"))
+
+    def sample_client(self, **options) -> SampleClient:
+        return SampleClient(self.client, self.gate, routing_key="0:0", **options)
+
+    async def play(self, agent, *, deadline=20.0, client=None, **sample):
+        workflow = AgentWorkflow(agent, self.gateway, self.sampling, "tiny", deadline)
+        try:
+            return await workflow(client or self.sample_client(), sample)
+        finally:
+            await workflow.close()
+
+    async def ask(self, **request):
+        """One request of an agent with the `openai` package: (what came, the trajectories)."""
+        found = []
+
+        async def agent(base_url, api_key, sample, model):
+            async with openai(base_url, api_key) as client:
+                found.append(await client.chat.completions.create(**({"model": model, "messages": HI} | request)))
+
+        trajectories = await self.play(agent)
+        return found[0], trajectories
+
+    def sent(self, number: int = -1) -> str:
+        """What the server was asked, as text."""
+        return self.tokenizer.decode(self.fake.requests[number]["input_ids"])
+
+
+def _writes(ids, finish):
+    async def behave(fake, body):
+        fake.continuation = lambda body, count: ids
+        return fake.answer(body, len(ids), finish)
+
+    return behave
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@asynccontextmanager
+async def openai(base_url, api_key):
+    """The real client, made anew: connections belong to one event loop."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=20.0)
+    try:
+        yield client
+    finally:
+        await client.close()
