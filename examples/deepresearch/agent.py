@@ -21,6 +21,7 @@ from deepresearch.prompts import OPEN_RULE, SOLVED, SYSTEM, UNMARKED
 from deepresearch.scoring import exact_match, f1, marked_answer
 from megasync.buffer.trajectory import Trajectory
 from megasync.errors import ContextFull
+from megasync.rollout.generation import Reply
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
 
 log = logging.getLogger(__name__)
@@ -104,16 +105,11 @@ class SearchAgent:
             if turn == self._rules.max_turns - 1:
                 counts["turn_limit"] += 1
                 break
-            if reply.tool_calls or reply.malformed_calls:
-                fresh = [call for call in reply.tool_calls if _is_new(call, seen)]
-                told = [_told(call) for call in reply.tool_calls if call not in fresh]
-                counts["duplicates"] += len(told)
-                messages = reply.messages + told + await toolbox.run(fresh, reply.malformed_calls)
-            else:
-                counts["unmarked"] += 1
-                messages = [*reply.messages, {"role": "user", "content": UNMARKED}]
-        counts["malformed"] = toolbox.counts["malformed"] + toolbox.counts["unknown"] + counts["unmarked"]
-        counts["searches"] = toolbox.counts["calls"] - toolbox.counts["malformed"] - toolbox.counts["unknown"]
+            messages = reply.messages + await _observations(reply, toolbox, seen, counts)
+        told = toolbox.counts
+        counts["malformed"] = told["malformed"] + told["unknown"] + counts["unmarked"]
+        # Calls that were run. Those that not even the parser could read never became calls.
+        counts["searches"] = told["calls"] - told["unknown"] - (told["malformed"] - counts["unread"])
         scores = self._scores(answer, sample["answers"], counts)
         return reply.trajectories(scores["agent/reward"], scores)
 
@@ -131,11 +127,24 @@ class SearchAgent:
         }
 
 
+async def _observations(reply: Reply, toolbox: Toolbox, seen: set[str], counts: Counter[str]) -> list[dict[str, Any]]:
+    """What the model is shown after an answer that is not its last: results of its calls, or what was wrong."""
+    if not (reply.tool_calls or reply.malformed_calls):
+        counts["unmarked"] += 1
+        return [{"role": "user", "content": UNMARKED}]
+    fresh, repeated = [], []
+    for call in reply.tool_calls:
+        (fresh if _is_new(call, seen) else repeated).append(call)
+    counts["duplicates"] += len(repeated)
+    counts["unread"] += reply.malformed_calls
+    return [_told(call) for call in repeated] + await toolbox.run(fresh, reply.malformed_calls)
+
+
 def _is_new(call: ToolCall, seen: set[str]) -> bool:
     """False for the same call again, also in other letters and spaces. A call that cannot be read is never the same."""
     if call.arguments is None:
         return True
-    key = " ".join(call.key.casefold().split())
+    key = f"{call.name} {sorted((name, ' '.join(str(v).casefold().split())) for name, v in call.arguments.items())}"
     if key in seen:
         return False
     seen.add(key)

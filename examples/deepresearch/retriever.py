@@ -78,7 +78,7 @@ def create_app(
             raise HTTPException(500, f"the search failed: {type(problem).__name__}: {problem}")
         return RetrieveResponse(results=[[_found(hit) for hit in hits] for hits in answers])
 
-    @app.get("/documents/{document_id}")
+    @app.get("/documents/{document_id:path}")
     async def document(document_id: str) -> Document:
         if document_id not in documents:
             raise HTTPException(404, f"there is no document {document_id!r}")

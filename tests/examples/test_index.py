@@ -19,9 +19,7 @@ DIMENSION = 8
 
 
 @settings(deadline=None)
-@given(
-    rows=st.integers(1, 40), shards=st.integers(1, 7), top_k=st.integers(1, 50), seed=st.integers(0, 10_000)
-)
+@given(rows=st.integers(1, 40), shards=st.integers(1, 7), top_k=st.integers(1, 50), seed=st.integers(0, 10_000))
 def test_shards_find_what_one_look_at_all_vectors_finds(rows, shards, top_k, seed):
     chance = np.random.default_rng(seed)
     vectors = chance.normal(size=(rows, DIMENSION)).astype(np.float32)
@@ -89,7 +87,11 @@ def test_an_index_is_opened_as_it_was_built(corpus, tmp_path):
     [
         (lambda corpus, index: corpus.write_text(corpus.read_text() + "\n"), "fake", "corpus.jsonl has changed since"),
         (lambda corpus, index: None, "other", "built with another embedder"),
-        (lambda corpus, index: (index / "shard-01.faiss").write_bytes(b"x"), "fake", "shard-01.faiss is missing or damaged"),
+        (
+            lambda corpus, index: (index / "shard-01.faiss").write_bytes(b"x"),
+            "fake",
+            "shard-01.faiss is missing or damaged",
+        ),
         (lambda corpus, index: (index / "passages.jsonl").unlink(), "fake", "passages.jsonl is missing or damaged"),
         (lambda corpus, index: (index / "meta.json").unlink(), "fake", "meta.json cannot be read"),
     ],
