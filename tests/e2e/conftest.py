@@ -69,13 +69,16 @@ def miniature(digits_model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 class Launched:
-    """`megasync train` (or resume) as a person starts it: a process of its own."""
+    """`megasync train` (or resume, or another module) as a person starts it: a process of its own."""
 
-    def __init__(self, arguments: list[str], output: Path) -> None:
+    def __init__(self, arguments: list[str], output: Path, module: str, env: dict[str, str]) -> None:
         self._output = output
         with output.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megasync", *arguments], stdout=out, stderr=subprocess.STDOUT
+                [sys.executable, "-m", module, *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | env,
             )
         self._family: dict[int, psutil.Process] = {}
 
@@ -125,8 +128,8 @@ class Launched:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     started: list[Launched] = []
 
-    def start(*arguments: str | os.PathLike) -> Launched:
-        started.append(Launched([str(a) for a in arguments], tmp_path / f"output-{len(started)}.txt"))
+    def start(*arguments: str | os.PathLike, module: str = "megasync", **env: str) -> Launched:
+        started.append(Launched([str(a) for a in arguments], tmp_path / f"output-{len(started)}.txt", module, env))
         return started[-1]
 
     yield start
