@@ -33,7 +33,7 @@ class CorpusError(ValueError):
 def read_documents(path: Path) -> list[Document]:
     """A JSONL file with `id`, `title` and `text` in each line. Raises CorpusError."""
     documents: dict[str, Document] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines(path), 1):
         try:
             row = json.loads(line)
             document = Document(row["id"], row["title"], row["text"])
@@ -49,6 +49,11 @@ def read_documents(path: Path) -> list[Document]:
     if not documents:
         raise CorpusError(f"{path} holds no documents")
     return list(documents.values())
+
+
+def lines(path: Path) -> list[str]:
+    """Not `splitlines`, which also splits at marks that JSON leaves as they are."""
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:

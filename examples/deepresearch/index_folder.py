@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepresearch.documents import Passage, passages, read_documents, write_jsonl
+from deepresearch.documents import Passage, lines, passages, read_documents, write_jsonl
 from deepresearch.sharded_index import ShardedIndex
 
 META, PASSAGES = "meta.json", "passages.jsonl"
@@ -58,7 +58,7 @@ def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[ShardedIndex,
         if not (folder / name).is_file() or _digest(folder / name) != digest:
             raise _stale(folder, f"{name} is missing or damaged")
     index = ShardedIndex.load([folder / name for name in meta["files"] if name != PASSAGES])
-    rows = [Passage(**json.loads(line)) for line in (folder / PASSAGES).read_text(encoding="utf-8").splitlines()]
+    rows = [Passage(**json.loads(line)) for line in lines(folder / PASSAGES)]
     if len(rows) != len(index):
         raise _stale(folder, f"it has {len(index)} vectors for {len(rows)} passages")
     return index, rows

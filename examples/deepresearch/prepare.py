@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepresearch.corpus import encyclopaedia
-from deepresearch.documents import CorpusError, write_jsonl
+from deepresearch.documents import CorpusError, lines, write_jsonl
 from deepresearch.folders import DataFolder
 from deepresearch.index_folder import build_index, is_current
 
@@ -52,7 +52,7 @@ def prepare_own(
 def read_questions(path: Path) -> list[dict]:
     """Raises CorpusError naming the line that is wrong."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines(path), 1):
         try:
             row = json.loads(line)
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""What the agent is told. The solved question is of a country of its own: none of its names is in the corpus."""
+"""What the agent is told. No name of the solved questions is in the corpus."""
 
-SYSTEM = """You answer questions about the country of Vessaly. You know nothing about it, so look everything up. Search like this:
-<tool_call>{"name": "search", "arguments": {"query": "a few words"}}</tool_call>
-When you have found the answer, write it alone, like this: <answer>the answer</answer>"""
+SYSTEM = """You answer questions about the country of Vessaly. You know nothing about it: search first, always, like this:
+<tool_call>{"name": "search", "arguments": {"query": "Ada Morrow born"}}</tool_call>
+When you have read the answer, write it alone, like this: <answer>Highcombe</answer>"""
 
 OPEN_RULE = """
 To read a whole document that a search has listed:
@@ -14,8 +14,15 @@ SOLVED = [
     {"role": "user", "content": "In which town was Ada Morrow born?"},
     {
         "role": "assistant",
-        "content": '<tool_call>{"name": "search", "arguments": {"query": "Ada Morrow born in the town of"}}</tool_call>',
+        "content": '<tool_call>{"name": "search", "arguments": {"query": "Ada Morrow born"}}</tool_call>',
     },
-    {"role": "tool", "content": "Ada Morrow was a painter. Ada Morrow was born in the town of Highcombe in 1802."},
+    {"role": "tool", "content": "Ada Morrow: Ada Morrow was born in the town of Highcombe in 1802."},
     {"role": "assistant", "content": "<answer>Highcombe</answer>"},
+    {"role": "user", "content": "On which river does the town of Highcombe lie?"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>{"name": "search", "arguments": {"query": "Highcombe river"}}</tool_call>',
+    },
+    {"role": "tool", "content": "Highcombe: It lies on the river Thorn and was founded in 1120."},
+    {"role": "assistant", "content": "<answer>Thorn</answer>"},
 ]

@@ -1,4 +1,4 @@
-"""The whole example: prepare the data, start the services, train the agent, show what came of it.
+"""The whole example: prepare the data where there is none, start the services, train the agent, show what came of it.
 
     python -m deepresearch.run [CONFIG] [key=value ...] [--data DIR] [--refiners N] ...
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import megasync
 from deepresearch.agent import Rules, SearchAgent
 from deepresearch.clients import RefineClient, RetrieveClient
+from deepresearch.documents import lines
 from deepresearch.folders import DataFolder
 from deepresearch.prepare import prepare
 from deepresearch.report import results_table
@@ -24,7 +25,7 @@ CONFIG = Path(__file__).with_name("deepresearch.yaml")
 
 
 def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in lines(path)]
 
 
 async def train(options: argparse.Namespace, data: DataFolder) -> None:
@@ -52,17 +53,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", default=CONFIG, type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--data", type=Path, default=Path("runs/deepresearch-data"), help="folder for corpus and index")
+    parser.add_argument(
+        "--data", type=Path, default=Path("runs/deepresearch-data"), help="what prepare.py made; made if missing"
+    )
     parser.add_argument("--refiners", type=int, default=2, help="refine servers; 0 shows the passages themselves")
-    parser.add_argument("--max-turns", type=int, default=4, help="answers of the model in one sample")
+    parser.add_argument("--max-turns", type=int, default=3, help="answers of the model in one sample")
     parser.add_argument("--top-k", type=int, default=2, help="passages that a search finds")
     parser.add_argument("--may-open", action="store_true", help="a second tool that shows whole documents")
     options = parser.parse_intermixed_args()
     data = DataFolder(options.data)
 
-    from deepresearch.embedder import Embedder
+    if not data.root.exists():
+        from deepresearch.embedder import Embedder
 
-    prepare(data, Embedder())
+        prepare(data, Embedder())
     asyncio.run(train(options, data))
 
 

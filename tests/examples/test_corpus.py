@@ -1,10 +1,11 @@
 """The fictional encyclopaedia, and corpora of one's own."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from deepresearch.corpus import encyclopaedia
-from deepresearch.documents import CorpusError, read_documents
+from deepresearch.documents import CorpusError, Document, read_documents, write_jsonl
 from deepresearch.folders import DataFolder
 from deepresearch.prepare import prepare_own
 from fake_embedder import FakeEmbedder
@@ -64,3 +65,9 @@ def test_a_corpus_of_ones_own_with_its_questions(tmp_path):
     (tmp_path / "asked.jsonl").write_text('{"prompt": "q", "answers": "blue"}')
     with pytest.raises(CorpusError, match="line 1: needs `prompt`.*`answers`, a list"):
         prepare_own(data, FakeEmbedder(), tmp_path / "mine.jsonl", tmp_path / "asked.jsonl")
+
+
+def test_marks_that_python_takes_for_ends_of_lines_stay_in_the_text(tmp_path):
+    documents = [Document("a", "t", "One.\u2028Two.\x85Three."), Document("b", "t", "Four.")]
+    write_jsonl(tmp_path / "corpus.jsonl", map(asdict, documents))
+    assert read_documents(tmp_path / "corpus.jsonl") == documents
