@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from deepresearch.documents import sentences
-from deepresearch.serve import add_address, serve
+from deepresearch.serve import add_address, refuse_clearly, serve
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=20_000)]
 
@@ -54,6 +54,7 @@ def extract(embedder: Any, query: str, passages: Sequence[tuple[str, str]], max_
 
 def create_app(embedder: Any) -> FastAPI:
     app = FastAPI(title="refiner")
+    refuse_clearly(app)
     # One at a time: the embedder is not for several threads, and would gain nothing by them on a CPU.
     turn = asyncio.Lock()
 

@@ -23,7 +23,7 @@ from deepresearch.documents import Document, read_documents
 from deepresearch.folders import DataFolder
 from deepresearch.index_folder import open_index
 from deepresearch.searcher import Hit, Query, Searcher
-from deepresearch.serve import add_address, serve
+from deepresearch.serve import add_address, refuse_clearly, serve
 from deepresearch.stats import Stats
 
 QueryText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
@@ -63,6 +63,7 @@ def create_app(
         await batcher.close()
 
     app = FastAPI(title="retriever", lifespan=lifespan)
+    refuse_clearly(app)
 
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> RetrieveResponse:

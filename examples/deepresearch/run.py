@@ -1,6 +1,6 @@
 """The whole example: prepare the data where there is none, start the services, train the agent, show what came of it.
 
-    python -m deepresearch.run [CONFIG] [key=value ...] [--data DIR] [--refiners N] ...
+    python -m deepresearch.run [key=value ...] [--config FILE] [--data DIR] [--refiners N] ...
 
 Run it by `bash examples/deepresearch/run.sh`, which sets the path and passes everything on.
 """
@@ -51,8 +51,8 @@ async def train(options: argparse.Namespace, data: DataFolder) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", nargs="?", default=CONFIG, type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the configuration")
+    parser.add_argument("--config", default=CONFIG, type=Path)
     parser.add_argument(
         "--data", type=Path, default=Path("runs/deepresearch-data"), help="what prepare.py made; made if missing"
     )

@@ -45,7 +45,14 @@ def test_the_example_searches_trains_and_leaves_nothing_behind(miniature, launch
         checkpoint={"export": False},
     )
     run = launch(
-        config, "--data", tmp_path / "data", "--refiners", "1", module="deepresearch.run", PYTHONPATH="examples"
+        "--config",
+        config,
+        "--data",
+        tmp_path / "data",
+        "--refiners",
+        "1",
+        module="deepresearch.run",
+        PYTHONPATH="examples",
     )
     run.wait_for("starting Ray")
     assert run.find("deepresearch.retriever"), run.output

@@ -81,6 +81,7 @@ async def test_more_than_there_is_brings_all_there_is():
         ({"queries": ["x" * 2001]}, "queries"),
         ({"queries": ["x"] * 65}, "queries"),
         ({"queries": "x"}, "queries"),
+        ({"queries": ["\ud800"]}, "queries"),
         ({"queries": ["x"], "top_k": 0}, "top_k"),
         ({"queries": ["x"], "top_k": 51}, "top_k"),
         ({"queries": ["x"], "topk": 3}, "topk"),
