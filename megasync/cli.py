@@ -1,5 +1,5 @@
-"""The command line: `megasync train`, `plan`, `resume`, `scale`, `export`, `check-layout`, `doctor`, `fetch`,
-`chaos`, `simulate`.
+"""The command line: `megasync train`, `launch`, `plan`, `resume`, `scale`, `export`, `check-layout`, `doctor`,
+`fetch`, `chaos`, `simulate`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
 MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasync.errors import MegasyncError
+from megasync.launch.command import launch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +52,14 @@ Overrides = Annotated[
     epilog="[bold]Examples[/]\n\nmegasync train configs/quickstart.yaml\n\n"
     "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2"
 )
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    continue_file: Annotated[
+        Path | None,
+        typer.Option("--continue", metavar="FILE", help="Names the run; it goes on where FILE is there already."),
+    ] = None,
+) -> None:
     """Train as CONFIG says.
 
     Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
@@ -64,7 +72,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     from megasync.async_trainer import AsyncTrainer
 
-    _run(AsyncTrainer(loaded))
+    _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
 
 
 @app.command(
@@ -111,14 +119,14 @@ def scale(
 
     An added server serves after the next weight sync. What a removed one was generating goes on elsewhere.
     """
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import ConfigError
     from megasync.mailbox import ask
 
     pool, _, number = size.partition("=")
     if pool != "rollout" or not number.isdecimal():
         raise ConfigError(f"{size!r} does not say how many servers; write rollout=N, such as rollout=3")
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     # The run itself waits so long for a server.
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
@@ -131,12 +139,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet, or be empty.")],
 ) -> None:
     """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import CheckpointError, ConfigError
 
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     if not settings.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name another folder")
 
@@ -269,21 +277,41 @@ def simulate(
     raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console()))
 
 
-@app.command(epilog="[bold]Example[/]\n\nmegasync doctor")
-def doctor() -> None:
-    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure."""
-    from rich.table import Table
-    from rich.text import Text
+app.command(
+    epilog="[bold]Examples[/]\n\nmegasync launch configs/qwen3_32b_math.yaml --hosts gpu1,gpu2,gpu3\n\n"
+    "megasync launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4"
+)(launch)
 
-    from megasync.preflight.doctor import FAILURE, OK, WARNING, examine
 
-    styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
-    table = Table.grid(padding=(0, 2))
-    findings = examine()
-    for finding in findings:
-        detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
-        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
-    _console().print(table)
+@app.command(epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor --cluster auto --nodes 4 my_run.yaml")
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="With --cluster: also its model, folders and size.")
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="All nodes of this Ray cluster instead: auto or host:port.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the cluster should have.")] = 1,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for them.")] = 0.0,
+) -> None:
+    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure.
+
+    With --cluster every node, what must be equal on all of them (code, versions, devices, clocks, folders), and the ways
+    between them.
+    """
+    from megasync.config import load_config
+    from megasync.preflight.doctor import FAILURE, examine
+    from megasync.preflight.render import findings_table
+
+    if cluster is None:
+        findings = examine()
+    else:
+        from megasync.preflight.cluster_doctor import examine_cluster
+
+        loaded = load_config(config, overrides or ()) if config else None
+        findings = examine_cluster(cluster, nodes, wait, loaded)
+    _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)
 
