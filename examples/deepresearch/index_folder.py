@@ -37,6 +37,7 @@ def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_word
         meta = {
             "corpus": _digest(corpus),
             "embedder": embedder.digest,
+            "shards": shards,
             "max_words": max_words,
             "files": {file.name: _digest(file) for file in files},
         }
@@ -67,10 +68,11 @@ def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[ShardedIndex,
 def is_current(folder: Path, corpus: Path, embedder: Any, shards: int, max_words: int) -> bool:
     """Whether `build_index` with these arguments would make what is there already."""
     try:
-        index, _ = open_index(folder, corpus, embedder)
+        open_index(folder, corpus, embedder)
     except StaleIndex:
         return False
-    return len(index.shards) == shards and _meta(folder)["max_words"] == max_words
+    meta = _meta(folder)
+    return (meta["shards"], meta["max_words"]) == (shards, max_words)
 
 
 def _meta(folder: Path) -> dict[str, Any]:

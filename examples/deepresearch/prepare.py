@@ -90,10 +90,13 @@ def main() -> None:
     from deepresearch.embedder import Embedder
 
     data, limits = DataFolder(options.data), {"shards": options.shards, "max_words": options.max_words}
-    if options.corpus:
-        prepare_own(data, Embedder(), options.corpus, options.questions, **limits)
-    else:
-        prepare(data, Embedder(), **limits)
+    try:
+        if options.corpus:
+            prepare_own(data, Embedder(), options.corpus, options.questions, **limits)
+        else:
+            prepare(data, Embedder(), **limits)
+    except CorpusError as error:
+        parser.exit(1, f"{error}\n")
     print(f"{data.root} is ready")
 
 

@@ -20,6 +20,7 @@ from deepresearch.folders import DataFolder
 from deepresearch.prepare import prepare
 from deepresearch.report import results_table
 from deepresearch.services import running_services
+from megasync.errors import MegasyncError
 
 CONFIG = Path(__file__).with_name("deepresearch.yaml")
 
@@ -67,7 +68,10 @@ def main() -> None:
         from deepresearch.embedder import Embedder
 
         prepare(data, Embedder())
-    asyncio.run(train(options, data))
+    try:
+        asyncio.run(train(options, data))
+    except MegasyncError as error:
+        parser.exit(1, f"{type(error).__name__}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from deepresearch.folders import DataFolder
+from megasync.cluster.together import together
 from megasync.rollout.service import Service
 
 START_SECONDS = 180.0
@@ -63,5 +63,5 @@ async def running_services(data: DataFolder, logs: Path, refiners: int) -> Async
     async with AsyncExitStack() as stack:
         for service in services:
             stack.push_async_callback(service.stop)
-        await asyncio.gather(*(service.start(START_SECONDS) for service in services))
+        await together(*(service.start(START_SECONDS) for service in services))
         yield Urls([retriever.url], [helper.url for helper in helpers])
