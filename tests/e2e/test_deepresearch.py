@@ -6,12 +6,16 @@ Its model has random weights and whole tool calls for tokens, so that it searche
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from deepresearch.corpus import encyclopaedia
 from word_model import make_word_model
 
 pytestmark = pytest.mark.real
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "deepresearch" / "run.sh"
 
 
 def call(name: str, **arguments: str) -> str:
@@ -29,7 +33,9 @@ def words() -> list[str]:
     ]
 
 
-def test_the_example_searches_trains_and_leaves_nothing_behind(miniature, launch, the_run_dir, tmp_path) -> None:
+def test_the_example_searches_trains_and_leaves_nothing_behind(
+    miniature, execute, the_run_dir, tmp_path, monkeypatch
+) -> None:
     config = miniature(
         model={"path": str(make_word_model(tmp_path / "model", words()))},
         data={"train": None, "eval": None, "prompt": {"format": "chat", "max_tokens": 64}},
@@ -44,16 +50,8 @@ def test_the_example_searches_trains_and_leaves_nothing_behind(miniature, launch
         eval={"every_steps": 0, "samples": 4},
         checkpoint={"export": False},
     )
-    run = launch(
-        "--config",
-        config,
-        "--data",
-        tmp_path / "data",
-        "--refiners",
-        "1",
-        module="deepresearch.run",
-        PYTHONPATH="examples",
-    )
+    monkeypatch.setenv("PYTHON", sys.executable)
+    run = execute("bash", SCRIPT, "--config", config, "--data", tmp_path / "data", "--refiners", "1")
     run.wait_for("starting Ray")
     assert run.find("deepresearch.retriever"), run.output
     assert run.find("deepresearch.refiner"), run.output
