@@ -127,7 +127,7 @@ def test_the_lock_pins_exactly_and_fits_the_projects_requirements():
         assert specifier.operator == "==" and requirement.url is None and "+" not in specifier.version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["tasks"], *extras["test"], *project_build()]
+    wanted = [*project["dependencies"], *extras["tasks"], *extras["deepresearch"], *extras["test"], *project_build()]
     for requirement in map(Requirement, wanted):
         pin = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(next(iter(pin.specifier)).version), requirement

@@ -1,0 +1,104 @@
+"""JSON requests to several servers that do the same, with deadlines, retries and failover.
+
+A failure (no connection, no answer in time, status 429 or 5xx) is tried again: at once where another endpoint is awake,
+else after a pause that doubles. What an endpoint refuses (any other status) is the caller's fault and is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from deepresearch.endpoints import Endpoint, Endpoints
+
+FIRST_PAUSE = 0.1  # seconds
+
+
+class ServiceFailed(RuntimeError):
+    """No endpoint answered within the attempts and the deadline: names the last one and why."""
+
+
+class RequestRefused(RuntimeError):
+    """An endpoint answered that the request itself is wrong; no other would take it either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In seconds: `attempt` for one try, `deadline` for all together, `rest` for an endpoint that failed."""
+
+    attempts: int = 4
+    attempt: float = 10.0
+    deadline: float = 30.0
+    rest: float = 5.0
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class HttpPool:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        limits: Limits = DEFAULT_LIMITS,
+        headers: dict[str, str] | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.endpoints = Endpoints(urls, limits.rest)
+        self._limits = limits
+        self._headers = headers
+        self._chance = chance
+        self._session: aiohttp.ClientSession | None = None
+
+    async def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON answer. Raises ServiceFailed or RequestRefused."""
+        end = asyncio.get_running_loop().time() + self._limits.deadline
+        tried: list[Endpoint] = []
+        problem = "no time was left"
+        pause = FIRST_PAUSE
+        for attempt in range(self._limits.attempts):
+            if attempt and not self.endpoints.untried(tried):
+                # By chance up to half longer, so that clients that failed together do not come back together.
+                await asyncio.sleep(pause * (1 + self._chance() / 2))
+                pause *= 2
+            left = end - asyncio.get_running_loop().time()
+            if left <= 0:
+                break
+            endpoint = self.endpoints.acquire(tried)
+            tried.append(endpoint)
+            ok: bool | None = None
+            try:
+                async with asyncio.timeout(min(left, self._limits.attempt)):
+                    status, answer = await self._ask(method, endpoint.url + path, body)
+                ok = True
+            except TimeoutError:
+                ok, problem = False, f"{endpoint.url}: no answer within {min(left, self._limits.attempt):.3g} s"
+            except (aiohttp.ClientError, ValueError) as error:
+                ok, problem = False, f"{endpoint.url}: {type(error).__name__}: {error}"
+            finally:
+                self.endpoints.release(endpoint, ok)
+            if not ok:
+                continue
+            if status == 200:
+                return answer
+            raise RequestRefused(f"{endpoint.url}{path} refused with status {status}: {answer!r:.300}")
+        raise ServiceFailed(f"{path} failed after {len(tried)} attempts; the last: {problem}")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        """Status and JSON. Raises ClientError for a status that another try may change."""
+        if self._session is None:
+            # Here, not in the constructor: a session belongs to the event loop that it was made on.
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        async with self._session.request(method, url, json=body) as response:
+            if response.status >= 500 or response.status == 429:
+                raise aiohttp.ClientError(f"status {response.status}: {(await response.text())[:300]}")
+            return response.status, await response.json(content_type=None)

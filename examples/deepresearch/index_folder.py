@@ -1,0 +1,90 @@
+"""The index on disk: shards, passages and `meta.json`, which says what they were made from.
+
+Invariant: an index is opened only with the corpus and the embedder that it was built with, and only whole. `open_index`
+guarantees it by digests; the folder appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepresearch.documents import Passage, lines, passages, read_documents, write_jsonl
+from deepresearch.sharded_index import ShardedIndex
+
+META, PASSAGES = "meta.json", "passages.jsonl"
+
+
+class StaleIndex(RuntimeError):
+    """An index that does not belong to this corpus or embedder, or is damaged: says which, and how to build it again."""
+
+
+def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_words: int) -> None:
+    """Cuts the corpus into passages of up to `max_words` words, embeds them and replaces `folder`."""
+    pieces = [piece for document in read_documents(corpus) for piece in passages(document, max_words)]
+    # With the title, for most sentences call their subject "it".
+    index = ShardedIndex.build(embedder.encode([f"{piece.title}. {piece.text}" for piece in pieces]), shards)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_jsonl(unfinished / PASSAGES, (asdict(piece) for piece in pieces))
+        files = [unfinished / PASSAGES, *index.save(unfinished)]
+        meta = {
+            "corpus": _digest(corpus),
+            "embedder": embedder.digest,
+            "shards": shards,
+            "max_words": max_words,
+            "files": {file.name: _digest(file) for file in files},
+        }
+        (unfinished / META).write_text(json.dumps(meta, indent=2))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[ShardedIndex, list[Passage]]:
+    """The index and its passages, by row. Raises StaleIndex."""
+    meta = _meta(folder)
+    if meta["corpus"] != _digest(corpus):
+        raise _stale(folder, f"{corpus} has changed since")
+    if meta["embedder"] != embedder.digest:
+        raise _stale(folder, "it was built with another embedder")
+    for name, digest in meta["files"].items():
+        if not (folder / name).is_file() or _digest(folder / name) != digest:
+            raise _stale(folder, f"{name} is missing or damaged")
+    index = ShardedIndex.load([folder / name for name in meta["files"] if name != PASSAGES])
+    rows = [Passage(**json.loads(line)) for line in lines(folder / PASSAGES)]
+    if len(rows) != len(index):
+        raise _stale(folder, f"it has {len(index)} vectors for {len(rows)} passages")
+    return index, rows
+
+
+def is_current(folder: Path, corpus: Path, embedder: Any, shards: int, max_words: int) -> bool:
+    """Whether `build_index` with these arguments would make what is there already."""
+    try:
+        open_index(folder, corpus, embedder)
+    except StaleIndex:
+        return False
+    meta = _meta(folder)
+    return (meta["shards"], meta["max_words"]) == (shards, max_words)
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / META).read_text())
+    except (OSError, ValueError) as error:
+        raise _stale(folder, f"{META} cannot be read ({error})") from error
+
+
+def _stale(folder: Path, why: str) -> StaleIndex:
+    return StaleIndex(f"the index {folder} is refused: {why}; build it again with `python -m deepresearch.prepare`")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,84 @@
+"""Which endpoint is asked next, and which one rests."""
+
+import pytest
+from deepresearch.endpoints import LONGEST_REST, Endpoints
+
+
+class FakeClock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def names(endpoints):
+    return [endpoint.url for endpoint in endpoints]
+
+
+def test_the_least_busy_is_asked_and_idle_ones_take_turns(clock):
+    pool = Endpoints(["a", "b", "c/"], rest=5, clock=clock)
+    first = [pool.acquire() for _ in range(3)]
+    assert names(first) == ["a", "b", "c"]
+    pool.release(first[1], ok=True)
+    assert pool.acquire() is first[1]
+    for endpoint in first:
+        pool.release(endpoint, ok=True)
+    # All are idle; b was asked twice.
+    assert names([pool.acquire(), pool.acquire()]) == ["a", "c"]
+
+
+def test_one_that_fails_rests_and_longer_each_time(clock):
+    pool = Endpoints(["a", "b"], rest=5, clock=clock)
+    a = pool.acquire()
+    pool.release(a, ok=False)
+    assert (a.failures, a.rests_until) == (1, 105.0)
+    for _ in range(3):
+        assert pool.acquire().url == "b"
+    clock.now = 105.0
+    assert pool.acquire() is a, "it is awake again and has nothing to do"
+    pool.release(a, ok=False)
+    assert a.rests_until == 115.0
+    for _ in range(20):
+        a.active += 1
+        pool.release(a, ok=False)
+    assert a.rests_until == clock.now + LONGEST_REST
+    a.active += 1
+    pool.release(a, ok=True)
+    assert (a.failures, a.rests_until) == (0, 0.0)
+
+
+def test_when_all_rest_the_one_that_wakes_first_is_asked(clock):
+    pool = Endpoints(["a", "b"], rest=5, clock=clock)
+    a, b = pool.acquire(), pool.acquire()
+    pool.release(b, ok=False)
+    clock.now += 1
+    pool.release(a, ok=False)
+    assert pool.acquire() is b
+
+
+def test_another_is_asked_before_the_same_again(clock):
+    pool = Endpoints(["a", "b"], rest=5, clock=clock)
+    a = pool.acquire()
+    busy = pool.acquire()
+    pool.release(a, ok=None)
+    assert pool.untried([a])
+    assert pool.acquire(tried=[a]) is busy, "though it is busier"
+    assert pool.acquire(tried=[a, busy]) is a
+    assert not pool.untried([a, busy])
+
+
+def test_giving_up_is_no_verdict(clock):
+    pool = Endpoints(["a"], rest=5, clock=clock)
+    a = pool.acquire()
+    pool.release(a, ok=None)
+    assert (a.active, a.failures, a.rests_until) == (0, 0, 0.0)
+
+
+def test_no_endpoint_is_an_error():
+    with pytest.raises(ValueError, match="name at least one URL"):
+        Endpoints([], rest=5)
