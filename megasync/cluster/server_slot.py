@@ -42,6 +42,9 @@ class ServerProcess(Protocol):
 
     async def tail(self, lines: int) -> str: ...
 
+    async def visible_devices(self) -> str:
+        """The GPUs that it runs on, as CUDA_VISIBLE_DEVICES has them."""
+
     async def stop(self, timeout: float) -> None:
         """Ends the process and what holds it, whatever state they are in. Does not raise."""
 
@@ -128,6 +131,12 @@ class ServerSlot:
                 await self.start()
             except MegasyncError as error:
                 self.note(self.health.died, str(error))
+
+    async def visible_devices(self) -> str:
+        """Of the running process. Raises MegasyncError when there is none."""
+        if self._process is None:
+            raise ServerError(f"server {self.index} does not run")
+        return await self._process.visible_devices()
 
     async def drain(self, seconds: float) -> bool:
         """Aborts what runs here, which goes on elsewhere from its partial tokens; False when something is left."""

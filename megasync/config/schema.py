@@ -151,9 +151,58 @@ class RewardConfig:
 
     # math, code, or `package.module:function`; null takes the function's own name here. A class is made with `options`.
     function: str | None = None
+    # Instead of a function, one of `reward_models`.
+    model: str | None = None
     # Above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardModelConfig:
+    """A model on servers of its own that scores responses. Weight syncs never touch it."""
+
+    # classifier (a sequence-classification or reward head; one number a response) or generative (a judge that writes).
+    kind: str = MISSING
+    # Hugging Face folder: config.json, safetensors, tokenizer.
+    path: str = MISSING
+    # float32 or bfloat16; null takes model.dtype.
+    dtype: str | None = None
+    # Where its servers run: own (a pool of their own) or rollout (on the devices of the rollout servers, one beside each
+    # of the first `servers` of them).
+    pool: str = "own"
+    servers: int = 1
+    tensor_parallel: int = 1
+    # Share of a device's memory for weights and KV cache; with pool=rollout this, rollout.mem_fraction and those of other
+    # models there must sum to less than 1.
+    mem_fraction: float = 0.8
+    # As for the rollout servers.
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    server_args: dict[str, Any] = field(default_factory=dict)
+    # Responses being scored at once; more wait for their turn.
+    max_inflight: int = 64
+    # chat: as messages through its tokenizer's chat template. raw: as plain text.
+    format: str = "chat"
+    system: str = ""
+    # What it reads: a Python format string over the row's columns, with {completion}. null gives a classifier prompt and
+    # response as they are, and a judge a ready question.
+    template: str | None = None
+    # classifier: which of its outputs is the score.
+    label: int = 0
+    # generative: number (the last number that it writes) or yes_no (how likely `yes` is against `no` as its next token).
+    read: str = "number"
+    # number: a regular expression whose last match is the number, its first group where it has one. A number outside
+    # `low` to `high` counts as none; within, it is scaled to 0 to 1.
+    pattern: str = r"-?\d+(?:\.\d+)?"
+    low: float = 0.0
+    high: float = 10.0
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    # yes_no: one token each.
+    yes: str = "Yes"
+    no: str = "No"
 
 
 @dataclass
@@ -334,6 +383,28 @@ class SyncConfig:
 
 
 @dataclass
+class EvalSamplingConfig:
+    """Where evaluation samples otherwise than training; null takes rollout.sampling's."""
+
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass
+class EvalSetConfig:
+    """A held-out set. What is null is as in the eval section."""
+
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    samples: int | None = None
+    temperatures: list[float] | None = None
+    repeats: int | None = None
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    # math, code, or `package.module:function`; null takes the run's reward, or where it names none the set's verifier.
+    reward: str | None = None
+
+
+@dataclass
 class EvalConfig:
     # Training steps between evaluations; 0 evaluates only at the start and the end.
     every_steps: int = 10
@@ -341,7 +412,13 @@ class EvalConfig:
     samples: int = 128
     # One score per temperature; 0 is greedy.
     temperatures: list[float] = field(default_factory=lambda: [0.0])
+    # Answers to each prompt at temperatures above 0, for pass@k.
+    repeats: int = 1
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    # Answers under way at once, over all sets.
     max_inflight: int = 32
+    # More held-out sets, by the names that they have in the metrics.
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
 
 @dataclass
@@ -407,6 +484,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)

@@ -28,6 +28,7 @@ from megasync.errors import ServerError
 from megasync.rollout.engine_protocol import (
     ACTION,
     ANSWER,
+    CLASSIFIER_VARIABLE,
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
@@ -204,6 +205,8 @@ class Plugin:
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin(ShardReceiver()).register()
+    if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
+        SCORE_BIAS.apply()
 
 
 def _parallel() -> Any:
