@@ -20,6 +20,7 @@ from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.reward_servers import RewardServers, start_servers
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.together import together
 from megasync.cluster.trainer_group import TrainerGroup
@@ -33,7 +34,6 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.progress import Progress
 from megasync.restore import restore
-from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
@@ -136,7 +136,9 @@ class Run:
         total_groups = schedule.total_steps * schedule.groups_per_step
         buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
-        await together(ranks.start(self._checkpoint), fleet.start())
+        reward_servers = RewardServers(config, self.run_dir, device, pools, key, workload.scoring.models)
+        stack.push_async_callback(reward_servers.stop)
+        await together(ranks.start(self._checkpoint), start_servers(fleet, reward_servers), reward_servers.start_own())
 
         controls = fleet.joiners()
         client = RolloutClient(
@@ -151,8 +153,6 @@ class Run:
             chat=config.rollout.chat,
         )
         stack.push_async_callback(client.close)
-        rewards = RewardRunner(workload.rewards, config.rollout.reward_processes, config.timeouts.reward)
-        stack.push_async_callback(rewards.close)
         stack.push_async_callback(workload.close)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
@@ -164,7 +164,7 @@ class Run:
             workload.source,
             buffer,
             workload.workflow,
-            rewards,
+            workload.rewards,
             schedule,
             selection=Selection(
                 config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens
@@ -177,7 +177,13 @@ class Run:
             cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
-            config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
+            client,
+            workload.eval_sets,
+            workload.workflow,
+            config.eval.max_inflight,
+            observer.answers,
+            config.observe.samples,
+            seed,
         )
         await self._first_weights(publisher, progress, observer)
         await buffer.publish(progress.version)
@@ -190,7 +196,8 @@ class Run:
             buffer=buffer,
             rollouter=rollouter,
             fleet=fleet,
-            evaluate=held_out if workload.eval_prompts else None,
+            reward_models=reward_servers,
+            evaluate=held_out if workload.eval_sets else None,
             cursor=workload.source.state,
             observer=observer,
             progress=progress,

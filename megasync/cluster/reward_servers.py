@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megasync.cluster.actor_process import ActorProcess
+from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.cluster.together import together
@@ -31,6 +32,12 @@ log = logging.getLogger(__name__)
 
 # Given a rollout server's number, the GPUs that it runs on.
 DevicesOf = Callable[[int], Awaitable[str]]
+
+
+async def start_servers(fleet: Fleet, rewards: RewardServers) -> None:
+    """The rollout servers, then what shares their devices."""
+    await fleet.start()
+    await rewards.start_shared(fleet.visible_devices)
 
 
 class Client(Protocol):

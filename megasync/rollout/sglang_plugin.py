@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
 
+from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
+
 from megasync.errors import ServerError
 from megasync.rollout.engine_protocol import (
     ACTION,
