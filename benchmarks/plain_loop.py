@@ -55,7 +55,7 @@ class PlainLoop:
         self.config = config
         self._lag = lag
         self._one_by_one = one_by_one
-        self._work = work = prepare_workload(config, Custom())
+        self._work = prepare_workload(config, Custom())
         device = resolve_device("cpu")
         self._server = SGLangServer(
             *(config.model.path, config.rollout, config.model.dtype, "cpu", "127.0.0.1", 0, folder / "server.log"),

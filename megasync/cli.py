@@ -1,4 +1,4 @@
-"""The command line: `megasync train`, `plan`, `resume`, `scale`, `export`, `check-layout`, `doctor`, `fetch`,
+"""The command line: `megasync train`, `plan`, `resume`, `scale`, `eval`, `export`, `check-layout`, `doctor`, `fetch`,
 `chaos`, `simulate`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megasync.async_trainer import AsyncTrainer
-    from megasync.run import RunResult
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
@@ -123,6 +122,51 @@ def scale(
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
     _console().print(done, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    "eval",
+    epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
+    "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"
+    "megasync eval configs/qwen3_8b_math.yaml --set gsm8k eval.temperatures=[0.6] eval.repeats=8",
+)
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="YAML file, or run directory.")],
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder to evaluate.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Training checkpoint to evaluate, such as RUN/checkpoints/step-00000010.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this set; may be given again.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; a new one when not given.")] = None,
+) -> None:
+    """Answer the held-out sets of CONFIG_OR_RUN and score the answers. Starts servers, no trainer.
+
+    Evaluates the newest checkpoint of a run, or the model that a configuration names, unless --model or --checkpoint name
+    another. The set under data.eval is called "eval". Prints a table, and leaves every answer in answers.jsonl and the
+    scores in scores.json. Ctrl-C ends it cleanly.
+    """
+    from megasync.errors import ConfigError
+
+    if model is not None and checkpoint is not None:
+        raise ConfigError(f"--model {model} and --checkpoint {checkpoint} exclude each other; name one")
+
+    from megasync.evaluation import load_target, model_folder, new_folder, run_evaluation
+    from megasync.observe.evaluation import scores_table
+
+    console = _console()
+    config = load_target(target, overrides or ())
+    folder = new_folder(target, config, out)
+    try:
+        with model_folder(target, config, folder, model, checkpoint) as (served, name):
+            found = run_evaluation(config, folder, served, name, only or (), console)
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    console.print(scores_table(found))
+    console.print(f"answers and scores: {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")
@@ -301,41 +345,14 @@ def fetch(
 
 
 def _run(trainer: AsyncTrainer) -> None:
+    from megasync.observe.result import show_result
+
     try:
         result = trainer.train()
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    _show_result(result)
-
-
-def _show_result(result: RunResult) -> None:
-    """Where everything lies, and what the model answered before and after."""
-    from megasync.observe.curve import CURVE_FILE
-    from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
-    from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
-
-    console = _console()
-    pairs = before_and_after(read_answers(result.run_dir))
-    if pairs:
-        console.print(answers_table(pairs))
-    ended = f" ({result.stopped})" if result.stopped else ""
-    lines = [f"trained {result.step} steps, published version {result.version}{ended}"]
-    if result.scores:
-        (_, first), (_, last) = result.scores[0], result.scores[-1]
-        lines.append(f"held-out score {first:.3f} -> {last:.3f}")
-    shown = {
-        "learning curve": CURVE_FILE,
-        "metrics": METRICS_FILE,
-        "TensorBoard": TENSORBOARD_DIR,
-        "samples": SAMPLES_FILE,
-    }
-    paths = {name: result.run_dir / file for name, file in shown.items()}
-    lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
-    if result.export_dir is not None:
-        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
-    for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    show_result(result, _console())
 
 
 def _console() -> Console:

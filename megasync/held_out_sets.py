@@ -10,12 +10,10 @@ from megasync.config import Config
 from megasync.config.schema import DatasetConfig, EvalSetConfig
 from megasync.data import Renderer, as_rows, load_dataset, render_rows
 from megasync.errors import ConfigError
+from megasync.observe.names import UNNAMED_SET
 from megasync.rewards import load_reward
 from megasync.rollout.evaluate import HeldOutSet
 from megasync.scoring import Scoring
-
-# How the set without a name is called where one has to be named.
-UNNAMED = "eval"
 
 
 def held_out_sets(
@@ -35,7 +33,7 @@ def held_out_sets(
     """
     sets: dict[str, tuple[DatasetConfig | None, EvalSetConfig]] = {}
     if config.data.eval is not None or own_rows is not None:
-        sets[UNNAMED] = (config.data.eval, EvalSetConfig())
+        sets[UNNAMED_SET] = (config.data.eval, EvalSetConfig())
     sets |= {name: (held_out.data, held_out) for name, held_out in config.eval.sets.items()}
     if unknown := [name for name in only if name not in sets]:
         raise ConfigError(f"there is no held-out set {unknown[0]!r}; there are: {', '.join(sets) or 'none'}")

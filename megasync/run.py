@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,10 +16,6 @@ from pathlib import Path
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.buffer_handle import BufferHandle
-from megasync.cluster.fleet import Fleet
-from megasync.cluster.pools import Pools
-from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.reward_servers import RewardServers, start_servers
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.together import together
 from megasync.cluster.trainer_group import TrainerGroup
@@ -41,6 +36,7 @@ from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.run_lock import RunLock
+from megasync.servers import Servers, reserve
 from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout
 from megasync.sync.publisher import Publisher
@@ -127,36 +123,20 @@ class Run:
             restore, self._checkpoint, ledger, schedule, workload.source, observer.message
         )
         observer.message("starting Ray, trainer ranks and servers")
-        pools = await self._reserve(stack, device)
-        key = secrets.token_hex(24)
-        fleet = Fleet(config, self.run_dir, device, pools, key)
-        stack.push_async_callback(fleet.stop)
+        pools = await reserve(stack, config, pool_specs(config), device)
+        servers = Servers.of(stack, config, self.run_dir, device, pools, workload)
+        fleet = servers.fleet
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
         total_groups = schedule.total_steps * schedule.groups_per_step
         buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
-        reward_servers = RewardServers(config, self.run_dir, device, pools, key, workload.scoring.models)
-        stack.push_async_callback(reward_servers.stop)
-        await together(ranks.start(self._checkpoint), start_servers(fleet, reward_servers), reward_servers.start_own())
+        await together(ranks.start(self._checkpoint), servers.start())
 
         controls = fleet.joiners()
-        client = RolloutClient(
-            fleet.router_url,
-            controls,
-            vocab_size=workload.vocab_size,
-            context_length=workload.context_length,
-            sampling=config.rollout.sampling,
-            request_timeout=config.timeouts.request,
-            tokenizer=workload.tokenizer,
-            stream_interval=config.rollout.stream_interval,
-            chat=config.rollout.chat,
-        )
-        stack.push_async_callback(client.close)
-        stack.push_async_callback(workload.close)
+        client = servers.client(stack, config, workload, controls)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
-        fleet.follow(client.add_server, client.remove_server, known=controls)
         fleet.follow(publisher.add, publisher.remove, known=controls)
         pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
@@ -196,30 +176,12 @@ class Run:
             buffer=buffer,
             rollouter=rollouter,
             fleet=fleet,
-            reward_models=reward_servers,
+            reward_models=servers.reward_models,
             evaluate=held_out if workload.eval_sets else None,
             cursor=workload.source.state,
             observer=observer,
             progress=progress,
         )
-
-    async def _reserve(self, stack: AsyncExitStack, device: Device) -> Pools:
-        specs = pool_specs(self.config)
-        cluster = RayCluster(self.config, sum(spec.total_devices for spec in specs.values()))
-        # A thread cannot be cancelled: whoever leaves now waits until Ray is up, and then takes it down again.
-        connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
-
-        async def disconnect() -> None:
-            await asyncio.wait([connecting])
-            await asyncio.to_thread(cluster.close)
-
-        stack.push_async_callback(disconnect)
-        await asyncio.shield(connecting)
-        cluster.give_back_signals()
-        pools = Pools(specs, device.kind)
-        stack.callback(pools.remove)
-        await pools.create(self.config.timeouts.server_start)
-        return pools
 
     async def _publisher(
         self,

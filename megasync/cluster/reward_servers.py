@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from megasync.cluster.actor_process import ActorProcess
-from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.cluster.together import together
@@ -32,12 +31,6 @@ log = logging.getLogger(__name__)
 
 # Given a rollout server's number, the GPUs that it runs on.
 DevicesOf = Callable[[int], Awaitable[str]]
-
-
-async def start_servers(fleet: Fleet, rewards: RewardServers) -> None:
-    """The rollout servers, then what shares their devices."""
-    await fleet.start()
-    await rewards.start_shared(fleet.visible_devices)
 
 
 class Client(Protocol):
@@ -151,6 +144,7 @@ class RewardServers:
             timeouts.shutdown,
             lambda url: ServerControl(url, self._api_key),
             lambda slot, before: self._on_change(name, slot, before),
+            f"reward model {name}, server",
         )
         self._slots[name].append(slot)
         return slot

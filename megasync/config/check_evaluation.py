@@ -18,8 +18,8 @@ _RANGES = {
     "sampling.max_new_tokens": AT_LEAST_ONE,
 }
 _CHOICES = {"data.kind": DATASET_KINDS}
-# Metrics of the set without a name and of named ones are told apart by these.
-_TAKEN = ("score", "failed", "seconds", "reward")
+# How `megasync eval` calls the set under data.eval.
+_TAKEN = "eval"
 
 
 def check_evaluation(config: Config, own_eval_rows: bool) -> None:
@@ -54,11 +54,10 @@ def check_evaluation(config: Config, own_eval_rows: bool) -> None:
 
 def _check_set(config: Config, name: str) -> None:
     key, evaluation, held_out = f"eval.sets.{name}", config.eval, config.eval.sets[name]
-    if not re.fullmatch(r"[\w-]+", name) or name in _TAKEN:
-        raise ConfigError(
-            f"{key}: a set's name in the metrics may have letters, digits, '_' and '-' only, and not be "
-            f"{', '.join(_TAKEN)}; choose another"
-        )
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"{key}: a set's name in the metrics may have letters, digits, '_' and '-' only")
+    if name == _TAKEN:
+        raise ConfigError(f"{key}: the set under data.eval is called {_TAKEN!r}; choose another name")
     check_tables(held_out, f"{key}.", _RANGES, _CHOICES)
     if held_out.reward is not None and not REWARD.fullmatch(held_out.reward):
         raise ConfigError(f"{key}.reward={held_out.reward!r} must be math, code or package.module:function")

@@ -151,11 +151,11 @@ class RewardConfig:
 
     # math, code, or `package.module:function`; null takes the function's own name here. A class is made with `options`.
     function: str | None = None
-    # Instead of a function, one of `reward_models`.
-    model: str | None = None
     # Above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    # Instead of a function, one of `reward_models`.
+    model: str | None = None
 
 
 @dataclass

@@ -47,9 +47,13 @@ async def rig(tmp_path_factory):
     config.model.dtype = "float32"
     config.rollout.servers = 1
     config.rollout.mem_fraction = 0.3
-    config.rollout.health = HealthConfig(probe_seconds=0.5, probe_timeout=3.0, request_seconds=1.0, request_timeout=10.0)
+    config.rollout.health = HealthConfig(
+        probe_seconds=0.5, probe_timeout=3.0, request_seconds=1.0, request_timeout=10.0
+    )
     config.reward_models = {
-        "grader": RewardModelConfig("classifier", str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL),
+        "grader": RewardModelConfig(
+            "classifier", str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL
+        ),
         "judge": RewardModelConfig(
             "generative",
             str(make_tiny_model(folder / "judge", "qwen3", seed=5)),
@@ -116,7 +120,11 @@ async def test_a_judges_yes_is_weighed_against_its_no_as_by_hugging_face(rig):
 
 async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_none_and_are_counted(rig):
     settings = RewardModelConfig(
-        "generative", rig.config.reward_models["judge"].path, pattern="never written", max_new_tokens=4, context_length=400
+        "generative",
+        rig.config.reward_models["judge"].path,
+        pattern="never written",
+        max_new_tokens=4,
+        context_length=400,
     )
     judge = load_model_reward("judge", settings, 60.0)
     judge.client = rig.rewards["judge"].client
@@ -127,7 +135,9 @@ async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_no
 async def test_requests_outlive_a_killed_server(rig):
     before = await rig.rewards["grader"](COMPLETIONS, **ROWS)
     victim(rig, "grader").kill()
-    assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(before, abs=1e-4)
+    assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(
+        before, abs=1e-4
+    )
     await rig.servers.watch()
     metrics = rig.servers.metrics()
     assert (metrics["reward_models/grader/servers"], metrics["reward_models/grader/restarts"]) == (1.0, 1.0)

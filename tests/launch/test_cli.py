@@ -13,7 +13,19 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("train", "plan", "resume", "scale", "export", "check-layout", "doctor", "fetch", "chaos", "simulate")
+COMMANDS = (
+    "train",
+    "plan",
+    "resume",
+    "scale",
+    "eval",
+    "export",
+    "check-layout",
+    "doctor",
+    "fetch",
+    "chaos",
+    "simulate",
+)
 
 
 @pytest.fixture(autouse=True)
