@@ -44,7 +44,7 @@ CLASSIFIERS = (
 )
 # Keys that mean something for one kind of model, or one way to read its answer, only.
 _OF_NUMBER = ("pattern", "low", "high", "max_new_tokens", "temperature")
-_OF_YES_NO = ("yes", "no")
+_OF_YES_NO = ("yes_token", "no_token")
 
 
 def check_reward_models(config: Config, planning: bool) -> None:
@@ -101,8 +101,8 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
     if model.kind == "classifier":
         return
     if model.read == "yes_no":
-        if model.yes == model.no:
-            raise ConfigError(f"{key}.yes and {key}.no are both {model.yes!r}; they must differ")
+        if model.yes_token == model.no_token:
+            raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
         return
     try:
         groups = re.compile(model.pattern).groups

@@ -155,6 +155,10 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
         keyed = below is not None or get_origin(hint) is dict
         if keyed != isinstance(value, Mapping) or isinstance(value, list) != _is_list(hint):
             raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+        if isinstance(value, bool) and str in (hint, *get_args(hint)):
+            raise ConfigError(
+                f"{place}: {key}={value!r} must be text; a word that YAML takes for a switch needs quotes"
+            )
         if below is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
         elif (entry := _entry(hint)) is not None:

@@ -191,7 +191,8 @@ class RewardModelConfig:
     template: str | None = None
     # classifier: which of its outputs is the score.
     label: int = 0
-    # generative: number (the last number that it writes) or yes_no (how likely `yes` is against `no` as its next token).
+    # generative: number (the last number that it writes) or yes_no (how likely `yes_token` is against
+    # `no_token` as its next token).
     read: str = "number"
     # number: a regular expression whose last match is the number, its first group where it has one. A number outside
     # `low` to `high` counts as none; within, it is scaled to 0 to 1.
@@ -200,9 +201,9 @@ class RewardModelConfig:
     high: float = 10.0
     max_new_tokens: int = 256
     temperature: float = 0.0
-    # yes_no: one token each.
-    yes: str = "Yes"
-    no: str = "No"
+    # yes_no: one token each. In quotes: to YAML a bare Yes is true.
+    yes_token: str = "Yes"
+    no_token: str = "No"
 
 
 @dataclass

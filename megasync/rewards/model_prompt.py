@@ -36,7 +36,7 @@ class ModelPrompt:
         self._system = config.system
         self._tokenizer = tokenizer
         self._template = config.template
-        self._words = {"low": config.low, "high": config.high, "yes": config.yes, "no": config.no}
+        self._words = {"low": config.low, "high": config.high, "yes": config.yes_token, "no": config.no_token}
         if config.template is None and config.kind == "generative":
             self._template = JUDGE_YES_NO if config.read == "yes_no" else JUDGE_NUMBER
         if self._chat and not getattr(tokenizer, "chat_template", None):

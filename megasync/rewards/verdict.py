@@ -71,7 +71,7 @@ class NumberWritten:
 
 
 class YesOrNo:
-    """How likely the judge's next token is `yes`, of `yes` and `no` together."""
+    """How likely the judge's next token is yes, of yes and no together."""
 
     path, room = "/generate", 1
 
@@ -96,12 +96,12 @@ class YesOrNo:
 
 
 def verdict_of(key: str, config: RewardModelConfig, tokenizer: Any) -> Verdict:
-    """The one that the configuration asks for. Raises ConfigError for a `yes` or `no` that is no single token."""
+    """The one that the configuration asks for. Raises ConfigError for a word that is no single token."""
     if config.kind == "classifier":
         return ClassifierScore(config.label)
     if config.read == "number":
         return NumberWritten(config)
-    return YesOrNo(*(_token(key, name, getattr(config, name), tokenizer) for name in ("yes", "no")))
+    return YesOrNo(*(_token(key, name, getattr(config, name), tokenizer) for name in ("yes_token", "no_token")))
 
 
 def _token(key: str, name: str, word: str, tokenizer: Any) -> int:
