@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from megasync.config import check_config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import ConfigError

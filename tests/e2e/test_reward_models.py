@@ -93,7 +93,6 @@ def test_a_run_with_reward_models_and_the_evaluation_of_its_checkpoint(config, l
     assert (score["n"], score["failed"], score["set"]) == (16, 0, "short")
     assert score["reward"] == pytest.approx(sum(a["reward"] for a in answers) / 16)
     assert not (out / "model").exists(), "weights that were written out for the servers"
-    assert done.survivors() == []
 
 
 def test_an_evaluation_ends_cleanly_on_ctrl_c(miniature, digits_model, launch, tmp_path):
