@@ -12,12 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import Config, check_config, load_config, save_config
+from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
 
-CONFIG_FILE = "config.yaml"
 # Names of what the caller passed from Python: a resumed run must be given the same again.
 CUSTOM_FILE = "custom.json"
 
@@ -47,6 +46,8 @@ class AsyncTrainer:
         self._custom = Custom(reward, rollout, train_dataset, eval_dataset)
         self._run_dir: Path | None = None
         self._checkpoint: Path | None = None
+        # Gets the run directory's name when the run begins.
+        self._name_file: Path | None = None
         check_config(self.config, own_rows=train_dataset is not None, own_eval_rows=eval_dataset is not None)
 
     @classmethod
@@ -75,6 +76,22 @@ class AsyncTrainer:
         trainer._run_dir, trainer._checkpoint = run_dir, checkpoint
         return trainer
 
+    @classmethod
+    def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
+        """The run that ``file`` names goes on; where there is no such file, or nothing to resume, a new one begins and is
+        named there. For schedulers that start a job again with the same command.
+        """
+        from megasync.trainer.checkpoint import latest
+
+        file = Path(file)
+        trainer = cls(config)
+        trainer._name_file = file
+        if file.is_file():
+            run_dir = Path(file.read_text(encoding="utf-8").strip())
+            if latest(run_dir) is not None or (run_dir / LEDGER_FILE).is_file():
+                trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+        return trainer
+
     def train(self) -> RunResult:
         """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once."""
         return asyncio.run(self.run())
@@ -83,7 +100,11 @@ class AsyncTrainer:
         """`train` for callers who already have an event loop."""
         # Before the run directory is made: a refused dataset or function should leave nothing behind.
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
-        run = Run(self.config, self._run_dir or self._new_run_dir(), workload, self._checkpoint)
+        run_dir = self._run_dir or self._new_run_dir()
+        if self._name_file is not None:
+            self._name_file.parent.mkdir(parents=True, exist_ok=True)
+            self._name_file.write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
+        run = Run(self.config, run_dir, workload, self._checkpoint)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
             return await task

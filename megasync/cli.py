@@ -1,5 +1,5 @@
-"""The command line: `megasync train`, `plan`, `resume`, `scale`, `eval`, `export`, `check-layout`, `doctor`, `fetch`,
-`chaos`, `simulate`.
+"""The command line: `megasync train`, `launch`, `plan`, `resume`, `scale`, `eval`, `export`, `check-layout`, `doctor`,
+`fetch`, `chaos`, `simulate`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
 MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasync.errors import MegasyncError
+from megasync.eval_command import evaluate
+from megasync.launch.command import launch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +52,14 @@ Overrides = Annotated[
     epilog="[bold]Examples[/]\n\nmegasync train configs/quickstart.yaml\n\n"
     "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2"
 )
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    continue_file: Annotated[
+        Path | None,
+        typer.Option("--continue", metavar="FILE", help="Names the run; it goes on where FILE is there already."),
+    ] = None,
+) -> None:
     """Train as CONFIG says.
 
     Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
@@ -63,7 +72,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     from megasync.async_trainer import AsyncTrainer
 
-    _run(AsyncTrainer(loaded))
+    _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
 
 
 @app.command(
@@ -110,63 +119,26 @@ def scale(
 
     An added server serves after the next weight sync. What a removed one was generating goes on elsewhere.
     """
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import ConfigError
     from megasync.mailbox import ask
 
     pool, _, number = size.partition("=")
     if pool != "rollout" or not number.isdecimal():
         raise ConfigError(f"{size!r} does not say how many servers; write rollout=N, such as rollout=3")
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     # The run itself waits so long for a server.
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
     _console().print(done, highlight=False, soft_wrap=True)
 
 
-@app.command(
+app.command(
     "eval",
     epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
     "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"
-    "megasync eval configs/qwen3_8b_math.yaml --set gsm8k eval.temperatures=[0.6] eval.repeats=8",
-)
-def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="YAML file, or run directory.")],
-    overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder to evaluate.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Training checkpoint to evaluate, such as RUN/checkpoints/step-00000010.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this set; may be given again.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; a new one when not given.")] = None,
-) -> None:
-    """Answer the held-out sets of CONFIG_OR_RUN and score the answers. Starts servers, no trainer.
-
-    Evaluates the newest checkpoint of a run, or the model that a configuration names, unless --model or --checkpoint name
-    another. The set under data.eval is called "eval". Prints a table, and leaves every answer in answers.jsonl and the
-    scores in scores.json. Ctrl-C ends it cleanly.
-    """
-    from megasync.errors import ConfigError
-
-    if model is not None and checkpoint is not None:
-        raise ConfigError(f"--model {model} and --checkpoint {checkpoint} exclude each other; name one")
-
-    from megasync.evaluation import load_target, model_folder, new_folder, run_evaluation
-    from megasync.observe.evaluation import scores_table
-
-    console = _console()
-    config = load_target(target, overrides or ())
-    folder = new_folder(target, config, out)
-    try:
-        with model_folder(target, config, folder, model, checkpoint) as (served, name):
-            found = run_evaluation(config, folder, served, name, only or (), console)
-    except KeyboardInterrupt as interrupt:
-        _complain(str(interrupt) or "interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    console.print(scores_table(found))
-    console.print(f"answers and scores: {folder}", highlight=False, markup=False, soft_wrap=True)
+    "megasync eval configs/qwen3_8b_math.yaml --set eval eval.temperatures=[0.6] eval.repeats=8",
+)(evaluate)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")
@@ -175,12 +147,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet, or be empty.")],
 ) -> None:
     """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
-    from megasync.config import load_config
+    from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import CheckpointError, ConfigError
 
-    settings = run / "config.yaml"
+    settings = run / CONFIG_FILE
     if not settings.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name another folder")
 
@@ -313,21 +285,41 @@ def simulate(
     raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console()))
 
 
-@app.command(epilog="[bold]Example[/]\n\nmegasync doctor")
-def doctor() -> None:
-    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure."""
-    from rich.table import Table
-    from rich.text import Text
+app.command(
+    epilog="[bold]Examples[/]\n\nmegasync launch configs/qwen3_32b_math.yaml --hosts gpu1,gpu2,gpu3\n\n"
+    "megasync launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4"
+)(launch)
 
-    from megasync.preflight.doctor import FAILURE, OK, WARNING, examine
 
-    styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
-    table = Table.grid(padding=(0, 2))
-    findings = examine()
-    for finding in findings:
-        detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
-        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
-    _console().print(table)
+@app.command(epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor --cluster auto --nodes 4 my_run.yaml")
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="With --cluster: also its model, folders and size.")
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="All nodes of this Ray cluster instead: auto or host:port.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the cluster should have.")] = 1,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for them.")] = 0.0,
+) -> None:
+    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure.
+
+    With --cluster every node, what must be equal on all of them (code, versions, devices, clocks, folders), and the ways
+    between them.
+    """
+    from megasync.config import load_config
+    from megasync.preflight.doctor import FAILURE, examine
+    from megasync.preflight.render import findings_table
+
+    if cluster is None:
+        findings = examine()
+    else:
+        from megasync.preflight.cluster_doctor import examine_cluster
+
+        loaded = load_config(config, overrides or ()) if config else None
+        findings = examine_cluster(cluster, nodes, wait, loaded)
+    _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
 from megasync.run_lock import is_held
 
@@ -78,8 +79,8 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     it refuses, and when no answer comes.
     """
     folder = run_dir / _FOLDER
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     if not is_held(run_dir):
         raise ConfigError(f"the run in {run_dir} is not going on; start it again with `megasync resume {run_dir}`")
     stem = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"

@@ -12,14 +12,16 @@ import logging
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.buffer_handle import BufferHandle
+from megasync.cluster.fleet import Fleet
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.together import together
 from megasync.cluster.trainer_group import TrainerGroup
-from megasync.config import Config
+from megasync.config import Config, remember
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller
 from megasync.device import Device, resolve_device
@@ -168,7 +170,7 @@ class Run:
         await self._first_weights(publisher, progress, observer)
         await buffer.publish(progress.version)
         await fleet.joined([control.url for control in controls])
-        await stack.enter_async_context(self._mailbox.answering({"scale": fleet.resize}))
+        await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
         return Controller(
             config,
             trainer=ranks,
@@ -182,6 +184,15 @@ class Run:
             observer=observer,
             progress=progress,
         )
+
+    async def _scale(self, fleet: Fleet, servers: int) -> str:
+        """Also for a run that is resumed later."""
+        done = await fleet.resize(servers)
+        try:
+            remember(self.run_dir, "rollout.servers", servers)
+        except OSError as error:
+            return f"{done}; it could not be written down for a resumed run: {error}"
+        return done
 
     async def _publisher(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from megasync.config import Config
 from megasync.config.schema import RewardConfig
+from megasync.errors import ConfigError
 from megasync.rewards import RewardFunction, RewardRunner, load_reward
 from megasync.rewards.model_reward import ModelReward, load_model_reward
 from megasync.rewards.runner import Given
@@ -15,7 +16,13 @@ class Scoring:
     """`models` are the reward models' functions by name; their servers are not there yet."""
 
     def __init__(self, config: Config, own: Callable | Mapping[Callable, float] | None = None) -> None:
-        """`own` is what a Python caller brought instead. Raises ConfigError for a reward that cannot be loaded."""
+        """`own` is what a Python caller brought instead. Raises ConfigError for a reward that cannot be loaded or
+        would never be asked."""
+        if own is not None and config.reward_models:
+            raise ConfigError(
+                f"reward= from Python replaces the rewards of the configuration, so its reward_models "
+                f"({', '.join(config.reward_models)}) would never be asked; remove one of them"
+            )
         self._rollout = config.rollout
         self._timeout = config.timeouts.reward
         self.models: dict[str, ModelReward] = {

@@ -24,12 +24,9 @@ GONE_SECONDS = 10.0
 
 async def end_leftovers(pools: Pools, role: str, pids: Sequence[int], timeout: float) -> None:
     """Returns once none of the actors of `role` with these ids, in slot order, is left; logs what it could not end."""
-    end = ray.remote(max_retries=0)(_end)
+    end = ray.remote(max_retries=0)(end_process)
     title = ROLES[role].actor.__name__
-    tasks = [
-        end.options(**pools.neighbour_options(role, slot)).remote(pid, title, GONE_SECONDS)
-        for slot, pid in enumerate(pids)
-    ]
+    tasks = [end.options(**pools.neighbour_options(role, slot)).remote(pid, title) for slot, pid in enumerate(pids)]
     waits = [asyncio.wrap_future(task.future()) for task in tasks]
     if not waits:
         return
@@ -41,10 +38,11 @@ async def end_leftovers(pools: Pools, role: str, pids: Sequence[int], timeout: f
         log.warning("%d leftover %s processes may be alive: %s", len(late) + len(failures), role, failures[:1])
 
 
-def _end(pid: int, title: str, seconds: float) -> None:
+def end_process(pid: int, title: str) -> None:
+    """On this node. Raises psutil.TimeoutExpired when it does not end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         # Ids are used again: Ray names an actor's process after its class.
         if title in " ".join(process.cmdline()):
             process.kill()
-            process.wait(seconds)
+            process.wait(GONE_SECONDS)

@@ -15,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megasync.cluster.marks import marked
 from megasync.config.pools import PoolSpec
 from megasync.errors import MegasyncError
 
@@ -34,7 +35,8 @@ class Pools:
         """Reserves every pool. `timeout` in seconds; MegasyncError says what the cluster has when it is not enough."""
         for name, spec in self.specs.items():
             strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
-            self._groups[name] = placement_group(spec.bundles(self._kind), strategy=strategy, name=f"megasync-{name}")
+            bundles = [self._bundle(spec, bundle) for bundle in spec.bundles(self._kind)]
+            self._groups[name] = placement_group(bundles, strategy=strategy, name=f"megasync-{name}")
         for name, group in self._groups.items():
             try:
                 await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
@@ -55,7 +57,7 @@ class Pools:
         spec = self.specs[pool]
         if slot < spec.slots or (pool, slot) in self._added:
             return
-        (bundle,) = replace(spec, slots=1).bundles(self._kind)
+        (bundle,) = (self._bundle(spec, bundle) for bundle in replace(spec, slots=1).bundles(self._kind))
         group = placement_group([bundle], strategy="PACK", name=f"megasync-{pool}-{slot}")
         try:
             await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
@@ -75,6 +77,10 @@ class Pools:
         group = self._added.pop((pool, slot), None)
         if group is not None:
             remove_placement_group(group)
+
+    @staticmethod
+    def _bundle(spec: PoolSpec, bundle: dict[str, float]) -> dict[str, float]:
+        return bundle | marked(spec.name, ray.cluster_resources())
 
     def options(self, pool: str, slot: int) -> dict:
         """Ray actor options that place process number `slot` of a pool on its node."""

@@ -5,7 +5,7 @@ No module here imports torch or Ray, so a bad configuration is refused before an
 """
 
 from megasync.config.check import check_config
-from megasync.config.load import load_config, save_config
+from megasync.config.load import CONFIG_FILE, load_config, remember, save_config
 from megasync.config.schema import Config
 
-__all__ = ["Config", "check_config", "load_config", "save_config"]
+__all__ = ["CONFIG_FILE", "Config", "check_config", "load_config", "remember", "save_config"]

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+from typing import Any
 
 # Documentation-only address (RFC 5737): connecting a datagram socket to it picks the route but sends nothing.
 ROUTE_PROBE = ("192.0.2.1", 9)
 LOOPBACK = "127.0.0.1"
+# The address of this node that the job's other nodes reach it at, where a launcher has found out.
+HOST_VARIABLE = "MEGASYNC_HOST"
 
 
 def resolve_host(host: str) -> str:
-    """The address for this process: `host` itself, or for "auto" the one this node's default route leaves from."""
+    """The address for this process: `host` itself, or for "auto" what the launcher found, else the one that this node's
+    default route leaves from."""
     if host != "auto":
         return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # Without a route out of this machine nobody else could reach it either.
+    return os.environ.get(HOST_VARIABLE) or route_from() or LOOPBACK
+
+
+def route_from(target: Any = ROUTE_PROBE, family: int = socket.AF_INET) -> str | None:
+    """The address from which packets to this socket address leave; None when there is no route. Sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(ROUTE_PROBE)
-        except OSError:  # no route out of this machine, so nobody else could reach it either
-            return LOOPBACK
+            probe.connect(target)
+        except OSError:
+            return None
         return probe.getsockname()[0]
 
 

@@ -22,6 +22,8 @@ from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
 BASE_KEY = "base"
+# The resolved configuration of a run, in its directory.
+CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,18 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged.
+
+    Whoever reads the file meanwhile reads all of the old one or all of the new.
+    """
+    part = Path(f"{path}.part")
+    part.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    part.replace(path)
+
+
+def remember(run_dir: Path, key: str, value: Any) -> None:
+    """Changes one key of a run's own configuration, for when it is resumed. Raises OSError when it cannot be written."""
+    save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"]), run_dir / CONFIG_FILE)
 
 
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

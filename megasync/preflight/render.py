@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megasync.preflight.doctor import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, Pool, Rank
 
@@ -17,6 +18,15 @@ MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", 
 
 def print_plan(plan: Plan, console: Console) -> None:
     console.print(plan_tables(plan))
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
+        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
+    return table
 
 
 def plan_tables(plan: Plan) -> RenderableType:

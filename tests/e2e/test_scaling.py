@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megasync.config import CONFIG_FILE, load_config
+
 pytestmark = pytest.mark.real
 
 
@@ -29,6 +31,7 @@ def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, th
         "1 -> 2 servers; the new ones serve after the next weight sync",
     ), grown.stderr
     run.wait_for("joined at version")
+    assert load_config(run_dir / CONFIG_FILE).rollout.servers == 2
     shrunk = scale(run_dir, 1)
     assert (shrunk.returncode, shrunk.stdout.strip()) == (0, "2 -> 1 servers"), shrunk.stderr
     refused = scale(run_dir, 0)
@@ -37,5 +40,6 @@ def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, th
     run.signal(signal.SIGINT)
     assert run.wait() == 0, run.output
     assert run.survivors() == []
+    assert load_config(run_dir / CONFIG_FILE).rollout.servers == 1
     ended = scale(run_dir, 2)
     assert ended.returncode == 2 and "is not going on" in ended.stderr

@@ -1,0 +1,211 @@
+"""Brings a job up on its machines and takes it down again. Runs where the job was asked for.
+
+step                     waits for                    until
+-----------------------  ---------------------------  ------------------------------------------
+head                     its line                     HEAD_SECONDS; an error ends the job
+other nodes              nothing: the doctor does
+doctor                   all nodes, then its checks   `wait` seconds for the nodes; a failure ends the job
+run                      its end                      it ends; a node that is lost meanwhile is started again
+taking down              each machine                 END_SECONDS each, all at once, the head last
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megasync.config import Config
+from megasync.errors import MegasyncError
+from megasync.launch.hosts import Host
+from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
+from megasync.launch.remote import Remote, shell_command
+
+log = logging.getLogger(__name__)
+
+END_SECONDS = STOP_SECONDS + 15.0
+# Between two tries to bring a lost node back: the first, and at most.
+AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
+# Stands for what is known only when the head is up.
+HEAD_PLACE = "HEAD:PORT"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run, and how its machines are reached."""
+
+    hosts: list[Host]
+    config: Config
+    config_file: Path
+    # `key=value`, as `config` has them already.
+    changes: list[str]
+    folder: Path
+    shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+    interface: str = ""
+    python: str = sys.executable
+    # Names the run to go on with; null begins a new one.
+    continue_file: Path | None = None
+    # Seconds for all nodes to come up.
+    wait: float = 300.0
+    # Where each machine keeps the log of its Ray node.
+    logs: Path = field(default_factory=lambda: Path("runs") / "launch")
+
+    def ray_node(self, host: Host, head: str) -> list[str]:
+        first = self.hosts[0].name
+        peer = first if host.name != first else next((h.name for h in self.hosts[1:]), "")
+        cluster = self.config.cluster
+        words = ["ray", "--device", cluster.device, "--devices", str(cluster.devices_per_node)]
+        words += ["--head", head] if head else []
+        words += ["--pool", host.pool] if host.pool else []
+        return self._node(host, peer, [*words, "--log", str(self.logs / f"ray-{host.name}.log")])
+
+    def on_head(self, command: Sequence[str], stop: float = STOP_SECONDS) -> list[str]:
+        peer = next((host.name for host in self.hosts[1:]), "")
+        return self._node(self.hosts[0], peer, ["run", "--stop", f"{stop:g}", *command])
+
+    def doctor(self, head: str) -> list[str]:
+        nodes = ["--nodes", str(len(self.hosts)), "--wait", f"{self.wait:g}"]
+        return [self.python, "-m", "megasync", "doctor", "--cluster", head, *nodes, *self._config()]
+
+    def driver(self, head: str) -> list[str]:
+        named = ["--continue", str(self.continue_file)] if self.continue_file else []
+        place = [f"cluster.address={head}", "cluster.host=auto"]
+        return [self.python, "-m", "megasync", "train", *named, *self._config(), *place]
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a run which was asked to end may take: it finishes its step and saves."""
+        limits = self.config.timeouts
+        return limits.train_step + limits.weight_sync + limits.shutdown
+
+    def _config(self) -> list[str]:
+        return [str(self.config_file), *self.changes]
+
+    def _node(self, host: Host, peer: str, words: list[str]) -> list[str]:
+        node = [self.python, "-m", "megasync.launch.node", "--folder", str(self.folder), "--peer", peer]
+        node += ["--interface", self.interface] if self.interface else []
+        return shell_command(host.shell or self.shell, host.name, node + words)
+
+
+def dry_run(job: Job) -> list[str]:
+    """The command lines of a job, in order, as they could be typed; its secrets go another way."""
+    head, *others = job.hosts
+    commands = [job.ray_node(head, "")]
+    commands += [job.ray_node(host, HEAD_PLACE) for host in others]
+    commands += [job.on_head(job.doctor(HEAD_PLACE)), job.on_head(job.driver(HEAD_PLACE), job.patience)]
+    return [shlex.join(command) for command in commands]
+
+
+class Launcher:
+    """`say` gets what a person should see. One job; not reusable."""
+
+    def __init__(self, job: Job, say: Callable[[str], None] = print) -> None:
+        self._job = job
+        self._say = say
+        self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._driver: Remote | None = None
+        self._stopping = asyncio.Event()
+        # What the machines have said of themselves, by host.
+        self._places: dict[str, dict[str, str]] = {}
+
+    async def run(self) -> int:
+        """The driver's exit status. Whatever happens, every machine has put its part away when this returns or raises.
+
+        Raises MegasyncError when the nodes do not come up or the doctor finds something.
+        """
+        async with AsyncExitStack() as stack:
+            head = await self._start_head(stack)
+            keepers = [
+                asyncio.create_task(self._keep(host, head), name=f"node {host.name}") for host in self._job.hosts[1:]
+            ]
+            stack.push_async_callback(_cancel, keepers)
+            if code := await self._on_head(self._job.doctor(head), STOP_SECONDS):
+                if self._stopping.is_set():
+                    return code
+                raise MegasyncError(
+                    "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
+                    f"{self._job.logs} of each machine"
+                )
+            self._say("starting the run")
+            return await self._on_head(self._job.driver(head), self._job.patience)
+
+    async def request_stop(self, number: signal.Signals) -> None:
+        """Passes a signal on to the run; once more makes it leave at once."""
+        self._stopping.set()
+        if self._driver is not None:
+            await self._driver.send(number)
+
+    async def _start_head(self, stack: AsyncExitStack) -> str:
+        host = self._job.hosts[0]
+        node = await self._start_node(host, "")
+        stack.push_async_callback(node.end, END_SECONDS)
+        ended = asyncio.create_task(node.wait())
+        deadline = asyncio.get_running_loop().time() + HEAD_SECONDS + END_SECONDS
+        while host.name not in self._places:
+            late = asyncio.get_running_loop().time() >= deadline
+            if late or ended.done() or self._stopping.is_set():
+                ended.cancel()
+                test = shlex.join(shell_command(host.shell or self._job.shell, host.name, ["true"]))
+                raise MegasyncError(
+                    "stopped while Ray's head was starting"
+                    if self._stopping.is_set()
+                    else f"Ray's head did not start on {host.name}; is the project there at {self._job.folder}, and does "
+                    f"`{test}` work?"
+                )
+            await asyncio.sleep(0.05)
+        ended.cancel()
+        return self._places[host.name]["head"]
+
+    async def _start_node(self, host: Host, head: str) -> Remote:
+        def said(line: str) -> None:
+            if not line.startswith(READY):
+                self._say(f"[{host.name}] {line}")
+                return
+            place = self._places[host.name] = json.loads(line.removeprefix(READY))
+            self._say(f"[{host.name}] Ray node at {place['address']}, interface {place['interface']}")
+
+        node = Remote(host.name, self._job.ray_node(host, head), said)
+        try:
+            await node.start(self._environment)
+        except OSError as error:
+            raise MegasyncError(f"cannot execute the remote shell {self._job.shell!r}: {error}") from error
+        return node
+
+    async def _keep(self, host: Host, head: str) -> None:
+        """Starts the node, and starts it again whenever it is lost."""
+        pause = AGAIN_SECONDS
+        while True:
+            node = await self._start_node(host, head)
+            began = asyncio.get_running_loop().time()
+            try:
+                code = await node.wait()
+            finally:
+                await node.end(END_SECONDS)
+            if asyncio.get_running_loop().time() - began > AGAIN_MOST:
+                pause = AGAIN_SECONDS
+            self._say(f"[{host.name}] its node ended with status {code}; trying again in {pause:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, AGAIN_MOST)
+
+    async def _on_head(self, command: Sequence[str], stop: float) -> int:
+        remote = self._driver = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
+        await remote.start(self._environment)
+        try:
+            return await remote.wait()
+        finally:
+            self._driver = None
+            await remote.end(stop + END_SECONDS)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

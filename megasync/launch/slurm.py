@@ -1,0 +1,52 @@
+"""What Slurm says of the job that this process is part of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from megasync.cluster.marks import POOLS
+from megasync.errors import ConfigError
+from megasync.launch.hosts import Host
+
+# Runs one command on a node of the allocation, beside what else runs there.
+SHELL = "srun --overlap --quiet --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --nodelist"
+
+
+def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
+    """The nodes of the allocation; of a heterogeneous one the first part trains and the second generates.
+
+    Raises ConfigError outside an allocation.
+    """
+    parts = int(environment.get("SLURM_HET_SIZE", "0"))
+    if not parts:
+        return [Host(name) for name in _names(environment, "SLURM_JOB_NODELIST")]
+    if parts != len(POOLS):
+        raise ConfigError(f"the job has {parts} parts; a heterogeneous job has one for each of {', '.join(POOLS)}")
+    return [
+        Host(name, pool, shell=SHELL.replace("srun", f"srun --het-group={part}", 1))
+        for part, pool in enumerate(POOLS)
+        for name in _names(environment, f"SLURM_JOB_NODELIST_HET_GROUP_{part}")
+    ]
+
+
+def _names(environment: Mapping[str, str], variable: str) -> list[str]:
+    nodes = environment.get(variable)
+    if not nodes:
+        raise ConfigError(f"{variable} is not set; --slurm is for jobs that `sbatch launch/slurm.sbatch CONFIG` starts")
+    shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    if shown.returncode:
+        raise ConfigError(f"scontrol could not list the nodes {nodes!r}: {shown.stderr.strip()}")
+    return shown.stdout.split()
+
+
+def run_file(run_root: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Names the run that a requeued job goes on with."""
+    return Path(run_root) / f"slurm-{environment['SLURM_JOB_ID']}.run"
+
+
+def requeue(environment: Mapping[str, str] = os.environ) -> None:
+    """Slurm ends this job and starts it again when there is room."""
+    subprocess.run(["scontrol", "requeue", environment["SLURM_JOB_ID"]], check=True)

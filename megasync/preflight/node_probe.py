@@ -1,0 +1,119 @@
+"""What `cluster_doctor` asks of each node. Imports Ray nowhere; heavy packages only when a method needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megasync.config.host import resolve_host
+from megasync.rollout.ports import free_port
+
+# What the processes of a run speak to each other in.
+PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")
+
+
+class NodeProbe:
+    """One per node; an actor is this very class."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def look(self) -> dict[str, Any]:
+        from megasync.preflight.doctor import examine
+
+        gpus = _gpus()
+        facts = {
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "megasync's code": code_digest(),
+            "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+            "devices": ", ".join(gpus) or "no GPU",
+        }
+        return {"facts": facts, "gpus": len(gpus), "findings": [asdict(finding) for finding in examine()]}
+
+    def clock(self) -> float:
+        return time.time()
+
+    def reads(self, path: str) -> str | None:
+        """The text of a file; None when this node cannot read it."""
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def listen(self) -> tuple[str, int]:
+        """Where the others should reach this node, as processes of a run with cluster.host=auto would be."""
+        host = resolve_host("auto")
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.bind((host, 0))
+        self._listener.listen(256)
+        return self._listener.getsockname()[:2]
+
+    def meeting_point(self) -> tuple[str, int]:
+        host = resolve_host("auto")
+        return host, free_port(host)
+
+    def connect(self, places: dict[str, tuple[str, int]], seconds: float) -> dict[str, str]:
+        """The places that this node could not reach, and why."""
+        failures = {}
+        for name, (host, port) in places.items():
+            try:
+                socket.create_connection((host, port), timeout=seconds).close()
+            except OSError as error:
+                failures[name] = f"{host}:{port} {error}"
+        return failures
+
+    def all_reduce(self, host: str, port: int, rank: int, world: int, seconds: float) -> None:
+        """Adds one up over all nodes. Raises what the process group raises, RuntimeError for a wrong sum."""
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
+        try:
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            if int(total.item()) != world:
+                raise RuntimeError(f"the sum over {world} nodes was {total.item():g}")
+        finally:
+            dist.destroy_process_group()
+
+
+def code_digest() -> str:
+    """Of every Python file of the package; equal where the code is."""
+    import megasync
+
+    root = Path(megasync.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _gpus() -> list[str]:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
