@@ -38,14 +38,16 @@ def evaluate(
 
     from rich.console import Console
 
-    from megasync.evaluation import load_target, model_folder, new_folder, run_evaluation
+    from megasync.evaluation import load_target, model_folder, output_folder, run_evaluation
     from megasync.observe.evaluation import scores_table
 
     console = Console()
     config = load_target(target, overrides or ())
-    folder = new_folder(target, config, out)
     try:
-        with model_folder(target, config, folder, model, checkpoint) as (served, name):
+        with (
+            output_folder(target, config, out) as folder,
+            model_folder(target, config, folder, model, checkpoint) as (served, name),
+        ):
             found = run_evaluation(config, folder, served, name, only or (), console)
     except KeyboardInterrupt as interrupt:
         typer.secho(str(interrupt) or "interrupted", err=True, fg=typer.colors.RED, bold=True)

@@ -60,8 +60,9 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def new_folder(target: Path, config: Config, out: Path | None) -> Path:
-    """Makes the output folder: `out`, or a new one in the run's directory or below run_root.
+@contextmanager
+def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Path]:
+    """Makes the output folder: `out`, or a new one in the run's directory or below run_root. Gone again if it stays empty.
 
     Raises ConfigError when it holds something already, or cannot be made.
     """
@@ -75,7 +76,11 @@ def new_folder(target: Path, config: Config, out: Path | None) -> Path:
             raise ConfigError(f"{folder} is not empty; name another folder with --out")
     except OSError as error:
         raise ConfigError(f"the output folder {folder} cannot be made: {error}") from error
-    return folder
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """Reward models that could not be started, or would be started for nobody, are refused before anything is launched."""
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from megasync.config import check_config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import ConfigError
 from megasync.preflight.plan import resolve_plan
+from megasync.preflight.render import print_plan
 
 
 @pytest.fixture
@@ -58,6 +61,12 @@ def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
     specs = pool_specs(config)
     assert set(specs) == {"trainer", "rollout", *(f"reward-{name}" for name in owned)}
     plan = resolve_plan(config)
+    text = StringIO()
+    print_plan(plan, Console(file=text, width=120))
+    for name, kind, pool in (("grader", "classifier", grader), ("judge", "generative", judge)):
+        (row,) = [line for line in text.getvalue().splitlines() if f"{kind} server(s)" in line]
+        assert (f"reward-{name}" if pool == "own" else f"rollout, for {name}") in row
+        assert ("shared" in row) == (pool == "rollout")
     assert {model.name: model.shared for model in plan.reward_models} == {
         "grader": grader == "rollout",
         "judge": judge == "rollout",
