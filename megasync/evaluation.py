@@ -12,10 +12,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -184,7 +185,7 @@ async def _care(servers: Servers) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _unless(care, asking):
+async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation]:
     """The result of `asking`, unless `care` raises first."""
     tasks = [asyncio.create_task(care, name="servers"), asyncio.create_task(asking, name="evaluation")]
     try:

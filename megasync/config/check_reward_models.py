@@ -42,6 +42,8 @@ CLASSIFIERS = (
     *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification", "Gemma2ForSequenceClassification"),
     *("Qwen2ForRewardModel", "Qwen3ForRewardModel", "InternLM2ForRewardModel"),
 )
+# What a decoder's config.json says of its sizes.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 # Keys that mean something for one kind of model, or one way to read its answer, only.
 _OF_NUMBER = ("pattern", "low", "high", "max_new_tokens", "temperature")
 _OF_YES_NO = ("yes_token", "no_token")
@@ -173,9 +175,11 @@ def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
     )
     if model.kind == "classifier" and model.label >= labels:
         raise ConfigError(f"{key}.label={model.label} is beyond the {labels} output(s) of {key}.path={model.path!r}")
-    heads, tensor = values.get("num_attention_heads"), model.tensor_parallel
-    if isinstance(heads, int) and heads % tensor:
+    if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:
+        raise ConfigError(f"{key}.path={model.path!r} has a config.json without {', '.join(missing)}; it is incomplete")
+    heads, tensor = values["num_attention_heads"], model.tensor_parallel
+    if heads % tensor:
         raise ConfigError(f"{key}.tensor_parallel={tensor} does not divide the model's num_attention_heads={heads}")
-    limit = values.get("max_position_embeddings")
-    if isinstance(limit, int) and (model.context_length or 0) > limit:
+    limit = values["max_position_embeddings"]
+    if (model.context_length or 0) > limit:
         raise ConfigError(f"{key}.context_length={model.context_length} exceeds the model's {limit}; lower it")

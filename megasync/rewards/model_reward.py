@@ -74,7 +74,8 @@ class ModelReward:
 
 
 def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> ModelReward:
-    """The reward function of `reward_models.<name>`, not connected yet. Raises ConfigError for what its tokenizer lacks.
+    """The reward function of `reward_models.<name>`, checked but not connected yet. Raises ConfigError for what its
+    tokenizer lacks.
 
     `timeout` is in seconds, per request.
     """
@@ -85,8 +86,6 @@ def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> M
         tokenizer = AutoTokenizer.from_pretrained(Path(config.path).expanduser(), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}.path={config.path!r} has no tokenizer that can be loaded: {error}") from error
-    limit = config.context_length or read_reward_model(key, config).get("max_position_embeddings")
-    if limit is None:
-        raise ConfigError(f"{key}.path={config.path!r} names no max_position_embeddings; set {key}.context_length")
+    limit = config.context_length or read_reward_model(key, config)["max_position_embeddings"]
     client = RewardModelClient(name, config.max_inflight, timeout)
     return ModelReward(name, ModelPrompt(key, config, tokenizer), verdict_of(key, config, tokenizer), client, limit)
