@@ -26,7 +26,8 @@ from megasync.rewards.model_reward import ModelReward, load_model_reward
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-PATIENCE = 120.0
+# Seconds for a server to be there again on a busy machine.
+PATIENCE = 240.0
 SMALL = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3}
 ROWS = {"prompt": ["What is 2 + 3?", "Name a colour.", "Name a colour."], "answer": ["5", "red", "red"]}
 COMPLETIONS = ["It is 5.", "blue", "I would rather not say which one I like best."]
@@ -65,7 +66,7 @@ async def rig(tmp_path_factory):
             **SMALL,
         ),
     }
-    rewards = {name: load_model_reward(name, model, 60.0) for name, model in config.reward_models.items()}
+    rewards = {name: load_model_reward(name, model, PATIENCE) for name, model in config.reward_models.items()}
     specs = pool_specs(config, training=False)
     assert set(specs) == {"rollout", "reward-grader"}
     cluster = RayCluster(config, devices_needed=2)
