@@ -12,14 +12,20 @@ from megasync.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`name` is what the remote shell and the other hosts call it; `pool` is what runs there, "" for anything.
+    """`name` is what the remote shell calls it; `pool` is what runs there, "" for anything.
 
-    `shell` is the remote shell that leads there, where it is not the job's.
+    `shell` is the remote shell that leads there, where it is not the job's; `address` is what the other hosts call it,
+    where that is not its name.
     """
 
     name: str
     pool: str = ""
     shell: str = ""
+    address: str = ""
+
+    @property
+    def called(self) -> str:
+        return self.address or self.name
 
 
 def read_hosts(source: str) -> list[Host]:

@@ -59,17 +59,14 @@ class Job:
     logs: Path = field(default_factory=lambda: Path("runs") / "launch")
 
     def ray_node(self, host: Host, head: str) -> list[str]:
-        first = self.hosts[0].name
-        peer = first if host.name != first else next((h.name for h in self.hosts[1:]), "")
         cluster = self.config.cluster
         words = ["ray", "--device", cluster.device, "--devices", str(cluster.devices_per_node)]
         words += ["--head", head] if head else []
         words += ["--pool", host.pool] if host.pool else []
-        return self._node(host, peer, [*words, "--log", str(self.logs / f"ray-{host.name}.log")])
+        return self._node(host, [*words, "--log", str(self.logs / f"ray-{host.name}.log")])
 
     def on_head(self, command: Sequence[str], stop: float = STOP_SECONDS) -> list[str]:
-        peer = next((host.name for host in self.hosts[1:]), "")
-        return self._node(self.hosts[0], peer, ["run", "--stop", f"{stop:g}", *command])
+        return self._node(self.hosts[0], ["run", "--stop", f"{stop:g}", *command])
 
     def doctor(self, head: str) -> list[str]:
         nodes = ["--nodes", str(len(self.hosts)), "--wait", f"{self.wait:g}"]
@@ -89,7 +86,10 @@ class Job:
     def _config(self) -> list[str]:
         return [str(self.config_file), *self.changes]
 
-    def _node(self, host: Host, peer: str, words: list[str]) -> list[str]:
+    def _node(self, host: Host, words: list[str]) -> list[str]:
+        """The way to the head, and the head's to some other machine, chooses the interface."""
+        head, *others = self.hosts
+        peer = head.called if host is not head else others[0].called if others else ""
         node = [self.python, "-m", "megasync.launch.node", "--folder", str(self.folder), "--peer", peer]
         node += ["--interface", self.interface] if self.interface else []
         return shell_command(host.shell or self.shell, host.name, node + words)

@@ -22,11 +22,11 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     """
     parts = int(environment.get("SLURM_HET_SIZE", "0"))
     if not parts:
-        return [Host(name) for name in _names(environment, "SLURM_JOB_NODELIST")]
+        return [Host(name, address=_address(name)) for name in _names(environment, "SLURM_JOB_NODELIST")]
     if parts != len(POOLS):
         raise ConfigError(f"the job has {parts} parts; a heterogeneous job has one for each of {', '.join(POOLS)}")
     return [
-        Host(name, pool, shell=SHELL.replace("srun", f"srun --het-group={part}", 1))
+        Host(name, pool, SHELL.replace("srun", f"srun --het-group={part}", 1), _address(name))
         for part, pool in enumerate(POOLS)
         for name in _names(environment, f"SLURM_JOB_NODELIST_HET_GROUP_{part}")
     ]
@@ -36,10 +36,20 @@ def _names(environment: Mapping[str, str], variable: str) -> list[str]:
     nodes = environment.get(variable)
     if not nodes:
         raise ConfigError(f"{variable} is not set; --slurm is for jobs that `sbatch launch/slurm.sbatch CONFIG` starts")
-    shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    return _scontrol("show", "hostnames", nodes).split()
+
+
+def _address(node: str) -> str:
+    """A node's name in Slurm need not be one by which its neighbours find it."""
+    words = _scontrol("show", "node", node, "--oneliner").split()
+    return next((word.removeprefix("NodeAddr=") for word in words if word.startswith("NodeAddr=")), node)
+
+
+def _scontrol(*words: str) -> str:
+    shown = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
     if shown.returncode:
-        raise ConfigError(f"scontrol could not list the nodes {nodes!r}: {shown.stderr.strip()}")
-    return shown.stdout.split()
+        raise ConfigError(f"`scontrol {' '.join(words)}` failed: {shown.stderr.strip()}")
+    return shown.stdout
 
 
 def run_file(run_root: str, environment: Mapping[str, str] = os.environ) -> Path:

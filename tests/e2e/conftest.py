@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -69,14 +71,12 @@ def miniature(digits_model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 class Launched:
-    """`megasync train` (or resume) as a person starts it: a process of its own."""
+    """A command as a person starts it: a process of its own."""
 
-    def __init__(self, arguments: list[str], output: Path) -> None:
+    def __init__(self, command: list[str], output: Path) -> None:
         self._output = output
         with output.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megasync", *arguments], stdout=out, stderr=subprocess.STDOUT
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self._family: dict[int, psutil.Process] = {}
 
     @property
@@ -101,6 +101,9 @@ class Launched:
             assert time.monotonic() < deadline, f"never said {text!r}:\n{self.output}"
             time.sleep(0.1)
 
+    def last_step(self) -> int:
+        return max((int(step) for step in re.findall(r"step (\d+)/", self.output)), default=0)
+
     def signal(self, number: signal.Signals) -> None:
         self.family()
         self.process.send_signal(number)
@@ -122,16 +125,23 @@ class Launched:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def execute(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts a command; it and all below it are gone when the test ends."""
     started: list[Launched] = []
 
-    def start(*arguments: str | os.PathLike) -> Launched:
-        started.append(Launched([str(a) for a in arguments], tmp_path / f"output-{len(started)}.txt"))
+    def start(*command: str | os.PathLike) -> Launched:
+        started.append(Launched([str(word) for word in command], tmp_path / f"output-{len(started)}.txt"))
         return started[-1]
 
     yield start
     for run in started:
         run.kill_everything()
+
+
+@pytest.fixture
+def launch(execute: Callable[..., Launched]) -> Callable[..., Launched]:
+    """`megasync train` and the like."""
+    return partial(execute, sys.executable, "-m", "megasync")
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from megasync.observe.samples import append_answers
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
     "train",
+    "launch",
     "plan",
     "resume",
     "scale",
-    "launch",
     "eval",
     "export",
     "check-layout",

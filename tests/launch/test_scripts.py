@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
 LOCK = [
     Requirement(line)
     for line in (ROOT / "launch" / "cpu.lock").read_text().splitlines()
@@ -143,3 +143,9 @@ def test_nothing_that_the_project_is_made_of_is_left_out_of_a_clone():
     if found.returncode:
         pytest.skip("not a git checkout")
     assert [path for path in found.stdout.splitlines() if "__pycache__" not in path] == []
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    found = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout

@@ -1,0 +1,96 @@
+"""Which machines a job gets, and how a command reaches them."""
+
+from pathlib import Path
+
+import pytest
+
+from megasync.errors import ConfigError
+from megasync.launch import slurm
+from megasync.launch.hosts import Host, read_hosts
+from megasync.launch.interface import address_of, address_towards, interface_of
+from megasync.launch.remote import shell_command
+
+
+def test_hosts_come_from_a_list_or_from_a_file(tmp_path: Path) -> None:
+    assert read_hosts("a, b,c") == [Host("a"), Host("b"), Host("c")]
+    assert read_hosts("alone") == [Host("alone")]
+    file = tmp_path / "hosts"
+    file.write_text("# the big ones\na\n\nb  # and this\n")
+    assert read_hosts(str(file)) == [Host("a"), Host("b")]
+
+
+def test_hosts_may_be_kept_for_a_pool(tmp_path: Path) -> None:
+    kept = [Host("a", "trainer"), Host("b", "rollout"), Host("c", "rollout")]
+    assert read_hosts("a=trainer,b=rollout,c=rollout") == kept
+    file = tmp_path / "hosts"
+    file.write_text("a trainer\nb rollout\nc rollout\n")
+    assert read_hosts(str(file)) == kept
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (",", "names no host"),
+        ("missing/hosts.txt", "cannot be read"),
+        ("a,b,a", "'a' is named twice"),
+        ("a=trainer,b", "host 'b' has no pool"),
+        ("a=trainer,b=trainer", "name hosts for each pool"),
+        ("a=judge,b=rollout", "'judge' behind host 'a' is not a pool"),
+        ("a b c,d", "is not a host"),
+        ("--now,d", "is not a host"),
+    ],
+)
+def test_other_hosts_are_refused(source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_hosts(source)
+
+
+def test_ssh_gets_one_string_and_others_the_words() -> None:
+    command = ["echo", "a b", "$HOME"]
+    assert shell_command("ssh -p 22", "gpu1", command) == ["ssh", "-p", "22", "gpu1", "echo 'a b' '$HOME'"]
+    assert shell_command("/usr/bin/ssh", "gpu1", command)[-1] == "echo 'a b' '$HOME'"
+    assert shell_command("srun -w", "gpu1", command) == ["srun", "-w", "gpu1", *command]
+
+
+def test_the_interface_is_the_one_that_leads_to_the_peer() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo" and address_of("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="does not know the host 'no-such-host.invalid'"):
+        address_towards("no-such-host.invalid")
+    with pytest.raises(ConfigError, match="has no interface 'eth99'; it has .*lo"):
+        address_of("eth99")
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows a list of nodes as it is given, one a line."""
+    path = folder / "scontrol"
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$2 $3" in\n'
+        "  *bad) echo no such list >&2; exit 1 ;;\n"
+        '  hostnames*) printf "%s\\n" ${3//,/ } ;;\n'
+        '  node*) echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.${3#n} NodeHostName=$3" ;;\n'
+        "esac\n"
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_slurm_names_the_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol(tmp_path, monkeypatch)
+    hosts = slurm.slurm_hosts({"SLURM_JOB_NODELIST": "n1,n2"})
+    assert hosts == [Host("n1", address="10.0.0.1"), Host("n2", address="10.0.0.2")]
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not set"):
+        slurm.slurm_hosts({})
+    with pytest.raises(ConfigError, match="no such list"):
+        slurm.slurm_hosts({"SLURM_JOB_NODELIST": "bad"})
+
+
+def test_the_parts_of_a_heterogeneous_job_are_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol(tmp_path, monkeypatch)
+    parts = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2,n3"}
+    hosts = slurm.slurm_hosts(parts)
+    assert [(host.name, host.pool) for host in hosts] == [("n1", "trainer"), ("n2", "rollout"), ("n3", "rollout")]
+    assert "--het-group=1" in hosts[2].shell.split()
+    with pytest.raises(ConfigError, match="3 parts"):
+        slurm.slurm_hosts(parts | {"SLURM_HET_SIZE": "3"})

@@ -1,0 +1,86 @@
+"""The commands of a job on several machines, as `--dry-run` prints them, and what is refused before any of them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megasync.cli import app
+from megasync.launch import command as launch_command
+
+ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+
+
+def dry_run(*arguments: str) -> list[list[str]]:
+    result = CliRunner().invoke(app, ["launch", CONFIG, "--dry-run", *arguments])
+    assert result.exit_code == 0, result.output
+    return [shlex.split(line) for line in result.stdout.splitlines()]
+
+
+def after(words: list[str], mark: str) -> list[str]:
+    return words[words.index(mark) + 1 :]
+
+
+def test_a_dry_run_prints_the_head_the_others_the_doctor_and_the_run_in_order() -> None:
+    head, other, doctor, run = dry_run(
+        "--hosts", "a,b", "--shell", "at", "--interface", "ib0", "schedule.total_steps=3"
+    )
+    assert [words[:2] for words in (head, other, doctor, run)] == [["at", "a"], ["at", "b"], ["at", "a"], ["at", "a"]]
+    for words, peer in ((head, "b"), (other, "a"), (doctor, "b"), (run, "b")):
+        assert after(words, "--peer")[0] == peer and after(words, "--interface")[0] == "ib0"
+        assert after(words, "--folder")[0] == str(Path.cwd())
+    assert "--head" not in head and after(other, "--head")[0] == "HEAD:PORT"
+    assert after(head, "--devices")[0] == "8"
+    assert after(doctor, "megasync")[:3] == ["doctor", "--cluster", "HEAD:PORT"] and "schedule.total_steps=3" in doctor
+    driver = after(run, "megasync")
+    assert driver[:3] == ["train", CONFIG, "schedule.total_steps=3"]
+    assert driver[3:] == ["cluster.address=HEAD:PORT", "cluster.host=auto"]
+
+
+def test_a_dry_run_shows_no_token() -> None:
+    assert "TOKEN" not in str(dry_run("--hosts", "a,b")).upper()
+
+
+def test_hosts_of_a_pool_mark_their_ray_nodes(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("a trainer\nb rollout\n")
+    head, other, _, run = dry_run("--hosts", str(hosts), "--shell", "at", "--continue", "this.run")
+    assert (after(head, "--pool")[0], after(other, "--pool")[0]) == ("trainer", "rollout")
+    assert after(run, "--continue")[0] == "this.run"
+
+
+def test_one_line_goes_to_ssh() -> None:
+    (head, *_) = dry_run("--hosts", "a")
+    assert head[0] == "ssh" and head[-2] == "a" and "megasync.launch.node" in head[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--hosts h1,h2"),
+        (["--hosts", "a", "--slurm"], "--hosts h1,h2"),
+        (["--hosts", "a,a"], "named twice"),
+        (["--slurm"], "SLURM_JOB_NODELIST is not set"),
+        (["--hosts", "a", "no.such=key"], "no.such"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(arguments: list[str], words: str, monkeypatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with pytest.raises(launch_command.MegasyncError, match=words):
+        CliRunner().invoke(app, ["launch", CONFIG, *arguments], catch_exceptions=False)
+
+
+def test_the_scripts_say_what_they_would_do() -> None:
+    single = ["bash", ROOT / "launch" / "single_node.sh", "--dry-run", "configs/quickstart.yaml", "seed=3"]
+    shown = subprocess.run(single, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown == [".venv/bin/megasync doctor", ".venv/bin/megasync train configs/quickstart.yaml seed=3"]
+    helped = subprocess.run([*single[:2], "--help"], capture_output=True, text=True, check=True).stdout
+    assert helped.startswith("Trains on this machine alone")
+    bare = subprocess.run(single[:2], capture_output=True, text=True, check=False)
+    assert bare.returncode == 2 and "name a configuration" in bare.stderr

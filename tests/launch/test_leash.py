@@ -1,0 +1,114 @@
+"""What a launcher starts on a machine ends with the launcher's connection, and hears its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from processes import lives
+
+from megasync.launch.remote import Remote
+
+PATIENCE = 30.0
+# Says its pid and a variable of its environment, then every signal that it hears; SIGTERM ends it.
+COMMAND = """
+import os, signal, sys, time
+print(os.getpid(), os.environ["SECRET"], os.environ["MEGASYNC_HOST"], flush=True)
+signal.signal(signal.SIGINT, lambda *_: print("SIGINT", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))
+while True: time.sleep(0.05)
+"""
+
+
+class Lines(list):
+    async def until(self, number: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while len(self) < number:
+                await asyncio.sleep(0.02)
+
+
+def node(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "megasync.launch.node", "--folder", str(folder), "--peer", "127.0.0.1", *words]
+
+
+async def start(folder: Path, status: int = 0) -> tuple[Remote, Lines]:
+    said = Lines()
+    command = [sys.executable, "-c", COMMAND.format(status=status)]
+    remote = Remote("here", node(folder, "run", "--stop", "5", *command), said.append)
+    await remote.start({"SECRET": "sesame"})
+    await said.until(1)
+    return remote, said
+
+
+async def test_secrets_come_through_the_pipe_and_signals_reach_the_command(tmp_path: Path) -> None:
+    remote, said = await start(tmp_path)
+    pid, secret, host = said[0].split()
+    assert (secret, host) == ("sesame", "127.0.0.1")
+    assert "sesame" not in Path(f"/proc/{pid}/cmdline").read_text()
+    await remote.send(signal.SIGINT)
+    await said.until(2)
+    assert said[1] == "SIGINT"
+    await remote.end(PATIENCE)
+    assert not lives(int(pid))
+
+
+async def test_the_end_of_the_pipe_ends_the_command_and_its_status_comes_back(tmp_path: Path) -> None:
+    remote, said = await start(tmp_path, status=7)
+    remote._process.stdin.close()
+    assert await asyncio.wait_for(remote.wait(), PATIENCE) == 7
+    assert not lives(int(said[0].split()[0]))
+
+
+async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    """The remote shell dies with its connection; the machine sees the end of the pipe."""
+    launcher = f"""
+import asyncio
+from megasync.launch.remote import Remote
+async def main():
+    remote = Remote("here", {node(tmp_path, "run", "--stop", "5", sys.executable, "-c", COMMAND.format(status=0))!r},
+                    lambda line: print(line, flush=True))
+    await remote.start({{"SECRET": "sesame"}})
+    await remote.wait()
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", launcher, stdout=asyncio.subprocess.PIPE)
+    pid = int((await asyncio.wait_for(process.stdout.readline(), PATIENCE)).split()[0])
+    process.kill()
+    await process.wait()
+    async with asyncio.timeout(PATIENCE):
+        while lives(pid):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_command_that_does_not_listen_is_killed_with_its_family(tmp_path: Path) -> None:
+    stubborn = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(600)"
+    )
+    said = Lines()
+    remote = Remote("here", node(tmp_path, "run", "--stop", "0.5", sys.executable, "-c", stubborn), said.append)
+    await remote.start({})
+    await said.until(1)
+    await remote.end(PATIENCE)
+    async with asyncio.timeout(PATIENCE):
+        while any(lives(int(pid)) for pid in said[0].split()):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_machine_that_cannot_do_it_says_why(tmp_path: Path) -> None:
+    said = Lines()
+    command = [sys.executable, "-m", "megasync.launch.node", "--folder", str(tmp_path), "--interface", "eth99"]
+    remote = Remote("here", [*command, "run", "true"], said.append)
+    await remote.start({})
+    assert await asyncio.wait_for(remote.wait(), PATIENCE) == 2
+    assert "has no interface 'eth99'" in said[0]
+
+
+async def test_a_shell_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no-such-shell"):
+        await Remote("here", ["no-such-shell"], print).start({})
