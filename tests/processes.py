@@ -1,6 +1,7 @@
 """Looking at processes that may end at any moment."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -35,3 +36,18 @@ def family(root: psutil.Process | int | None) -> list[psutil.Process]:
 
 def living(processes: Iterable[psutil.Process | int]) -> list[psutil.Process | int]:
     return [process for process in processes if lives(process)]
+
+
+def gone(find: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> bool:
+    """Whether nothing that `find` finds is left; a killed process takes a moment to go on a busy machine."""
+    deadline = time.monotonic() + seconds
+    while living(find()):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def with_word(word: str) -> list[psutil.Process]:
+    """Those with this text in their command line."""
+    return [p for p in psutil.process_iter(["cmdline"]) if word in " ".join(p.info["cmdline"] or [])]

@@ -102,6 +102,8 @@ class SGLangServer(Service):
             "--tp-size": rollout.tensor_parallel,
             "--mem-fraction-static": rollout.mem_fraction,
             "--weight-version": 0,
+            # Never a pickled checkpoint, which may hold code.
+            "--load-format": "safetensors",
             "--random-seed": self.seed,
             # One line per request and batch otherwise.
             "--log-level": "warning",

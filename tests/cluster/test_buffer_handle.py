@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import command_line, family, living
 
 from megasync.buffer import BufferClosed, BufferStateError, Group, Partial, Trajectory
 from megasync.cluster import buffer_process
@@ -49,8 +51,7 @@ def make(cluster: None, ledger: Path) -> Iterator[Callable[..., BufferHandle]]:
 
 
 def the_process() -> psutil.Process:
-    family = psutil.Process().children(recursive=True)
-    (process,) = [p for p in family if p.name().startswith("ray::AsyncBuffer")]
+    (process,) = [p for p in living(family(os.getpid())) if "ray::AsyncBuffer" in command_line(p)]
     return process
 
 

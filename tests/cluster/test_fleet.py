@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
-from processes import living
+from processes import living, with_word
 from serving import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -91,7 +91,7 @@ async def rig(tmp_path_factory):
         await fleet.stop()
         pools.remove()
         cluster.close()
-        assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+        assert gone(lambda: with_word(str(folder)))
 
 
 def family(url: str) -> list[psutil.Process]:

@@ -2,10 +2,9 @@
 
 import asyncio
 import tempfile
-from pathlib import Path
 
-import psutil
 import pytest
+from processes import gone, with_word
 
 from megasync.rewards.sandbox import Limits, network_is_cut, run_program
 
@@ -18,15 +17,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
-    assert processes_in(tmp_path) == []
-
-
-def processes_in(folder: Path):
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder) in word for word in process.info["cmdline"] or []):
-            found.append(process)
-    return found
+    assert gone(lambda: with_word(str(tmp_path)))
 
 
 async def test_a_program_reads_its_input_and_its_output_comes_back():
@@ -67,7 +58,7 @@ async def test_past_its_deadline_the_program_is_killed_with_what_it_started():
 async def test_a_cancelled_run_is_killed_too(folder):
     run = asyncio.create_task(run_program("import time; time.sleep(600)"))
     async with asyncio.timeout(20):
-        while not processes_in(folder):
+        while not with_word(str(folder)):
             await asyncio.sleep(0.01)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
