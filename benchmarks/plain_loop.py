@@ -15,6 +15,7 @@ import asyncio
 import json
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
-from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.evaluate import evaluate
@@ -55,7 +55,7 @@ class PlainLoop:
         self.config = config
         self._lag = lag
         self._one_by_one = one_by_one
-        self._work = work = prepare_workload(config, Custom())
+        self._work = prepare_workload(config, Custom())
         device = resolve_device("cpu")
         self._server = SGLangServer(
             *(config.model.path, config.rollout, config.model.dtype, "cpu", "127.0.0.1", 0, folder / "server.log"),
@@ -67,7 +67,6 @@ class PlainLoop:
         layout = Layout(read_hf_config(config.model.path), Topology(), device.spec)
         self._plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
         self._device = device
-        self._rewards = RewardRunner(work.rewards)
         self._done: dict[str, list] = {"losses": [], "groups": [], "scores": []}
 
     async def run(self) -> dict[str, list]:
@@ -87,7 +86,7 @@ class PlainLoop:
                     waiting.append(await self._batch())
                 await self._train(waiting.popleft(), step)
                 await sync.publish(step)
-                if config.eval.every_steps and step % config.eval.every_steps == 0 and work.eval_prompts:
+                if config.eval.every_steps and step % config.eval.every_steps == 0 and work.eval_sets:
                     await self._score(step)
             return self._done
         finally:
@@ -108,7 +107,7 @@ class PlainLoop:
             found = [await self._sample(prompt, sample) for sample in samples]
         else:
             found = await asyncio.gather(*(self._sample(prompt, sample) for sample in samples))
-        return Group(prompt.uid, await self._rewards.score(found, prompt.columns, prompt.uid))
+        return Group(prompt.uid, await self._work.rewards.score(found, prompt.columns, prompt.uid))
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory:
         seed = request_seed(self.config.seed, prompt.uid, sample)
@@ -125,12 +124,8 @@ class PlainLoop:
             self._done["groups"].append([prompt, [t.response_ids for t in group.trajectories]])
 
     async def _score(self, step: int) -> None:
-        found = await evaluate(
-            *(self._client, self._work.eval_prompts, self._work.workflow, self._rewards),
-            temperature=0.0,
-            samples=self.config.eval.samples,
-            max_inflight=self.config.eval.max_inflight,
-        )
+        held_out = replace(self._work.eval_sets[0], temperatures=(0.0,))
+        (found,) = await evaluate(self._client, [held_out], self._work.workflow, self.config.eval.max_inflight)
         self._done["scores"].append([step, found.score])
 
 

@@ -1,4 +1,4 @@
-"""The command line: `megasync train`, `launch`, `plan`, `resume`, `scale`, `export`, `check-layout`, `doctor`,
+"""The command line: `megasync train`, `launch`, `plan`, `resume`, `scale`, `eval`, `export`, `check-layout`, `doctor`,
 `fetch`, `chaos`, `simulate`.
 
 Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasync.errors import MegasyncError
+from megasync.eval_command import evaluate
 from megasync.launch.command import launch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megasync.async_trainer import AsyncTrainer
-    from megasync.run import RunResult
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
@@ -131,6 +131,14 @@ def scale(
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
     _console().print(done, highlight=False, soft_wrap=True)
+
+
+app.command(
+    "eval",
+    epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
+    "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"
+    "megasync eval configs/qwen3_8b_math.yaml --set eval eval.temperatures=[0.6] eval.repeats=8",
+)(evaluate)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")
@@ -329,41 +337,14 @@ def fetch(
 
 
 def _run(trainer: AsyncTrainer) -> None:
+    from megasync.observe.result import show_result
+
     try:
         result = trainer.train()
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    _show_result(result)
-
-
-def _show_result(result: RunResult) -> None:
-    """Where everything lies, and what the model answered before and after."""
-    from megasync.observe.curve import CURVE_FILE
-    from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
-    from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
-
-    console = _console()
-    pairs = before_and_after(read_answers(result.run_dir))
-    if pairs:
-        console.print(answers_table(pairs))
-    ended = f" ({result.stopped})" if result.stopped else ""
-    lines = [f"trained {result.step} steps, published version {result.version}{ended}"]
-    if result.scores:
-        (_, first), (_, last) = result.scores[0], result.scores[-1]
-        lines.append(f"held-out score {first:.3f} -> {last:.3f}")
-    shown = {
-        "learning curve": CURVE_FILE,
-        "metrics": METRICS_FILE,
-        "TensorBoard": TENSORBOARD_DIR,
-        "samples": SAMPLES_FILE,
-    }
-    paths = {name: result.run_dir / file for name, file in shown.items()}
-    lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
-    if result.export_dir is not None:
-        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
-    for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    show_result(result, _console())
 
 
 def _console() -> Console:

@@ -35,7 +35,7 @@ from typing import Any
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, RankLost, ServerError, SyncError, TrainingError
 from megasync.observe.awaits import describe_tasks
-from megasync.parts import Fleet, Observer, Publisher, Trainer
+from megasync.parts import Fleet, Observer, Publisher, RewardModels, Trainer
 from megasync.progress import Progress
 from megasync.recovery import Recovery
 from megasync.watchdog import Watchdog
@@ -63,6 +63,7 @@ class Controller:
         buffer: Any,
         rollouter: Any,
         fleet: Fleet,
+        reward_models: RewardModels | None = None,
         evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None,
         cursor: Callable[[], dict],
         observer: Observer,
@@ -75,6 +76,7 @@ class Controller:
         self._buffer = buffer
         self._rollouter = rollouter
         self._fleet = fleet
+        self._reward_models = reward_models
         self._evaluate = evaluate
         self._cursor = cursor
         self._observer = observer
@@ -174,7 +176,7 @@ class Controller:
             return error
         for _ in range(OBITUARY_LOOKS):
             try:
-                await self._fleet.watch()
+                await self._watch_servers()
             except MegasyncError as death:
                 death.__cause__ = death.__cause__ or error
                 return death
@@ -242,6 +244,8 @@ class Controller:
             "time/step": end - self._idle_since,
         }
         metrics |= self._rollouter.metrics() | self._recovery.metrics() | await self._buffer_metrics()
+        if self._reward_models is not None:
+            metrics |= self._reward_models.metrics()
         self._observer.step(step, progress.version, metrics)
         if self._due(self.config.eval.every_steps):
             self._evaluation_due.set()
@@ -340,7 +344,7 @@ class Controller:
         limit = self.config.timeouts.no_progress
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            await self._fleet.watch()
+            await self._watch_servers()
             await self._show_rollout()
             if self._finishing or not self._begun.is_set():
                 # Evaluations have deadlines of their own.
@@ -351,6 +355,11 @@ class Controller:
                     f"no group was finished and no step trained for {silent:.0f} s (timeouts.no_progress={limit:.0f}). "
                     f"The run stands so:\n{await self.dump()}"
                 )
+
+    async def _watch_servers(self) -> None:
+        await self._fleet.watch()
+        if self._reward_models is not None:
+            await self._reward_models.watch()
 
     async def _show_rollout(self) -> None:
         self._observer.buffer((await self._buffer.counts())["slots"])

@@ -58,6 +58,15 @@ class Fleet(Protocol):
         """Raises when the servers cannot be brought back by anything that the fleet may do."""
 
 
+class RewardModels(Protocol):
+    """The servers of reward models, which restart by themselves and take no part in weight syncs."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+    async def watch(self) -> None:
+        """Raises when a model has no server left and can have none again."""
+
+
 class Observer(Protocol):
     """Sees everything, decides nothing."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from pathlib import Path
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
-from megasync.cluster.pools import Pools
-from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.together import together
 from megasync.cluster.trainer_group import TrainerGroup
@@ -34,7 +31,6 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.progress import Progress
 from megasync.restore import restore
-from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.held_out import HeldOut
@@ -42,6 +38,7 @@ from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.run_lock import RunLock
+from megasync.servers import Servers, reserve
 from megasync.sync.choose import choose_sync
 from megasync.sync.layout import Layout
 from megasync.sync.publisher import Publisher
@@ -130,35 +127,20 @@ class Run:
         stack.push_async_callback(workload.close)
         await workload.open()
         observer.message("starting Ray, trainer ranks and servers")
-        pools = await self._reserve(stack, device)
-        key = secrets.token_hex(24)
-        fleet = Fleet(config, self.run_dir, device, pools, key)
-        stack.push_async_callback(fleet.stop)
+        pools = await reserve(stack, config, pool_specs(config), device)
+        servers = Servers.of(stack, config, self.run_dir, device, pools, workload)
+        fleet = servers.fleet
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
         total_groups = schedule.total_steps * schedule.groups_per_step
         buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
-        await together(ranks.start(self._checkpoint), fleet.start())
+        await together(ranks.start(self._checkpoint), servers.start())
 
         controls = fleet.joiners()
-        client = RolloutClient(
-            fleet.router_url,
-            controls,
-            vocab_size=workload.vocab_size,
-            context_length=workload.context_length,
-            sampling=config.rollout.sampling,
-            request_timeout=config.timeouts.request,
-            tokenizer=workload.tokenizer,
-            stream_interval=config.rollout.stream_interval,
-            chat=config.rollout.chat,
-        )
-        stack.push_async_callback(client.close)
-        rewards = RewardRunner(workload.rewards, config.rollout.reward_processes, config.timeouts.reward)
-        stack.push_async_callback(rewards.close)
+        client = servers.client(stack, config, workload, controls)
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
-        fleet.follow(client.add_server, client.remove_server, known=controls)
         fleet.follow(publisher.add, publisher.remove, known=controls)
         pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
@@ -166,7 +148,7 @@ class Run:
             workload.source,
             buffer,
             workload.workflow,
-            rewards,
+            workload.rewards,
             schedule,
             selection=Selection(
                 config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens
@@ -179,7 +161,13 @@ class Run:
             cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
-            config.eval, client, workload.eval_prompts, workload.workflow, rewards, observer.answers, seed
+            client,
+            workload.eval_sets,
+            workload.workflow,
+            config.eval.max_inflight,
+            observer.answers,
+            config.observe.samples,
+            seed,
         )
         await self._first_weights(publisher, progress, observer)
         await buffer.publish(progress.version)
@@ -192,7 +180,8 @@ class Run:
             buffer=buffer,
             rollouter=rollouter,
             fleet=fleet,
-            evaluate=held_out if workload.eval_prompts else None,
+            reward_models=servers.reward_models,
+            evaluate=held_out if workload.eval_sets else None,
             cursor=workload.source.state,
             observer=observer,
             progress=progress,
@@ -206,24 +195,6 @@ class Run:
         except OSError as error:
             return f"{done}; it could not be written down for a resumed run: {error}"
         return done
-
-    async def _reserve(self, stack: AsyncExitStack, device: Device) -> Pools:
-        specs = pool_specs(self.config)
-        cluster = RayCluster(self.config, sum(spec.total_devices for spec in specs.values()))
-        # A thread cannot be cancelled: whoever leaves now waits until Ray is up, and then takes it down again.
-        connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
-
-        async def disconnect() -> None:
-            await asyncio.wait([connecting])
-            await asyncio.to_thread(cluster.close)
-
-        stack.push_async_callback(disconnect)
-        await asyncio.shield(connecting)
-        cluster.give_back_signals()
-        pools = Pools(specs, device.kind)
-        stack.callback(pools.remove)
-        await pools.create(self.config.timeouts.server_start)
-        return pools
 
     async def _publisher(
         self,

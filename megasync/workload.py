@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.trajectory import Prompt
 from megasync.config import Config
 from megasync.config.schema import RolloutConfig
-from megasync.data import PromptSource, Renderer, as_rows, load_dataset, render_rows, split_examples
+from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_examples
 from megasync.environments import Play
 from megasync.errors import ConfigError, DataError
 from megasync.gateway import AgentWorkflow
-from megasync.rewards import RewardFunction, load_reward
-from megasync.rewards.runner import Given
+from megasync.held_out_sets import held_out_sets
+from megasync.rewards import RewardRunner
+from megasync.rollout.evaluate import HeldOutSet
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import load_function, single_turn
+from megasync.scoring import Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,17 @@ class Custom:
         return [name for name in self.__slots__ if getattr(self, name) is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """`eval_prompts` is empty without a held-out set."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What evaluation and training both need. `eval_sets` is empty without a held-out set."""
 
     tokenizer: Any
     vocab_size: int
     # Longest prompt plus response, in tokens.
     context_length: int
-    source: PromptSource
-    eval_prompts: list[Prompt]
-    # None where the rollout function scores its own trajectories.
-    rewards: Given | None
+    eval_sets: list[HeldOutSet]
     workflow: Callable
+    scoring: Scoring
 
     async def open(self) -> None:
         """Opens what can be refused before any process starts: the gateway's port."""
@@ -58,44 +57,89 @@ class Workload:
             await self.workflow.open()
 
     async def close(self) -> None:
-        """Ends what the rollout function keeps open: an environment's pool, an agent's gateway."""
+        """Ends what the rollout function and the rewards keep open: an environment's pool, an agent's gateway, processes."""
         if isinstance(self.workflow, (Play, AgentWorkflow)):
             await self.workflow.close()
+        await self.scoring.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload(Task):
+    source: PromptSource
+    rewards: RewardRunner
 
     def probes(self, count: int) -> list[list[int]]:
         """Token ids of a few prompts that can be scored: at least two tokens each."""
-        prompts = self.eval_prompts or [self.source.get(f"0:{row}") for row in range(min(count, len(self.source)))]
+        prompts = self.eval_sets[0].prompts if self.eval_sets else None
+        prompts = prompts or [self.source.get(f"0:{row}") for row in range(min(count, len(self.source)))]
         return [list(p.prompt_ids) for p in prompts if len(p.prompt_ids) > 1][:count]
 
 
 def prepare_workload(config: Config, custom: Custom) -> Workload:
     """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
-    model = read_hf_config(config.model.path)
-    vocab_size = model["vocab_size"]
-    tokenizer = _load_tokenizer(config.model.path)
-    rows, verifier = _rows(config.data.train, custom.train_dataset, "train_dataset")
+    scoring = Scoring(config, custom.reward)
+    rows, verifier = _rows(config.data.train, custom.train_dataset)
     examples, rows = split_examples(rows, config.data.prompt)
+    tokenizer, vocab_size, context_length = _model(config)
     renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
-    source = PromptSource(rows, renderer, config.data.shuffle, config.seed)
-    eval_prompts: list[Prompt] = []
-    if config.data.eval is not None or custom.eval_dataset is not None:
-        held_out, _ = _rows(config.data.eval, custom.eval_dataset, "eval_dataset")
-        eval_prompts = render_rows(held_out[: config.eval.samples], renderer)
+    reward = scoring.named or verifier
+    if reward is None and not _scores_itself(config, custom):
+        raise ConfigError(
+            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
+            "code or 'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a "
+            "rollout function that scores its trajectories itself"
+        )
+    return Workload(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        source=PromptSource(rows, renderer, config.data.shuffle, config.seed),
+        eval_sets=held_out_sets(
+            config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
+        ),
+        rewards=scoring.runner(reward),
+        workflow=_workflow(config, custom, tokenizer),
+        scoring=scoring,
+    )
+
+
+def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
+    """What an evaluation without a trainer needs, of the held-out sets named in `only`, or all. Raises as above."""
+    custom = Custom()
+    tokenizer, vocab_size, context_length = _model(config)
+    examples: list[dict] = []
+    if config.data.prompt.examples:
+        if config.data.train is None:
+            raise ConfigError(
+                f"data.prompt.examples={config.data.prompt.examples} are shown from data.train, which is not set; name it"
+            )
+        examples, _ = split_examples(_rows(config.data.train, None)[0], config.data.prompt)
+    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    scoring = Scoring(config)
+    itself = _scores_itself(config, custom)
+    sets = held_out_sets(config, renderer, scoring, only=only, scores_itself=itself)
+    if not sets:
+        raise ConfigError("there is nothing to evaluate: name a held-out set in data.eval or eval.sets")
+    return Task(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        eval_sets=sets,
+        workflow=_workflow(config, custom, tokenizer),
+        scoring=scoring,
+    )
+
+
+def _model(config: Config) -> tuple[Any, int, int]:
+    """Tokenizer, size of the vocabulary, and the longest prompt plus response in tokens."""
+    model = read_hf_config(config.model.path)
     context_length = config.rollout.context_length or model["max_position_embeddings"]
     if config.data.prompt.max_tokens + 1 > context_length:
         raise ConfigError(
             f"data.prompt.max_tokens={config.data.prompt.max_tokens} leaves no room for an answer within the context "
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
-    return Workload(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        source=source,
-        eval_prompts=eval_prompts,
-        rewards=_rewards(config, custom, verifier),
-        workflow=_workflow(config, custom, tokenizer),
-    )
+    return _load_tokenizer(config.model.path), model["vocab_size"], context_length
 
 
 def read_hf_config(path: str) -> dict[str, Any]:
@@ -112,29 +156,13 @@ def _load_tokenizer(path: str) -> Any:
         raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
 
 
-def _rows(dataset: Any, own: Sequence[dict] | None, name: str) -> tuple[list[dict], Callable | None]:
-    return (as_rows(own, name), None) if own is not None else load_dataset(dataset)
+def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
+    return (as_rows(own, "train_dataset"), None) if own is not None else load_dataset(dataset)
 
 
-def _rewards(config: Config, custom: Custom, verifier: Callable | None) -> Given | None:
+def _scores_itself(config: Config, custom: Custom) -> bool:
     rollout = config.rollout
-    if custom.reward is not None:
-        return custom.reward
-    if rollout.rewards:
-        return [
-            RewardFunction(name, load_reward(reward.function or name, reward.options), reward.weight)
-            for name, reward in rollout.rewards.items()
-        ]
-    if rollout.reward:
-        return load_reward(rollout.reward)
-    scores_itself = custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment
-    if verifier is None and not scores_itself:
-        raise ConfigError(
-            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
-            "code or 'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a "
-            "rollout function that scores its trajectories itself"
-        )
-    return verifier
+    return bool(custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment)
 
 
 def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:

@@ -133,6 +133,20 @@ class FakeServer:
     url: str
 
 
+class FakeRewardModels:
+    """`dead` is what `watch` raises from then on."""
+
+    def __init__(self) -> None:
+        self.dead: MegasyncError | None = None
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward_models/grader/servers": 0.0 if self.dead else 1.0}
+
+    async def watch(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+
 class FakeFleet:
     """Servers a and b serve; the tests let them go and come."""
 
@@ -236,6 +250,7 @@ class Rig:
         max_restarts: int = 3,
         rollout: dict | None = None,
         progress: Progress | None = None,
+        reward_models: FakeRewardModels | None = None,
         **schedule: object,
     ) -> None:
         config = Config()
@@ -264,6 +279,7 @@ class Rig:
             buffer=self.buffer,
             rollouter=self.rollouter,
             fleet=self.fleet,
+            reward_models=reward_models,
             evaluate=held_out if evaluate else None,
             cursor=lambda: {"position": 7},
             observer=self.observer,

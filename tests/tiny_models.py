@@ -84,3 +84,16 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
         eos_token="<eos>",
         chat_template=chat_template,
     )
+
+
+def make_tiny_classifier(path: str | Path, family: str = "qwen3", *, seed: int = 0, labels: int = 1) -> Path:
+    """The same with a classification head of `labels` outputs instead of a language model's."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    path = make_tiny_model(path, family, seed=seed)
+    config = AutoConfig.from_pretrained(path, num_labels=labels)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    return path

@@ -18,17 +18,28 @@ ANSWER_SECONDS = 30.0
 class ActorProcess:
     """Nothing runs before `start`; not reusable after `stop`."""
 
-    def __init__(self, role: str, arguments: tuple, pools: Pools, slot: int = 0, guest: bool = False) -> None:
+    def __init__(
+        self,
+        role: str,
+        arguments: tuple,
+        pools: Pools,
+        slot: int = 0,
+        *,
+        pool: str | None = None,
+        guest: bool = False,
+        beside: bool = False,
+    ) -> None:
+        """`pool`, `guest` and `beside` are those of `Actors.create`."""
         self._role = role
         self._arguments = arguments
         self._pools = pools
         self._slot = slot
-        self._guest = guest
+        self._placement = {"pool": pool, "guest": guest, "beside": beside}
         self._actors: Actors | None = None
 
     async def start(self, timeout: float) -> str:
         self._actors = Actors.create(
-            self._role, [self._arguments], pools=self._pools, guest=self._guest, first_slot=self._slot
+            self._role, [self._arguments], pools=self._pools, first_slot=self._slot, **self._placement
         )
         return await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
 
@@ -37,6 +48,10 @@ class ActorProcess:
 
     async def tail(self, lines: int) -> str:
         return await self._call("tail", lines, timeout=ANSWER_SECONDS)
+
+    async def visible_devices(self) -> str:
+        """See `SGLangServer.visible_devices`."""
+        return await self._call("visible_devices", timeout=ANSWER_SECONDS)
 
     async def stop(self, timeout: float) -> None:
         """Asks the service to end, `timeout` seconds at most, and ends the actor whatever it answered.

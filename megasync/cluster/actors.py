@@ -36,19 +36,27 @@ class Actors:
         arguments: Sequence[tuple],
         *,
         pools: Pools | None = None,
+        pool: str | None = None,
         guest: bool = False,
+        beside: bool = False,
         first_slot: int = 0,
         environment: dict[str, str] | None = None,
     ) -> Actors:
-        """One actor per entry of `arguments`, placed in the role's pool from `first_slot` on. A guest takes no device."""
+        """One actor per entry of `arguments`, placed in the role's pool (or `pool`) from `first_slot` on.
+
+        A guest takes no device; nor does one that is put beside the process which has the slot.
+        """
         spec = ROLES[role]
+        pool = pool or spec.pool
         remote = ray.remote(spec.actor)
         handles = []
         for slot, args in enumerate(arguments, first_slot):
-            if spec.pool is None or pools is None:
+            if pool is None or pools is None:
                 options: dict = {"num_cpus": 0}
+            elif guest:
+                options = pools.guest_options(pool)
             else:
-                options = pools.guest_options(spec.pool) if guest else pools.options(spec.pool, slot)
+                options = pools.neighbour_options(pool, slot) if beside else pools.options(pool, slot)
             if environment:
                 options["runtime_env"] = {"env_vars": environment}
             handles.append(remote.options(**options, max_restarts=0).remote(*args))

@@ -64,9 +64,7 @@ class Fleet:
         self._pools = pools
         self._api_key = api_key
         health = config.rollout.health
-        self._policy = HealthPolicy(
-            health.probe_failures, health.request_failures, health.sync_failures, health.restarts, health.restart_window
-        )
+        self._policy = HealthPolicy.of(health)
         self._slots: dict[int, ServerSlot] = {}
         self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
         self._changed = asyncio.Event()
@@ -189,6 +187,10 @@ class Fleet:
         return f"{done} {servers} servers" + (
             "; the new ones serve after the next weight sync" if servers > before else ""
         )
+
+    async def visible_devices(self, index: int) -> str:
+        """The GPUs of server number `index`, for who shares them. Raises MegasyncError while it does not run."""
+        return await self._slots[index].visible_devices()
 
     def loads(self) -> list[ServerLoad]:
         """The latest report of each serving server."""

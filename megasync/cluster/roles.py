@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megasync.buffer.handle import AsyncBuffer
 from megasync.errors import ConfigError
+from megasync.rollout.reward_server import RewardModelServer
 from megasync.rollout.router import Router
 from megasync.rollout.server import SGLangServer
 from megasync.trainer.rank import TrainerRank
@@ -17,7 +18,7 @@ from megasync.trainer.rank import TrainerRank
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`pool` is None for a role that needs no device and may live anywhere."""
+    """`pool` is None for a role that needs no device and may live anywhere, or whose pool its owner names each time."""
 
     name: str
     pool: str | None
@@ -39,7 +40,9 @@ ROLES = {
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),
             ),
         ),
-        Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail")),
+        Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail", "visible_devices")),
+        # In the pool of its model, or beside a server of the rollout pool.
+        Role("reward_model", None, RewardModelServer, ("start", "stop", "alive", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),
         Role(
             "buffer",

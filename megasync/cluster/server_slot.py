@@ -42,6 +42,9 @@ class ServerProcess(Protocol):
 
     async def tail(self, lines: int) -> str: ...
 
+    async def visible_devices(self) -> str:
+        """The GPUs that it runs on, as CUDA_VISIBLE_DEVICES has them."""
+
     async def stop(self, timeout: float) -> None:
         """Ends the process and what holds it, whatever state they are in. Does not raise."""
 
@@ -59,6 +62,7 @@ class ServerSlot:
         stop_timeout: float,
         reach: Callable[[str], ServerControl],
         on_change: Callable[[ServerSlot, State], None],
+        name: str = "server",
     ) -> None:
         """`reach` makes the control of the server at a URL. `on_change` is told of each transition with the state before it, while `control` still is what it was."""
         self.index = index
@@ -74,6 +78,7 @@ class ServerSlot:
         self._on_change = on_change
         self._process: ServerProcess | None = None
         self._shown = health.state
+        self._name = f"{name} {index}"
         self._wake = asyncio.Event()
 
     @property
@@ -92,7 +97,7 @@ class ServerSlot:
             return
         before, self._shown = self._shown, state
         level = logging.INFO if state in (State.HEALTHY, State.STALE, State.RESTARTING) else logging.WARNING
-        log.log(level, "server %d: %s -> %s %s %s", self.index, before, state, self.url, self.health.reason)
+        log.log(level, "%s: %s -> %s %s %s", self._name, before, state, self.url, self.health.reason)
         self._wake.set()
         self._on_change(self, before)
 
@@ -129,6 +134,12 @@ class ServerSlot:
             except MegasyncError as error:
                 self.note(self.health.died, str(error))
 
+    async def visible_devices(self) -> str:
+        """Of the running process. Raises MegasyncError when there is none."""
+        if self._process is None:
+            raise ServerError(f"{self._name} does not run")
+        return await self._process.visible_devices()
+
     async def drain(self, seconds: float) -> bool:
         """Aborts what runs here, which goes on elsewhere from its partial tokens; False when something is left."""
         control = self.control
@@ -154,10 +165,10 @@ class ServerSlot:
         """Returns when the server no longer counts as up."""
         control = self.control
         looks = [
-            asyncio.create_task(self._look_at_process(), name=f"process of server {self.index}"),
-            asyncio.create_task(self._probe(control), name=f"probe of server {self.index}"),
-            asyncio.create_task(self._request(control), name=f"request to server {self.index}"),
-            asyncio.create_task(self._until_down(), name=f"end of server {self.index}"),
+            asyncio.create_task(self._look_at_process(), name=f"process of {self._name}"),
+            asyncio.create_task(self._probe(control), name=f"probe of {self._name}"),
+            asyncio.create_task(self._request(control), name=f"request to {self._name}"),
+            asyncio.create_task(self._until_down(), name=f"end of {self._name}"),
         ]
         try:
             done, _ = await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)

@@ -12,41 +12,20 @@ from pathlib import Path
 from megasync.buffer.pacing import Pacing
 from megasync.config.check_agent import check_agent
 from megasync.config.check_chat import check_chat
+from megasync.config.check_evaluation import check_evaluation
+from megasync.config.check_reward_models import check_reward_models
 from megasync.config.check_rollout import check_environment, check_groups, check_rewards
 from megasync.config.host import is_loopback
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, read_hf_config
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, EvalConfig, SyncConfig
+from megasync.config.schema import Config, DatasetConfig, SyncConfig
+from megasync.config.server_args import OF_ROLLOUT, check_server_args
 from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 from megasync.trainer.architecture import check_experts
-
-# Server arguments that have a key of their own here, or that a run must decide itself.
-RESERVED_SERVER_ARGS = {
-    "--model-path": "model.path",
-    "--model": "model.path",
-    "--dtype": "model.dtype",
-    "--tp": "rollout.tensor_parallel",
-    "--tp-size": "rollout.tensor_parallel",
-    "--tensor-parallel-size": "rollout.tensor_parallel",
-    "--context-length": "rollout.context_length",
-    "--max-total-tokens": "rollout.max_total_tokens",
-    "--max-running-requests": "rollout.max_running_requests",
-    "--mem-fraction-static": "rollout.mem_fraction",
-    "--random-seed": "seed",
-    "--enable-deterministic-inference": "rollout.deterministic",
-    "--device": "cluster.device",
-    "--host": "cluster.host",
-    "--stream-interval": "rollout.stream_interval",
-    "--incremental-streaming-output": "rollout.stream_interval",
-    "--port": None,
-    "--weight-version": None,
-    "--api-key": None,
-    "--admin-api-key": None,
-}
 
 
 def check_config(
@@ -56,19 +35,20 @@ def check_config(
     own_rows: bool = False,
     own_eval_rows: bool = False,
     own_agent: bool = False,
+    training: bool = True,
 ) -> None:
     """Raises ConfigError for the first contradiction; returns None for a configuration that can be started.
 
     With `planning` the model may be described by `model.config` alone and data files need not be here yet. `own_rows`
     and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`, `own_agent` that
-    it brings an agent that replaces `rollout.agent`.
+    it brings an agent that replaces `rollout.agent`. Without `training` only servers are started.
     """
     check_limits(config)
     _check_schedule(config)
     _check_algorithm(config)
     _check_optimizer(config)
     _check_sync(config)
-    _check_evaluation(config, own_eval_rows)
+    check_evaluation(config, own_eval_rows)
     _check_prompt(config)
     check_chat(config)
     check_rewards(config)
@@ -76,10 +56,11 @@ def check_config(
     check_environment(config)
     check_agent(config, own_agent)
     _check_servers(config)
+    check_reward_models(config, planning)
     _check_trainer(config)
-    _check_cluster(config)
+    _check_cluster(config, training)
     _check_model(config, planning)
-    _check_data(config, planning, own_rows, own_eval_rows)
+    _check_data(config, planning, own_rows or not training, own_eval_rows)
     _check_run_root(config)
 
 
@@ -171,40 +152,6 @@ def _check_sync(config: Config) -> None:
     _check_folder("sync.disk_dir", sync.disk_dir)
 
 
-def _check_evaluation(config: Config, own_eval_rows: bool) -> None:
-    held_out, evaluation, target = config.data.eval, config.eval, config.schedule.stop_at_score
-    if held_out is None and not own_eval_rows:
-        if target is not None:
-            raise ConfigError(
-                f"schedule.stop_at_score={target} needs a held-out set, but data.eval is null; name one, or set "
-                f"stop_at_score to null"
-            )
-        if evaluation != EvalConfig():
-            raise ConfigError(
-                f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
-                f"nothing would be evaluated; name a held-out set under data.eval, or remove the eval section"
-            )
-        return
-    if not evaluation.temperatures or min(evaluation.temperatures) < 0:
-        raise ConfigError(
-            f"eval.temperatures={list(evaluation.temperatures)} must hold at least one number, none below 0"
-        )
-    if len(set(evaluation.temperatures)) != len(evaluation.temperatures):
-        raise ConfigError(f"eval.temperatures={list(evaluation.temperatures)} names a temperature twice")
-    if target is not None and evaluation.temperatures[0] != 0:
-        raise ConfigError(
-            f"schedule.stop_at_score={target} looks at greedy accuracy, the first of eval.temperatures="
-            f"{list(evaluation.temperatures)}; put 0 first"
-        )
-    if own_eval_rows:
-        return
-    if held_out.size is not None and held_out.size < evaluation.samples:
-        raise ConfigError(
-            f"eval.samples={evaluation.samples} is more than data.eval.size={held_out.size}; lower one or raise the "
-            f"other"
-        )
-
-
 def _check_prompt(config: Config) -> None:
     prompt = config.data.prompt
     for key, template in (("template", prompt.template), ("example_template", prompt.example_template)):
@@ -245,15 +192,7 @@ def _check_servers(config: Config) -> None:
         raise ConfigError(f"rollout.sampling.top_k={top_k} must be -1 (all tokens) or at least 1")
     if "" in rollout.sampling.stop:
         raise ConfigError("rollout.sampling.stop holds an empty text, which would end every response at once; drop it")
-    for argument in rollout.server_args:
-        if not argument.startswith("--"):
-            raise ConfigError(
-                f"rollout.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
-            )
-        if argument in RESERVED_SERVER_ARGS:
-            own = RESERVED_SERVER_ARGS[argument]
-            fix = f"set {own} instead" if own else "megasync chooses it for every server"
-            raise ConfigError(f"rollout.server_args may not hold {argument}: {fix}")
+    check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
     for key in ("context_length", "max_total_tokens"):
         room = getattr(rollout, key)
@@ -279,9 +218,9 @@ def _check_trainer(config: Config) -> None:
             )
 
 
-def _check_cluster(config: Config) -> None:
+def _check_cluster(config: Config, training: bool) -> None:
     cluster = config.cluster
-    specs = pool_specs(config)
+    specs = pool_specs(config, training=training)
     nodes = nodes_needed(specs, cluster.devices_per_node)
     if nodes == 1:
         return
@@ -364,6 +303,8 @@ def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: b
     for name, dataset, replaced in (("train", data.train, own_rows), ("eval", data.eval, own_eval_rows)):
         if dataset is not None and not replaced:
             _check_dataset(f"data.{name}", dataset, planning)
+    for name, held_out in config.eval.sets.items():
+        _check_dataset(f"eval.sets.{name}.data", held_out.data, planning)
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:

@@ -22,7 +22,14 @@ def check_rewards(config: Config) -> None:
         key, function = f"rollout.rewards.{name}", reward.function or name
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"{key}: a reward's name in the metrics may have letters, digits, '_' and '-' only")
-        if not REWARD.fullmatch(function):
+        if reward.model is not None:
+            for option, value in (("function", reward.function), ("options", dict(reward.options))):
+                if value:
+                    raise ConfigError(
+                        f"{key}.model={reward.model} and {key}.{option}={value} exclude each other; drop one (what a reward "
+                        f"model is asked stands in reward_models.{reward.model})"
+                    )
+        elif not REWARD.fullmatch(function):
             raise ConfigError(f"{key}.function={function!r} must be math, code or package.module:function")
         if not 0 < reward.weight < math.inf:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,9 @@ RANGES: dict[str, Range] = {
     "eval.every_steps": NOT_NEGATIVE,
     "eval.samples": AT_LEAST_ONE,
     "eval.max_inflight": AT_LEAST_ONE,
+    "eval.repeats": AT_LEAST_ONE,
+    "eval.sampling.top_p": SHARE,
+    "eval.sampling.max_new_tokens": AT_LEAST_ONE,
     "checkpoint.every_steps": NOT_NEGATIVE,
     "checkpoint.keep": AT_LEAST_ONE,
     "cluster.devices_per_node": AT_LEAST_ONE,
@@ -219,6 +223,9 @@ FREE = {
     "trainer.optimizer.betas",
     "algorithm.normalize_std",
     "eval.temperatures",
+    "eval.sampling.top_k",
+    "eval.sets",
+    "reward_models",
     "checkpoint.export",
     "sync.delta",
     "sync.disk_dir",
@@ -229,23 +236,30 @@ FREE = {
 
 def check_limits(config: Config) -> None:
     """Raises ConfigError for the first value outside its own limits: key, value and what is allowed."""
-    for key, allowed in RANGES.items():
-        value = value_of(config, key)
-        if value is not None and (math.isnan(value) or not allowed.holds(value)):
-            raise ConfigError(f"{key}={value} must be {allowed}")
-    for key, choices in CHOICES.items():
-        value = value_of(config, key)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}")
+    check_tables(config, "", RANGES, CHOICES)
     for key, (pattern, form) in PATTERNS.items():
         value = value_of(config, key)
         if value is not None and not pattern.fullmatch(value):
             raise ConfigError(f"{key}={value!r} must be {form}")
 
 
-def value_of(config: Config, key: str) -> Any:
+def check_tables(
+    section: Any, prefix: str, ranges: Mapping[str, Range], choices: Mapping[str, tuple[str, ...]]
+) -> None:
+    """The same for one section by tables of its own; `prefix`, such as "eval.sets.gsm8k.", stands before its keys."""
+    for key, allowed in ranges.items():
+        value = value_of(section, key)
+        if value is not None and (math.isnan(value) or not allowed.holds(value)):
+            raise ConfigError(f"{prefix}{key}={value} must be {allowed}")
+    for key, options in choices.items():
+        value = value_of(section, key)
+        if value is not None and value not in options:
+            raise ConfigError(f"{prefix}{key}={value!r} must be one of {', '.join(options)}")
+
+
+def value_of(section: Any, key: str) -> Any:
     """The value of a dotted key; None inside a section that is null."""
-    node: Any = config
+    node: Any = section
     for part in key.split("."):
         if node is None:
             return None

@@ -165,8 +165,12 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
         hint = hints[name]
         below = _section(hint)
         keyed = below is not None or get_origin(hint) is dict
-        if keyed != isinstance(value, Mapping) or isinstance(value, list) != (get_origin(hint) is list):
+        if keyed != isinstance(value, Mapping) or isinstance(value, list) != _is_list(hint):
             raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+        if isinstance(value, bool) and str in (hint, *get_args(hint)):
+            raise ConfigError(
+                f"{place}: {key}={value!r} must be text; a word that YAML takes for a switch needs quotes"
+            )
         if below is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
         elif (entry := _entry(hint)) is not None:
@@ -211,6 +215,10 @@ def _section(hint: Any) -> type | None:
     if get_origin(hint) is dict:
         return None
     return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
+
+
+def _is_list(hint: Any) -> bool:
+    return any(get_origin(t) is list for t in (hint, *get_args(hint)))
 
 
 def _entry(hint: Any) -> type | None:

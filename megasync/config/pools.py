@@ -1,4 +1,4 @@
-"""Which devices a run asks for: two pools, in whole nodes where they span several. Pure arithmetic over the config.
+"""Which devices a run asks for: pools, in whole nodes where they span several. Pure arithmetic over the config.
 
 A pool that fits on one node is placed on one; a larger one takes whole nodes. So no tensor-parallel group is torn over
 nodes by chance, and slot -> node is plain division.
@@ -37,33 +37,57 @@ class PoolSpec:
         return [{"CPU": per_node} for _ in range(self.nodes)]
 
 
-def pool_specs(config: Config) -> dict[str, PoolSpec]:
-    """The two pools of a run. Raises ConfigError when one cannot be cut into whole nodes."""
-    trainer, rollout, per_node = config.trainer, config.rollout, config.cluster.devices_per_node
+def reward_pool(name: str) -> str:
+    """The name of the pool that a reward model with `pool: own` has to itself."""
+    return f"reward-{name}"
+
+
+def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
+    """The pools of a run, or of an evaluation without a trainer. Raises ConfigError when one cannot be cut into whole
+    nodes."""
+    rollout, per_node = config.rollout, config.cluster.devices_per_node
+    pools = [_trainer_pool(config)] if training else []
+    pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
+    pools += [
+        _server_pool(reward_pool(name), f"reward_models.{name}", model.servers, model.tensor_parallel, per_node)
+        for name, model in config.reward_models.items()
+        if model.pool == "own"
+    ]
+    return {pool.name: pool for pool in pools}
+
+
+def _trainer_pool(config: Config) -> PoolSpec:
+    trainer, per_node = config.trainer, config.cluster.devices_per_node
     world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
-    for key, size in (("trainer", trainer.tensor_parallel), ("rollout", rollout.tensor_parallel)):
-        if size > per_node:
-            raise ConfigError(
-                f"{key}.tensor_parallel={size} does not fit on one node (cluster.devices_per_node={per_node}); "
-                f"lower it, or raise cluster.devices_per_node"
-            )
+    _check_fits("trainer", trainer.tensor_parallel, per_node)
     if world > per_node and world % per_node:
         raise ConfigError(
             f"the trainer needs {world} ranks (trainer.tensor_parallel x pipeline_parallel x data_parallel), more than "
             f"one node has (cluster.devices_per_node={per_node}) and not whole nodes; change trainer.data_parallel so "
             f"that the product is a multiple of {per_node}"
         )
-    servers_per_node = per_node // rollout.tensor_parallel
-    if rollout.servers > servers_per_node and rollout.servers % servers_per_node:
+    return PoolSpec("trainer", slots=world, devices=1, slots_per_node=per_node)
+
+
+def _server_pool(name: str, key: str, servers: int, tensor_parallel: int, per_node: int) -> PoolSpec:
+    """`key` is the section that describes the servers."""
+    _check_fits(key, tensor_parallel, per_node)
+    servers_per_node = per_node // tensor_parallel
+    if servers > servers_per_node and servers % servers_per_node:
         raise ConfigError(
-            f"rollout.servers={rollout.servers} with rollout.tensor_parallel={rollout.tensor_parallel} are more than "
-            f"one node holds ({servers_per_node}) and do not fill whole nodes; make rollout.servers a multiple of "
+            f"{key}.servers={servers} with {key}.tensor_parallel={tensor_parallel} are more than "
+            f"one node holds ({servers_per_node}) and do not fill whole nodes; make {key}.servers a multiple of "
             f"{servers_per_node}"
         )
-    return {
-        "trainer": PoolSpec("trainer", slots=world, devices=1, slots_per_node=per_node),
-        "rollout": PoolSpec("rollout", rollout.servers, rollout.tensor_parallel, slots_per_node=servers_per_node),
-    }
+    return PoolSpec(name, servers, tensor_parallel, slots_per_node=servers_per_node)
+
+
+def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:
+    if tensor_parallel > per_node:
+        raise ConfigError(
+            f"{key}.tensor_parallel={tensor_parallel} does not fit on one node (cluster.devices_per_node={per_node}); "
+            f"lower it, or raise cluster.devices_per_node"
+        )
 
 
 def nodes_needed(specs: dict[str, PoolSpec], devices_per_node: int) -> int:

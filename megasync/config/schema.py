@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megasync.config.reward_model import RewardModelConfig
+
 # The value of a key that is chosen from something else, such as the model.
 AUTO = "auto"
 
@@ -154,6 +156,8 @@ class RewardConfig:
     # Above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    # Instead of a function, one of `reward_models`.
+    model: str | None = None
 
 
 @dataclass
@@ -353,6 +357,28 @@ class SyncConfig:
 
 
 @dataclass
+class EvalSamplingConfig:
+    """Where evaluation samples otherwise than training; null takes rollout.sampling's."""
+
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass
+class EvalSetConfig:
+    """A held-out set. What is null is as in the eval section."""
+
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    samples: int | None = None
+    temperatures: list[float] | None = None
+    repeats: int | None = None
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    # math, code, or `package.module:function`; null takes the run's reward, or where it names none the set's verifier.
+    reward: str | None = None
+
+
+@dataclass
 class EvalConfig:
     # Training steps between evaluations; 0 evaluates only at the start and the end.
     every_steps: int = 10
@@ -360,7 +386,13 @@ class EvalConfig:
     samples: int = 128
     # One score per temperature; 0 is greedy.
     temperatures: list[float] = field(default_factory=lambda: [0.0])
+    # Answers to each prompt at temperatures above 0, for pass@k.
+    repeats: int = 1
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    # Answers under way at once, over all sets.
     max_inflight: int = 32
+    # More held-out sets, by the names that they have in the metrics.
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
 
 @dataclass
@@ -428,6 +460,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)

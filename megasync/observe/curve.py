@@ -11,6 +11,7 @@ from megasync.observe.names import (
     HELD_OUT_PREFIX,
     REWARD,
     SAMPLED_RATE,
+    SET_SCORE_AT,
     STALENESS_MAX,
     STALENESS_MEAN,
     TRAINED_RATE,
@@ -18,6 +19,8 @@ from megasync.observe.names import (
 
 CURVE_FILE = "curve.png"
 SIZE_INCHES, DPI = (11, 7.5), 120
+# Of the held-out scores; more of them than this would be a picture that nobody can read.
+COLOURS = ("tab:red", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 Points = list[tuple[float, float]]
 
@@ -60,12 +63,19 @@ def points(columns: dict[str, list[Any]], x: str, y: str) -> Points:
     )
 
 
+def held_out_name(key: str) -> str | None:
+    """How the line of a held-out score is labelled; None for another measurement."""
+    if key.startswith(HELD_OUT_PREFIX):
+        return f"held-out, temperature {key.removeprefix(HELD_OUT_PREFIX)}"
+    named = SET_SCORE_AT.fullmatch(key)
+    return None if named is None else f"{named[1]}, temperature {named[2]}"
+
+
 def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> None:
     rewards = points(columns, x, REWARD)
     axis.plot(*_split(rewards), color="tab:blue", linewidth=1, alpha=0.7, label="reward (training)")
-    held_out = sorted(key for key in columns if key.startswith(HELD_OUT_PREFIX))
-    for colour, key in zip(("tab:red", "tab:orange", "tab:green", "tab:purple"), held_out, strict=False):
-        name = f"held-out, temperature {key.removeprefix(HELD_OUT_PREFIX)}"
+    held_out = {key: name for key in sorted(columns) if (name := held_out_name(key)) is not None}
+    for colour, (key, name) in zip(COLOURS, held_out.items(), strict=False):
         axis.plot(*_split(points(columns, x, key)), color=colour, marker="o", markersize=4, label=name)
     if all(0 <= reward <= 1 for _, reward in rewards):
         axis.set_ylim(-0.03, 1.03)

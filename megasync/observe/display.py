@@ -131,6 +131,7 @@ def _numbers(snap: RunSnapshot) -> Table:
     rows = [
         ("reward", number(snap.rewards[-1], 3) if snap.rewards else UNKNOWN, sparkline(snap.rewards)),
         ("held-out score", held_out, sparkline(scores)),
+        *[(f"  {name}", number(score, 3), "") for name, score in snap.set_scores.items()],
         ("tokens/s", f"{number(snap.sampled_rate, 0)} sampled, {number(snap.trained_rate, 0)} trained", ""),
         (
             "staleness",

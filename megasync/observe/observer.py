@@ -57,6 +57,7 @@ class RunObserver:
         self._version = 0
         self._rewards: deque[float | None] = deque(maxlen=SHOWN_REWARDS)
         self._scores: list[tuple[int, float]] = []
+        self._set_scores: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._buffer: dict[str, int] = {}
         self._activities: dict[str, tuple[str, float]] = {}
@@ -104,7 +105,11 @@ class RunObserver:
         self._step, self._version = max(self._step, step), max(self._version, version)
         self._scores.append((step, metrics[names.SCORE]))
         self._log(step, dict(metrics))
-        self.message(f"held-out score {metrics[names.SCORE]:.3f} after step {step} (version {version})")
+        self._set_scores = {
+            found[1]: value for key, value in metrics.items() if (found := names.SET_SCORE.fullmatch(key))
+        }
+        sets = "".join(f", {name} {score:.3f}" for name, score in self._set_scores.items())
+        self.message(f"held-out score {metrics[names.SCORE]:.3f}{sets} after step {step} (version {version})")
         if self._clock() - self._drawn >= DRAW_SECONDS:
             self._draw()
 
@@ -155,6 +160,7 @@ class RunObserver:
             step_seconds=(self._marks[-1][0] - self._marks[0][0]) / steps if steps > 0 else None,
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
+            set_scores=dict(self._set_scores),
             target=config.schedule.stop_at_score,
             trained_rate=self._trained_rate(),
             sampled_rate=self._latest.get(names.SAMPLED_RATE),

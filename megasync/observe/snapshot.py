@@ -30,6 +30,8 @@ class RunSnapshot:
     # Mean reward of each trained step, oldest first; held-out greedy scores as (step, score).
     rewards: tuple[float | None, ...] = ()
     scores: tuple[tuple[int, float], ...] = ()
+    # The latest score of each held-out set that has a name.
+    set_scores: dict[str, float] = field(default_factory=dict)
     target: float | None = None
     # Tokens per second of wall time over the latest steps: trained by the trainer, sampled by the servers.
     trained_rate: float | None = None

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import prod
+from pathlib import Path
 
-from megasync.config.schema import Config
+from megasync.config.check_reward_models import read_reward_model
+from megasync.config.schema import Config, RewardModelConfig, RolloutConfig
 from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan
 from megasync.sync.layout import Layout
 
@@ -122,11 +124,35 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
     per_token = sizes.layers * channels * item
-    weights = -(-total // tensor)
-    if rollout.max_total_tokens is not None:
-        return ServerMemory(weights, per_token, rollout.max_total_tokens, "rollout.max_total_tokens")
+    return _kv_cache("rollout", rollout, -(-total // tensor), per_token, device_bytes)
+
+
+def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
+    """The same for a reward model, from its folder: the size of its files, whatever its family is, and its config.json.
+
+    None while the folder is not on this machine. `dtype` is the policy's, which it takes where it names none.
+    """
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir():
+        return None
+    values = read_reward_model(key, model)
+    item = ITEM_BYTES[model.dtype or dtype]
+    stored = ITEM_BYTES.get(str(values.get("dtype") or values.get("torch_dtype")), item)
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * item // stored
+    heads = values["num_attention_heads"]
+    groups = values.get("num_key_value_heads") or heads
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    per_token = values["num_hidden_layers"] * 2 * max(1, groups // model.tensor_parallel) * head_dim * item
+    return _kv_cache(key, model, -(-total // model.tensor_parallel), per_token, device_bytes)
+
+
+def _kv_cache(
+    key: str, servers: RolloutConfig | RewardModelConfig, weights: int, per_token: int, device_bytes: int | None
+) -> ServerMemory:
+    if servers.max_total_tokens is not None:
+        return ServerMemory(weights, per_token, servers.max_total_tokens, f"{key}.max_total_tokens")
     if device_bytes is None:
         return ServerMemory(weights, per_token, None, "decided by SGLang at start")
-    room = int(device_bytes * rollout.mem_fraction) - weights
-    source = f"rollout.mem_fraction={rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB, less the weights"
+    room = int(device_bytes * servers.mem_fraction) - weights
+    source = f"{key}.mem_fraction={servers.mem_fraction:g} of {device_bytes / 1e9:.0f} GB, less the weights"
     return ServerMemory(weights, per_token, max(0, room // per_token), source)

@@ -6,15 +6,22 @@ device, so the plan of a cluster can be read on a laptop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from megasync.buffer.pacing import Pacing
 from megasync.config.check import model_layout
-from megasync.config.pools import PoolSpec, nodes_needed, pool_specs
+from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
 from megasync.config.schema import Config
-from megasync.preflight.memory import RankMemory, ServerMemory, microbatch_tokens, server_memory, stage_memory
+from megasync.preflight.memory import (
+    RankMemory,
+    ServerMemory,
+    microbatch_tokens,
+    reward_memory,
+    server_memory,
+    stage_memory,
+)
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.families import Sizes
 from megasync.sync.topology import Coords, Topology
@@ -31,6 +38,18 @@ class Pool:
 
     def node_of(self, slot: int) -> int:
         return self.nodes[slot // self.spec.slots_per_node]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A reward model's servers: in a pool of their own, or beside the first servers of the rollout pool."""
+
+    name: str
+    kind: str
+    path: str
+    pool: Pool
+    shared: bool
+    memory: ServerMemory | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +94,7 @@ class Plan:
     nodes: int
     trainer: Pool
     rollout: Pool
+    reward_models: tuple[RewardModel, ...]
     ranks: tuple[Rank, ...]
     # Responses in one training step, and tokens of one microbatch at most.
     responses_per_step: int
@@ -107,7 +127,9 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         device_bytes = None
     elif device_bytes is None:
         device_bytes = DEFAULT_DEVICE_BYTES
-    nodes, trainer, rollout = _place(config)
+    nodes, pools = _place(config)
+    trainer, rollout = pools["trainer"], pools["rollout"]
+    reward_models = tuple(_reward_model(config, name, pools, device_bytes) for name in config.reward_models)
     buckets = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     stages = tuple(stage_memory(config, layout, buckets, stage) for stage in range(topology.pipeline))
     server = server_memory(config, layout, device_bytes)
@@ -121,6 +143,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         nodes=nodes,
         trainer=trainer,
         rollout=rollout,
+        reward_models=reward_models,
         ranks=tuple(_rank(rank, trainer, topology, layout.stages) for rank in range(topology.world)),
         responses_per_step=schedule.groups_per_step * schedule.samples_per_group,
         microbatch_tokens=microbatch_tokens(config),
@@ -145,17 +168,30 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         stages=stages,
         server=server,
         device_bytes=device_bytes,
-        warnings=_warnings(config, stages, server, device_bytes),
+        warnings=_warnings(config, stages, server, device_bytes, reward_models),
     )
 
 
-def _place(config: Config) -> tuple[int, Pool, Pool]:
-    """The pools on numbered nodes: on one together where they fit, else the trainer's nodes first."""
+def _place(config: Config) -> tuple[int, dict[str, Pool]]:
+    """The pools on numbered nodes: on one together where they fit, else one pool's nodes after the other's."""
     specs = pool_specs(config)
     nodes = nodes_needed(specs, config.cluster.devices_per_node)
-    first = 0 if nodes == 1 else specs["trainer"].nodes
-    trainer = Pool(specs["trainer"], tuple(range(specs["trainer"].nodes)))
-    return nodes, trainer, Pool(specs["rollout"], tuple(range(first, first + specs["rollout"].nodes)))
+    first, pools = 0, {}
+    for name, spec in specs.items():
+        pools[name] = Pool(spec, tuple(range(first, first + spec.nodes)))
+        first += 0 if nodes == 1 else spec.nodes
+    return nodes, pools
+
+
+def _reward_model(config: Config, name: str, pools: dict[str, Pool], device_bytes: int | None) -> RewardModel:
+    model = config.reward_models[name]
+    shared = model.pool == "rollout"
+    pool = pools["rollout" if shared else reward_pool(name)]
+    if shared:
+        spec = replace(pool.spec, slots=model.servers, devices=model.tensor_parallel)
+        pool = Pool(spec, pool.nodes[: spec.nodes])
+    memory = reward_memory(f"reward_models.{name}", model, config.model.dtype, device_bytes)
+    return RewardModel(name, model.kind, model.path, pool, shared, memory)
 
 
 def _rank(rank: int, pool: Pool, topology: Topology, stages: list[list[range]]) -> Rank:
@@ -169,7 +205,11 @@ def _model_name(config: Config, source: Path) -> str:
 
 
 def _warnings(
-    config: Config, stages: tuple[RankMemory, ...], server: ServerMemory, device_bytes: int | None
+    config: Config,
+    stages: tuple[RankMemory, ...],
+    server: ServerMemory,
+    device_bytes: int | None,
+    reward_models: tuple[RewardModel, ...],
 ) -> tuple[str, ...]:
     found = []
     longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
@@ -192,4 +232,11 @@ def _warnings(
             f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence ({longest}); raise "
             f"rollout.tensor_parallel or rollout.mem_fraction"
         )
+    for model in reward_models:
+        if model.memory is not None and model.memory.kv_tokens == 0:
+            key = f"reward_models.{model.name}"
+            found.append(
+                f"{key}.mem_fraction={config.reward_models[model.name].mem_fraction:g} leaves no room beside weights of "
+                f"{model.memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
+            )
     return tuple(found)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasync.preflight.doctor import FAILURE, OK, WARNING, Finding
+from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, Pool, Rank
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "sync buckets", "total")
@@ -82,15 +83,18 @@ def _pools(plan: Plan) -> Table:
     table = Table(title=f"Pools on {plan.nodes} node(s)", title_justify="left")
     for column in ("pool", "processes", "devices each", "devices", "nodes"):
         table.add_column(column)
-    for pool in (plan.trainer, plan.rollout):
-        table.add_row(*_pool_row(pool))
+    table.add_row(*_pool_row("trainer", "rank(s)", plan.trainer))
+    table.add_row(*_pool_row("rollout", "server(s)", plan.rollout))
+    for model in plan.reward_models:
+        name = f"rollout, for {model.name}" if model.shared else model.pool.spec.name
+        table.add_row(*_pool_row(name, f"{model.kind} server(s)", model.pool, shared=model.shared))
     return table
 
 
-def _pool_row(pool: Pool) -> tuple[str, ...]:
-    what = {"trainer": "rank(s)", "rollout": "server(s)"}[pool.spec.name]
+def _pool_row(name: str, what: str, pool: Pool, shared: bool = False) -> tuple[str, ...]:
     nodes = ", ".join(map(str, pool.nodes))
-    return pool.spec.name, f"{pool.spec.slots} {what}", str(pool.spec.devices), str(pool.spec.total_devices), nodes
+    total = "shared" if shared else str(pool.spec.total_devices)
+    return name, f"{pool.spec.slots} {what}", str(pool.spec.devices), total, nodes
 
 
 def _ranks(plan: Plan) -> Table:
@@ -128,14 +132,25 @@ def _memory(plan: Plan) -> Table:
 
 
 def _server(plan: Plan) -> Table:
-    server = plan.server
     table = Table(title="Memory of a server rank", title_justify="left")
+    # Whose rank it is says itself while there is one kind.
+    of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.reward_models)]
+    if len(of) > 1:
+        table.add_column("of")
     for column in ("weights", "KV per token", "KV room", "KV tokens", "from"):
         table.add_column(column, justify="left" if column == "from" else "right")
+    for name, server in of:
+        cells = _server_cells(server)
+        table.add_row(*([name, *cells] if len(of) > 1 else cells))
+    return table
+
+
+def _server_cells(server: ServerMemory | None) -> list[str]:
+    if server is None:
+        return ["-", "-", "-", "-", "the model is not on this machine"]
     room = "-" if server.kv_room is None else bytes_text(server.kv_room)
     tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
-    table.add_row(bytes_text(server.weights), bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source)
-    return table
+    return [bytes_text(server.weights), bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
 
 
 def _span(first: int, last: int) -> str:

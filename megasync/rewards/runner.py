@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
-from megasync.errors import DataError
+from megasync.errors import DataError, ServerError
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
@@ -58,7 +58,10 @@ class RewardRunner:
     async def score(
         self, trajectories: Sequence[Trajectory], columns: dict[str, Any], uid: str = ""
     ) -> list[Trajectory]:
-        """The trajectories of one prompt with their rewards, in the same order. Raises DataError."""
+        """The trajectories of one prompt with their rewards, in the same order.
+
+        Raises DataError, or ServerError from a reward model whose servers do not answer.
+        """
         unscored = [t for t in trajectories if t.reward is None]
         scored = iter(await self._scored(unscored, columns, uid) if unscored and self._functions else unscored)
         return [next(scored) if t.reward is None else self._own(t, uid) for t in trajectories]
@@ -99,6 +102,9 @@ class RewardRunner:
         arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
         try:
             answer = await self._call(function, [t.text for t in trajectories], arguments)
+        except ServerError:
+            # No fault of the function or the responses: whoever asked waits for the servers.
+            raise
         except TimeoutError as error:
             problem = f"did not answer within {self._timeout:g} s; raise timeouts.reward, or make it faster"
             raise _error(function, uid, problem) from error

@@ -32,6 +32,7 @@ from megasync.rollout.parts import Parts
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, merge_params
+from megasync.rollout.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class RolloutClient:
         failures: list[str],
     ) -> None:
         """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
-        empty, failed = _Waits(_EMPTY_ABORT_WAIT, self._random), _Waits(_FAILURE_WAIT, self._random)
+        empty, failed = Waits(_EMPTY_ABORT_WAIT, self._random), Waits(_FAILURE_WAIT, self._random)
         minimum = min(params["min_new_tokens"], budget)
         while (done := len(parts.token_ids)) < budget:
             body = {
@@ -353,22 +354,6 @@ class RolloutClient:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
-
-
-class _Waits:
-    """Waits that double, each a little off, so that requests that failed together do not come back together."""
-
-    def __init__(self, first_and_longest: tuple[float, float], rng: random.Random) -> None:
-        self._first, self._longest = first_and_longest
-        self._wait = self._first
-        self._random = rng
-
-    def next(self) -> float:
-        wait, self._wait = self._wait, min(2 * self._wait, self._longest)
-        return wait * self._random.uniform(0.75, 1.25)
-
-    def reset(self) -> None:
-        self._wait = self._first
 
 
 def _parse(raw: bytes, url: str) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from typing import Any
 # Both sides must have the same; `hello` tells.
 PROTOCOL = 2
 
+# "1" in the environment of a server that scores texts instead of generating.
+CLASSIFIER_VARIABLE = "MEGASYNC_CLASSIFIER"
+
 ACTION = "megasync:"
 ANSWER = "megasync"
 LOAD_FORMAT = "megasync"

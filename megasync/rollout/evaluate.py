@@ -1,7 +1,7 @@
-"""Held-out evaluation: a fixed set of prompts through the same workflow and reward as training.
+"""Held-out evaluation: fixed sets of prompts through the same workflow and rewards as training.
 
-Invariant: at most `max_inflight` prompts are under way, and a prompt that fails costs itself only: it is counted, and
-the score is still over all prompts, so failures never make a model look better.
+Invariant: at most `max_inflight` answers are under way over all sets, nothing but counts is kept of those that are done,
+and one that fails costs itself only: it is counted as wrong, so failures never make a model look better.
 """
 
 from __future__ import annotations
@@ -9,116 +9,189 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError
 from megasync.rewards import RewardRunner
+from megasync.rollout.pass_at_k import counted, pass_at_k
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.workflow import Workflow, as_trajectories
 
 log = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
-    """One prompt's text, the model's answer to it, and its reward."""
+@dataclass(frozen=True, slots=True)
+class HeldOutSet:
+    """`name` is empty for the one set that has none. `sampling` replaces what the run samples with, but its temperature."""
 
+    name: str
+    prompts: Sequence[Prompt]
+    rewards: RewardRunner
+    temperatures: Sequence[float] = (0.0,)
+    # Answers to each prompt at temperatures above 0; a greedy one would always be the same.
+    repeats: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def repeats_at(self, temperature: float) -> int:
+        return self.repeats if temperature > 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The model's answer number `repeat` to prompt `number` of a set. Without a reward, `error` says what failed."""
+
+    held_out: str
+    temperature: float
+    number: int
+    repeat: int
     prompt: str
-    text: str
-    reward: float
+    text: str = ""
+    reward: float | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """`score` is the share of all `n` prompts with a reward of 1.0, `reward` the mean over those that were scored."""
+    """Of one set at one temperature. `score` is the share of all `n` answers with a reward of 1.0, `reward` the mean over
+    those that were scored, `pass_at` the mean over the prompts by k."""
 
+    held_out: str
+    temperature: float
     score: float
     reward: float
     n: int
     failed: int
-    # In the order of the prompts; failed ones are missing.
-    answers: list[Answer]
+    pass_at: dict[int, float]
+
+
+# One answer that is to be had: set, temperature, number and prompt, repeat.
+_Job = tuple[HeldOutSet, float, int, Prompt, int]
 
 
 async def evaluate(
     client: Any,
-    prompts: Sequence[Prompt],
+    sets: Sequence[HeldOutSet],
     workflow: Workflow,
-    rewards: RewardRunner,
-    temperature: float,
-    samples: int,
     max_inflight: int,
     seed: int | None = None,
-) -> Evaluation:
-    """Scores the first `samples` prompts at one temperature (0 is greedy). A failed prompt never raises.
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> list[Evaluation]:
+    """Scores every set at each of its temperatures (0 is greedy), in this order. A failed answer never raises.
 
-    With `seed`, requests carry seeds drawn from (seed, prompt, turn). Raises DataError when there is no prompt.
+    With `seed`, requests carry seeds drawn from (seed, set, prompt, repeat, turn). `on_answer` hears of each answer as it
+    ends. Raises DataError for a set without a prompt.
     """
-    chosen = prompts[:samples]
-    if not chosen:
-        raise DataError("an evaluation needs at least one prompt")
-    evaluator = _Evaluator(client, workflow, rewards, temperature, seed)
-    numbered = iter(enumerate(chosen))
-    workers = [asyncio.create_task(evaluator.work(numbered)) for _ in range(min(max_inflight, len(chosen)))]
+    for held_out in sets:
+        if not held_out.prompts:
+            raise DataError(f"an evaluation needs at least one prompt, and the set {held_out.name!r} has none")
+    evaluator = _Evaluator(client, workflow, seed, on_answer)
+    jobs = _jobs(sets)
+    workers = [asyncio.create_task(evaluator.work(jobs), name=f"evaluation {n}") for n in range(max_inflight)]
     try:
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return evaluator.result(len(chosen))
+    return [evaluator.result(held_out, temperature) for held_out in sets for temperature in held_out.temperatures]
+
+
+def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[_Job]:
+    """One at a time: whoever takes the next has room for it."""
+    for held_out in sets:
+        for temperature in held_out.temperatures:
+            for number, prompt in enumerate(held_out.prompts):
+                for repeat in range(held_out.repeats_at(temperature)):
+                    yield held_out, temperature, number, prompt, repeat
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one set at one temperature. `right` is by prompt, of those with any."""
+
+    scored: int = 0
+    rewards: float = 0.0
+    failed: int = 0
+    first_problem: str = ""
+    right: Counter[int] = field(default_factory=Counter)
+
+    def add(self, answer: Answer) -> None:
+        if answer.reward is None:
+            self.failed += 1
+            self.first_problem = self.first_problem or answer.error
+            return
+        self.scored += 1
+        self.rewards += answer.reward
+        if answer.reward == 1.0:
+            self.right[answer.number] += 1
 
 
 class _Evaluator:
     """What the workers of one evaluation share."""
 
-    def __init__(
-        self, client: Any, workflow: Workflow, rewards: RewardRunner, temperature: float, seed: int | None
-    ) -> None:
+    def __init__(self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[Answer], None]) -> None:
         self._client = client
         self._workflow = workflow
-        self._rewards = rewards
-        self._temperature = temperature
         self._seed = seed
+        self._on_answer = on_answer
         self._gate = RequestGate()
-        self._answers: dict[int, Answer] = {}
-        self._problems: list[str] = []
+        self._tallies: dict[tuple[str, float], _Tally] = {}
 
-    async def work(self, prompts: Iterator[tuple[int, Prompt]]) -> None:
-        for number, prompt in prompts:
+    async def work(self, jobs: Iterator[_Job]) -> None:
+        for held_out, temperature, number, prompt, repeat in jobs:
+            asked = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
             try:
-                self._answers[number] = await self._answer(prompt)
+                text, reward = await self._answer(held_out, temperature, prompt, repeat)
+                answer = Answer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
             except Exception as error:  # a user's workflow or reward, or a server: one answer less, said below
-                log.debug("evaluation prompt %s failed", prompt.uid, exc_info=error)
-                self._problems.append(f"{type(error).__name__}: {error}")
+                log.debug("evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
+                answer = Answer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)
+            self._tallies.setdefault((held_out.name, temperature), _Tally()).add(answer)
+            self._on_answer(answer)
 
-    async def _answer(self, prompt: Prompt) -> Answer:
-        seed = None if self._seed is None else request_seed(self._seed, prompt.uid)
-        client = SampleClient(
-            self._client, self._gate, routing_key=prompt.uid, seed=seed, temperature=self._temperature
-        )
+    async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
+        seed = None
+        if self._seed is not None:
+            further = [part for part in (held_out.name, repeat) if part]
+            seed = request_seed(self._seed, prompt.uid, *further)
+        sampling = {**held_out.sampling, "temperature": temperature}
+        client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
-        scored = await self._rewards.score(trajectories, prompt.columns, prompt.uid)
+        scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
             raise DataError(f"prompt {prompt.uid} was left unscored")
-        return Answer(_text_of(prompt), scored[-1].text, sum(rewards) / len(rewards))
+        return scored[-1].text, sum(rewards) / len(rewards)
 
-    def result(self, total: int) -> Evaluation:
-        if self._problems:
+    def result(self, held_out: HeldOutSet, temperature: float) -> Evaluation:
+        tally = self._tallies[held_out.name, temperature]
+        repeats = held_out.repeats_at(temperature)
+        total = repeats * len(held_out.prompts)
+        if tally.failed:
             log.warning(
-                "%d of %d evaluation prompts failed; the first: %s", len(self._problems), total, self._problems[0]
+                "%d of %d evaluation answers%s failed; the first: %s",
+                tally.failed,
+                total,
+                f" of {held_out.name}" if held_out.name else "",
+                tally.first_problem,
             )
-        answers = [self._answers[number] for number in sorted(self._answers)]
+        passed = {
+            k: sum(pass_at_k(repeats, right, k) for right in tally.right.values()) / len(held_out.prompts)
+            for k in counted(repeats)
+        }
         return Evaluation(
-            score=sum(a.reward == 1.0 for a in answers) / total,
-            reward=sum(a.reward for a in answers) / len(answers) if answers else 0.0,
+            held_out=held_out.name,
+            temperature=temperature,
+            score=tally.right.total() / total,
+            reward=tally.rewards / tally.scored if tally.scored else 0.0,
             n=total,
-            failed=len(self._problems),
-            answers=answers,
+            failed=tally.failed,
+            pass_at=passed,
         )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megasync.config.schema import HealthConfig
 from megasync.rollout.restarts import Restarts
 
 
@@ -51,6 +52,12 @@ class HealthPolicy:
     sync_failures: int
     restarts: int
     restart_window: float
+
+    @classmethod
+    def of(cls, config: HealthConfig) -> HealthPolicy:
+        return cls(
+            config.probe_failures, config.request_failures, config.sync_failures, config.restarts, config.restart_window
+        )
 
 
 class ServerHealth:

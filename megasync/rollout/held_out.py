@@ -1,4 +1,4 @@
-"""The run's held-out evaluation: every configured temperature, the metrics, and the answers people look at."""
+"""The run's held-out evaluation: every set at each of its temperatures, the metrics, and the answers people look at."""
 
 from __future__ import annotations
 
@@ -6,56 +6,63 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megasync.buffer.trajectory import Prompt
-from megasync.config.schema import EvalConfig
-from megasync.rewards import RewardRunner
-from megasync.rollout.evaluate import Answer, evaluate
+from megasync.rollout.evaluate import Answer, Evaluation, HeldOutSet, evaluate
 from megasync.rollout.workflow import Workflow
 
-# (training step, weight version, answers at the first temperature)
-AnswersSink = Callable[[int, int, Sequence[Answer]], None]
+# (training step, weight version, (prompt, text, reward) of the first set's answers at its first temperature)
+AnswersSink = Callable[[int, int, Sequence[tuple[str, str, float | None]]], None]
 
 
 class HeldOut:
-    """Called as `await held_out(step, version)`; the score is that of the first temperature."""
+    """Called as `await held_out(step, version)`; the score is that of the first set at its first temperature."""
 
     def __init__(
         self,
-        config: EvalConfig,
         client: Any,
-        prompts: Sequence[Prompt],
+        sets: Sequence[HeldOutSet],
         workflow: Workflow,
-        rewards: RewardRunner,
+        max_inflight: int,
         on_answers: AnswersSink,
+        shown: int,
         seed: int | None,
     ) -> None:
-        self._config = config
+        """`on_answers` is given the answers to the first `shown` prompts."""
         self._client = client
-        self._prompts = prompts
+        self._sets = sets
         self._workflow = workflow
-        self._rewards = rewards
+        self._max_inflight = max_inflight
         self._on_answers = on_answers
+        self._shown = shown
         self._seed = seed
 
     async def __call__(self, step: int, version: int) -> dict[str, float]:
-        """Metrics: `eval/score` and `eval/failed`, and per temperature t `eval/score@t` and `eval/reward@t`."""
+        """Metrics: those of `metrics_of`, and the seconds that it took."""
         start = time.monotonic()
-        metrics: dict[str, float] = {"eval/failed": 0.0}
-        for temperature in self._config.temperatures:
-            found = await evaluate(
-                self._client,
-                self._prompts,
-                self._workflow,
-                self._rewards,
-                temperature,
-                self._config.samples,
-                self._config.max_inflight,
-                self._seed,
-            )
-            if "eval/score" not in metrics:
-                metrics["eval/score"] = found.score
-                self._on_answers(step, version, found.answers)
-            metrics[f"eval/score@{temperature:g}"] = found.score
-            metrics[f"eval/reward@{temperature:g}"] = found.reward
-            metrics["eval/failed"] += found.failed
-        return metrics | {"eval/seconds": time.monotonic() - start}
+        first = self._sets[0].name, self._sets[0].temperatures[0]
+        kept: dict[int, Answer] = {}
+
+        def keep(answer: Answer) -> None:
+            shown = answer.number < self._shown and answer.repeat == 0 and answer.reward is not None
+            if shown and (answer.held_out, answer.temperature) == first:
+                kept[answer.number] = answer
+
+        found = await evaluate(self._client, self._sets, self._workflow, self._max_inflight, self._seed, keep)
+        answers = [kept[number] for number in sorted(kept)]
+        self._on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
+        return metrics_of(found) | {"eval/seconds": time.monotonic() - start}
+
+
+def metrics_of(found: Sequence[Evaluation]) -> dict[str, float]:
+    """`eval/score` of the first, and `eval/failed` answers of all. Then, as `eval/...` or `eval/<set>/...` of a named set:
+    `score`, at its first temperature; `failed`; and per temperature t `score@t`, `reward@t`, `pass<k>@t`."""
+    metrics = {"eval/score": found[0].score, "eval/failed": float(sum(each.failed for each in found))}
+    for each in found:
+        prefix = f"eval/{each.held_out}/" if each.held_out else "eval/"
+        if each.held_out:
+            metrics.setdefault(f"{prefix}score", each.score)
+            metrics[f"{prefix}failed"] = metrics.get(f"{prefix}failed", 0.0) + each.failed
+        metrics[f"{prefix}score@{each.temperature:g}"] = each.score
+        metrics[f"{prefix}reward@{each.temperature:g}"] = each.reward
+        for k, share in each.pass_at.items():
+            metrics[f"{prefix}pass{k}@{each.temperature:g}"] = share
+    return metrics

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +40,7 @@ from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
+from megasync.rollout.waits import Waits
 from megasync.rollout.workflow import Workflow, as_trajectories, name_of
 
 log = logging.getLogger(__name__)
@@ -282,15 +282,24 @@ class Rollouter:
         return replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
 
     async def _scored(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
-        """Raises DataError when the reward has failed as often as it may."""
-        for attempt in range(1, self._max_attempts + 1):
+        """Raises DataError when the reward has failed as often as it may; servers' failures do not count."""
+        attempts, waits = 0, Waits(self._retry_seconds)
+        while True:
             try:
                 return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
-            except DataError as error:
+            except MegasyncError as error:
+                if is_infrastructure(error):
+                    await self._after_servers(f"the reward of group {prompt.uid}", error, waits)
+                    continue
+                attempts += 1
                 self._unknown.note(f"the reward of group {prompt.uid}", error)
-                if attempt == self._max_attempts:
+                if attempts == self._max_attempts:
                     raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _after_servers(self, what: str, error: BaseException, waits: Waits) -> None:
+        self._server_failures += 1
+        log.warning("%s goes on when servers do: %s", what, error)
+        await asyncio.sleep(waits.next())
 
     async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
         """The trajectories of each sample, in the samples' order, and the errors of those that failed.
@@ -314,17 +323,13 @@ class Rollouter:
 
     async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has failed as often as it may."""
-        attempts = 0
-        wait, longest = self._retry_seconds
+        attempts, waits = 0, Waits(self._retry_seconds)
         while True:
             try:
                 trajectories = await self._attempt(prompt, index)
             except Exception as error:  # whatever a user's workflow raises
                 if is_infrastructure(error):
-                    self._server_failures += 1
-                    log.warning("sample %d of group %s goes on when servers do: %s", index, prompt.uid, error)
-                    await asyncio.sleep(wait * random.uniform(0.75, 1.25))
-                    wait = min(2 * wait, longest)
+                    await self._after_servers(f"sample {index} of group {prompt.uid}", error, waits)
                     continue
                 attempts += 1
                 log.debug("sample %d of group %s failed", index, prompt.uid, exc_info=error)

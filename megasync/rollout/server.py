@@ -158,6 +158,10 @@ class SGLangServer(Service):
         # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
         self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
 
+    def visible_devices(self) -> str:
+        """The GPUs that were given to this process, as CUDA_VISIBLE_DEVICES has them; empty for all, or on a CPU."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     def scratch(self) -> list[str]:
         return [self._folder, f"/dev/shm/sglang_loads_{Path(self._folder).name}_*"] if self._folder else []
 

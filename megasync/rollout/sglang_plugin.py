@@ -24,10 +24,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
 
+from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
+
 from megasync.errors import ServerError
 from megasync.rollout.engine_protocol import (
     ACTION,
     ANSWER,
+    CLASSIFIER_VARIABLE,
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
@@ -204,6 +207,8 @@ class Plugin:
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin(ShardReceiver()).register()
+    if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
+        SCORE_BIAS.apply()
 
 
 def _parallel() -> Any:

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from megasync.config import check_config
-from megasync.config.check import RESERVED_SERVER_ARGS
 from megasync.config.model_files import FETCHABLE
-from megasync.config.schema import Config
+from megasync.config.schema import Config, RewardModelConfig
+from megasync.config.server_args import OF_REWARD_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
 
 # overrides -> what the message must name
@@ -150,7 +151,10 @@ def test_reserved_server_arguments_point_to_keys_that_exist():
     from megasync.config.load import schema_keys
 
     keys = {key for key, _ in schema_keys()}
-    assert {own for own in RESERVED_SERVER_ARGS.values() if own} <= keys
+    assert {key.format(servers="rollout") for key in (RESERVED | OF_ROLLOUT).values() if key} <= keys
+    own = {f"servers.{item.name}" for item in fields(RewardModelConfig)}
+    reserved = {key.format(servers="servers") for key in (RESERVED | OF_REWARD_MODELS).values() if key}
+    assert {key for key in reserved if key.startswith("servers.")} <= own
 
 
 # The model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_rig import FakePublisher, FakeTrainer, Rig
+from controller_rig import FakePublisher, FakeRewardModels, FakeTrainer, Rig
 
-from megasync.errors import CheckpointError, DataError, MegasyncError, TrainingError
+from megasync.errors import CheckpointError, DataError, MegasyncError, ServerError, TrainingError
 from megasync.progress import Progress
 
 
@@ -148,3 +148,16 @@ async def test_a_save_that_failed_is_not_tried_again_at_the_end() -> None:
     with pytest.raises(CheckpointError, match="no space left"):
         await rig.run()
     assert (rig.trainer.save_calls, len(rig.trainer.steps)) == (1, 2)
+
+
+async def test_a_reward_model_that_is_gone_for_good_ends_the_run_with_its_last_words() -> None:
+    models = FakeRewardModels()
+    rig = Rig(reward_models=models, rollout={"stall_after": 3})
+    running = asyncio.create_task(rig.run())
+    while not rig.observer.steps:
+        await asyncio.sleep(0)
+    assert rig.observer.metrics[0]["reward_models/grader/servers"] == 1.0
+    models.dead = ServerError("reward model 'grader' has no server left")
+    with pytest.raises(ServerError, match="'grader' has no server left"):
+        await running
+    assert [state["step"] for state in rig.trainer.saved] == [1]

@@ -19,6 +19,7 @@ COMMANDS = (
     "plan",
     "resume",
     "scale",
+    "eval",
     "export",
     "check-layout",
     "doctor",
@@ -207,3 +208,25 @@ def test_an_error_during_training_is_not_swallowed(here, monkeypatch, tmp_path):
     monkeypatch.setattr(async_trainer, "AsyncTrainer", lambda _: FakeTrainer(TrainingError("server 1 died")))
     status, _, err = here("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits")
     assert status == 2 and "TrainingError: server 1 died" in err
+
+
+def test_an_evaluation_of_nothing_is_refused_before_anything_starts(here, tmp_path):
+    status, _, err = here("eval", "configs/quickstart.yaml", "--model", "a", "--checkpoint", "b")
+    assert status == 2 and "--model a and --checkpoint b exclude each other" in err
+    status, _, err = here("eval", tmp_path)
+    assert status == 2 and "neither a configuration file nor a run directory" in err
+    run_dir, full = tmp_path / "run", tmp_path / "full"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(
+        (ROOT / "configs" / "quickstart.yaml").read_text().replace("base: base.yaml", "")
+    )
+    status, _, err = here("eval", run_dir)
+    assert status == 2 and "has no complete checkpoint yet" in err
+    assert not list(run_dir.glob("eval-*")), "a refused evaluation leaves nothing behind"
+    full.mkdir()
+    (full / "something").touch()
+    status, _, err = here("eval", run_dir, "--out", full)
+    assert status == 2 and f"{full} is not empty" in err
+    (run_dir / "custom.json").write_text('["train_dataset", "reward"]')
+    status, _, err = here("eval", run_dir)
+    assert status == 2 and "was started from Python with its own reward" in err

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from megasync.config import load_config
 from megasync.observe import names
-from megasync.observe.curve import CURVE_FILE, plot_curve, points
+from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve, points
+from megasync.observe.display import view
 from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver
 from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
@@ -220,3 +221,24 @@ def test_the_table_shows_any_text_without_obeying_it(tmp_path):
 
 def test_a_run_without_answers_has_nothing_to_show(tmp_path: Path):
     assert before_and_after(read_answers(tmp_path)) == []
+
+
+def test_held_out_sets_with_names_are_shown_beside_the_score(observer, tmp_path):
+    with observer:
+        observer.evaluation(
+            0, 0, {names.SCORE: 0.5, "eval/hard/score": 0.25, "eval/hard/score@0": 0.25, "eval/seconds": 3.0}
+        )
+        snapshot = observer.snapshot()
+    assert snapshot.set_scores == {"hard": 0.25}
+    assert snapshot.messages[-1] == "held-out score 0.500, hard 0.250 after step 0 (version 0)"
+    console = Console(file=StringIO(), width=100)
+    console.print(view(snapshot))
+    assert "hard" in console.file.getvalue() and "0.250" in console.file.getvalue()
+
+
+def test_the_curve_has_a_line_for_each_set_and_temperature():
+    keys = ["eval/score", "eval/score@0.6", "eval/hard/score", "eval/hard/score@1", "eval/hard/reward@1", "eval/failed"]
+    assert {key: name for key in keys if (name := held_out_name(key))} == {
+        "eval/score@0.6": "held-out, temperature 0.6",
+        "eval/hard/score@1": "hard, temperature 1",
+    }

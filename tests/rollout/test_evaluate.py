@@ -1,6 +1,8 @@
-"""Evaluation: bounded, in order, and not sunk by one bad prompt."""
+"""Evaluation: bounded over all sets, and not sunk by one bad prompt."""
 
 import asyncio
+from collections import Counter
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError, ServerError
 from megasync.rewards import RewardRunner
-from megasync.rollout.evaluate import evaluate
+from megasync.rollout.evaluate import HeldOutSet, evaluate
+from megasync.rollout.held_out import HeldOut, metrics_of
+from megasync.rollout.pass_at_k import counted, pass_at_k
 from megasync.rollout.workflow import single_turn
 
 
@@ -21,32 +25,105 @@ def exact(completions, *, answer, **columns):
     return [float(c == a) if c else 0.5 for c, a in zip(completions, answer, strict=True)]
 
 
-async def score(
-    client, count, *, temperature=0.0, samples=100, inflight=4, reward=exact, workflow=single_turn, seed=None
-):
-    return await evaluate(client, prompts(count), workflow, RewardRunner(reward), temperature, samples, inflight, seed)
+async def score(client, count, *, inflight=4, reward=exact, workflow=single_turn, seed=None, **settings):
+    """The evaluation of one set without a name, and its answers in the order in which they ended."""
+    answers = []
+    held_out = HeldOutSet("", prompts(count), RewardRunner(reward), **settings)
+    (found,) = await evaluate(client, [held_out], workflow, inflight, seed, answers.append)
+    return found, answers
 
 
-async def test_the_score_is_the_share_of_full_rewards_and_answers_keep_their_order(fake_client):
+async def test_the_score_is_the_share_of_full_rewards_and_each_answer_is_told_as_it_ends(fake_client):
     async def behave(ids, options):
         await asyncio.sleep(0.001 * (5 - ids[0]))  # the first prompts finish last
         return "" if ids[0] == 1 else str(ids[0])
 
-    found = await score(fake_client(behave), 5)
-    assert (found.score, found.n, found.failed) == (0.8, 5, 0)
+    found, answers = await score(fake_client(behave), 5)
+    assert (found.score, found.n, found.failed, found.pass_at) == (0.8, 5, 0, {})
     assert found.reward == pytest.approx(0.9)
-    assert found.answers[:2] == [("q0", "0", 1.0), ("q1", "", 0.5)]
-    assert [a.prompt for a in found.answers] == [f"q{n}" for n in range(5)]
+    assert {(a.number, a.prompt, a.text, a.reward) for a in answers[:5]} >= {(0, "q0", "0", 1.0), (1, "q1", "", 0.5)}
 
 
 @settings(deadline=None, max_examples=30)
-@given(count=st.integers(1, 30), samples=st.integers(1, 40), inflight=st.integers(1, 8))
-async def test_every_chosen_prompt_is_asked_once_and_never_too_many_at_once(fake_client, count, samples, inflight):
+@given(
+    counts=st.lists(st.integers(1, 8), min_size=1, max_size=3), repeats=st.integers(1, 4), inflight=st.integers(1, 8)
+)
+async def test_every_answer_is_had_once_and_never_too_many_at_once_over_all_sets(
+    fake_client, counts, repeats, inflight
+):
     client = fake_client(lambda ids, options: str(ids[0]))
-    found = await score(client, count, samples=samples, inflight=inflight)
-    assert sorted(ids[0] for ids, _ in client.calls) == list(range(min(count, samples)))
+    sets = [
+        HeldOutSet(f"set{n}", prompts(count), RewardRunner(exact), (0.0, 0.5), repeats)
+        for n, count in enumerate(counts)
+    ]
+    answers = []
+    found = await evaluate(client, sets, single_turn, inflight, None, answers.append)
+    had = Counter((a.held_out, a.temperature, a.number, a.repeat) for a in answers)
+    # Greedy answers are all the same, so each is had once.
+    assert had == Counter(
+        (s.name, t, number, repeat)
+        for s in sets
+        for t, times in ((0.0, 1), (0.5, repeats))
+        for number in range(len(s.prompts))
+        for repeat in range(times)
+    )
     assert client.most_running <= inflight
-    assert found.n == min(count, samples)
+    assert [(e.held_out, e.temperature, e.n) for e in found] == [
+        each for s in sets for each in ((s.name, 0.0, len(s.prompts)), (s.name, 0.5, repeats * len(s.prompts)))
+    ]
+
+
+async def test_prompts_are_taken_only_when_there_is_room_for_them(fake_client):
+    """A held-out set may be large: nothing is made for a prompt before its turn."""
+
+    class FakeSet(list):
+        taken = 0
+
+        def __iter__(self):
+            for prompt in super().__iter__():
+                self.taken += 1
+                yield prompt
+
+    started = asyncio.Event()
+
+    async def behave(ids, options):
+        started.set()
+        await asyncio.sleep(600)
+
+    held_out = FakeSet(prompts(1000))
+    sets = [HeldOutSet("", held_out, RewardRunner(exact))]
+    task = asyncio.create_task(evaluate(fake_client(behave), sets, single_turn, 3))
+    await started.wait()
+    assert held_out.taken == 3
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_pass_at_k_is_over_the_repeats_of_each_prompt(fake_client):
+    """Prompt 0 is right once in four answers, prompt 1 always, prompt 2 never."""
+    asked = Counter()
+
+    def behave(ids, options):
+        asked[ids[0]] += 1
+        right = {0: asked[0] == 1, 1: True, 2: False}[ids[0]]
+        return str(ids[0]) if right else "?"
+
+    found, _ = await score(fake_client(behave), 3, temperatures=(1.0,), repeats=4)
+    assert found.score == pytest.approx(found.pass_at[1]) == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert found.pass_at == pytest.approx({1: (0.25 + 1) / 3, 2: (0.5 + 1) / 3, 4: (1 + 1) / 3})
+
+
+async def test_a_failed_answer_is_a_wrong_one_for_pass_at_k(fake_client):
+    calls = Counter()
+
+    def behave(ids, options):
+        calls["all"] += 1
+        if calls["all"] == 1:
+            raise ServerError("gone")
+        return "0"
+
+    found, _ = await score(fake_client(behave), 1, temperatures=(1.0,), repeats=2, inflight=1)
+    assert (found.n, found.failed, found.pass_at) == (2, 1, {1: 0.5, 2: 1.0})
 
 
 @pytest.mark.parametrize("error", [ServerError("server is gone"), ValueError("bad row"), DataError("too long")])
@@ -56,10 +133,11 @@ async def test_a_bad_prompt_costs_itself_only(fake_client, error, caplog):
             raise error
         return str(ids[0])
 
-    found = await score(fake_client(behave), 4)
+    found, answers = await score(fake_client(behave), 4)
     assert (found.score, found.reward, found.n, found.failed) == (0.75, 1.0, 4, 1)
-    assert [a.prompt for a in found.answers] == ["q0", "q1", "q3"]
-    assert f"1 of 4 evaluation prompts failed; the first: {type(error).__name__}: {error}" in caplog.text
+    (bad,) = [a for a in answers if a.reward is None]
+    assert (bad.prompt, bad.text, bad.error) == ("q2", "", f"{type(error).__name__}: {error}")
+    assert f"1 of 4 evaluation answers failed; the first: {type(error).__name__}: {error}" in caplog.text
 
 
 async def test_a_reward_that_fails_or_declines_is_counted(fake_client):
@@ -68,7 +146,7 @@ async def test_a_reward_that_fails_or_declines_is_counted(fake_client):
             raise RuntimeError("no")
         return [None if answer[0] == "1" else 1.0]
 
-    found = await score(fake_client(), 4, reward=picky)
+    found, _ = await score(fake_client(), 4, reward=picky)
     assert (found.score, found.failed) == (0.5, 2)
 
 
@@ -76,17 +154,21 @@ async def test_all_failing_is_a_score_of_zero_not_an_error(fake_client):
     def behave(ids, options):
         raise ServerError("gone")
 
-    found = await score(fake_client(behave), 3)
-    assert (found.score, found.reward, found.n, found.failed, found.answers) == (0.0, 0.0, 3, 3, [])
+    found, answers = await score(fake_client(behave), 3)
+    assert (found.score, found.reward, found.n, found.failed) == (0.0, 0.0, 3, 3)
+    assert [a.reward for a in answers] == [None] * 3
 
 
-async def test_the_temperature_and_repeatable_seeds_reach_the_server(fake_client):
+async def test_sampling_and_repeatable_seeds_reach_the_server(fake_client):
     first, second = fake_client(), fake_client()
-    await score(first, 3, temperature=0.5, seed=1, inflight=1)
-    await score(second, 3, temperature=0.5, seed=1, inflight=3)
-    assert all(options["temperature"] == 0.5 for _, options in first.calls)
+    for client, inflight in ((first, 1), (second, 3)):
+        await score(
+            client, 3, temperatures=(0.5,), seed=1, inflight=inflight, repeats=2, sampling={"max_new_tokens": 7}
+        )
+    for _, options in first.calls:
+        assert (options["temperature"], options["max_new_tokens"]) == (0.5, 7)
     assert sorted(o["seed"] for _, o in first.calls) == sorted(o["seed"] for _, o in second.calls)
-    assert len({o["seed"] for _, o in first.calls}) == 3
+    assert len({o["seed"] for _, o in first.calls}) == 6
 
 
 async def test_cancelling_leaves_nothing_running(fake_client):
@@ -108,7 +190,7 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
     held_out = prompts(2)
     client = fake_client(lambda ids, options: str(ids[0]))
     for _ in range(2):
-        found = await evaluate(client, held_out, careless, RewardRunner(exact), 0.0, 2, 2)
+        (found,) = await evaluate(client, [HeldOutSet("", held_out, RewardRunner(exact))], careless, 2)
         assert found.score == 1.0
     assert held_out == prompts(2)
 
@@ -116,3 +198,55 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
 async def test_no_prompt_is_refused(fake_client):
     with pytest.raises(DataError, match="at least one prompt"):
         await score(fake_client(), 0)
+
+
+async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fake_client):
+    client = fake_client(lambda ids, options: str(ids[0]) if options["temperature"] == 0 else "?")
+    sets = [
+        HeldOutSet("", prompts(2), RewardRunner(exact)),
+        HeldOutSet("hard", prompts(2), RewardRunner(lambda completions, **columns: [0.0]), (0.0, 1.0), 2),
+    ]
+    shown = []
+    held_out = HeldOut(client, sets, single_turn, 4, lambda *told: shown.append(told), 1, None)
+    metrics = await held_out(3, 5)
+    assert metrics.pop("eval/seconds") >= 0
+    assert metrics == {
+        "eval/score": 1.0,
+        "eval/failed": 0.0,
+        "eval/score@0": 1.0,
+        "eval/reward@0": 1.0,
+        "eval/hard/score": 0.0,
+        "eval/hard/failed": 0.0,
+        "eval/hard/score@0": 0.0,
+        "eval/hard/reward@0": 0.0,
+        "eval/hard/score@1": 0.0,
+        "eval/hard/reward@1": 0.0,
+        "eval/hard/pass1@1": 0.0,
+        "eval/hard/pass2@1": 0.0,
+    }
+    assert shown == [(3, 5, [("q0", "0", 1.0)])]
+
+
+async def test_the_score_is_that_of_the_first_named_set_where_all_have_names(fake_client):
+    sets = [HeldOutSet("a", prompts(2), RewardRunner(exact)), HeldOutSet("b", prompts(1), RewardRunner(exact))]
+    found = await evaluate(fake_client(lambda ids, options: "0"), sets, single_turn, 2)
+    metrics = metrics_of(found)
+    assert (metrics["eval/score"], metrics["eval/a/score"], metrics["eval/b/score"]) == (0.5, 0.5, 1.0)
+
+
+@given(st.data())
+def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(data):
+    n = data.draw(st.integers(1, 7))
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    choices = list(combinations([True] * right + [False] * (n - right), k))
+    assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_k_refuses_what_cannot_be_told():
+    for n, right, k in ((4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0)):
+        with pytest.raises(ValueError, match=f"pass@{k}"):
+            pass_at_k(n, right, k)
+
+
+def test_powers_of_two_and_all_answers_are_reported():
+    assert [counted(n) for n in (1, 2, 6, 8)] == [[], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -313,7 +313,7 @@ def grows(tokens, last=None):
 async def test_unfinished_responses_are_saved_at_the_end_and_finished_ones_are_not(make_bench):
     bench = make_bench(capacity=2, behave=grows(4, last=2), save_seconds=600.0)
     run = asyncio.create_task(bench.rollouter.run())
-    await until(lambda: bench.client.running == 4)
+    await until(lambda: bench.buffer.committed and bench.client.running == 4)
     bench.rollouter.stop()
     await run
     assert len(bench.buffer.committed) == 1

@@ -34,6 +34,7 @@ LAUNCH = """
 import inspect, multiprocessing
 from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
 from sglang.srt.entrypoints import engine, http_server
+from sglang.srt.models import qwen2_classification, qwen3_classification
 from sglang.srt.models.deepseek_common import attention_backend_handler as latent
 import sglang.srt.batch_invariant_ops as batch_invariant_ops
 from megasync_patches.sglang_cpu_launch import PATCH
@@ -45,6 +46,9 @@ assert "torch_native" not in backends
 assert latent.AttentionBackendRegistry.get_handler("torch_native") is latent.handle_attention_triton
 assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
 assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
+for module in (qwen2_classification, qwen3_classification):
+    # A head with a bias, which Hugging Face's classifiers of these families do not have (megasync_patches.sglang_score_bias).
+    assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)
 try:
     batch_invariant_ops.enable_batch_invariant_mode()
 except RuntimeError as error:

@@ -1,0 +1,87 @@
+"""Refuses held-out sets that contradict themselves or the rest; a part of `check`, with the same rules for messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megasync.config.limits import AT_LEAST_ONE, DATASET_KINDS, NOT_NEGATIVE, REWARD, SHARE, check_tables
+from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
+from megasync.errors import ConfigError
+
+_RANGES = {
+    "data.size": AT_LEAST_ONE,
+    "data.seed": NOT_NEGATIVE,
+    "samples": AT_LEAST_ONE,
+    "repeats": AT_LEAST_ONE,
+    "sampling.top_p": SHARE,
+    "sampling.max_new_tokens": AT_LEAST_ONE,
+}
+_CHOICES = {"data.kind": DATASET_KINDS}
+# How `megasync eval` calls the set under data.eval.
+_TAKEN = "eval"
+
+
+def check_evaluation(config: Config, own_eval_rows: bool) -> None:
+    """Raises ConfigError for the first contradiction."""
+    held_out, evaluation, target = config.data.eval, config.eval, config.schedule.stop_at_score
+    if held_out is None and not own_eval_rows and not evaluation.sets:
+        if target is not None:
+            raise ConfigError(
+                f"schedule.stop_at_score={target} needs a held-out set, but data.eval is null; name one, or set "
+                f"stop_at_score to null"
+            )
+        if evaluation != EvalConfig():
+            raise ConfigError(
+                f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
+                f"nothing would be evaluated; name a held-out set under data.eval or eval.sets, or remove the eval section"
+            )
+        return
+    _check_answers("eval", evaluation.temperatures, evaluation.repeats, evaluation.sampling)
+    for name in evaluation.sets:
+        _check_set(config, name)
+    first = evaluation.temperatures
+    if held_out is None and not own_eval_rows:
+        first = next(iter(evaluation.sets.values())).temperatures or first
+    if target is not None and first[0] != 0:
+        raise ConfigError(
+            f"schedule.stop_at_score={target} looks at greedy accuracy, the first of eval.temperatures={list(first)}; put "
+            f"0 first"
+        )
+    if held_out is not None and not own_eval_rows:
+        _check_size("data.eval", held_out, "eval", evaluation.samples)
+
+
+def _check_set(config: Config, name: str) -> None:
+    key, evaluation, held_out = f"eval.sets.{name}", config.eval, config.eval.sets[name]
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"{key}: a set's name in the metrics may have letters, digits, '_' and '-' only")
+    if name == _TAKEN:
+        raise ConfigError(f"{key}: the set under data.eval is called {_TAKEN!r}; choose another name")
+    check_tables(held_out, f"{key}.", _RANGES, _CHOICES)
+    if held_out.reward is not None and not REWARD.fullmatch(held_out.reward):
+        raise ConfigError(f"{key}.reward={held_out.reward!r} must be math, code or package.module:function")
+    temperatures = evaluation.temperatures if held_out.temperatures is None else held_out.temperatures
+    _check_answers(key, temperatures, held_out.repeats or evaluation.repeats, held_out.sampling)
+    _check_size(f"{key}.data", held_out.data, key, held_out.samples or evaluation.samples)
+
+
+def _check_answers(key: str, temperatures: Sequence[float], repeats: int, sampling: EvalSamplingConfig) -> None:
+    if not temperatures or min(temperatures) < 0:
+        raise ConfigError(f"{key}.temperatures={list(temperatures)} must hold at least one number, none below 0")
+    if len(set(temperatures)) != len(temperatures):
+        raise ConfigError(f"{key}.temperatures={list(temperatures)} names a temperature twice")
+    if repeats > 1 and max(temperatures) == 0:
+        raise ConfigError(
+            f"{key}.repeats={repeats} would give the same greedy answer again and again, as {key}.temperatures="
+            f"{list(temperatures)}; add a temperature above 0, or set repeats to 1"
+        )
+    if sampling.top_k is not None and (sampling.top_k == 0 or sampling.top_k < -1):
+        raise ConfigError(f"{key}.sampling.top_k={sampling.top_k} must be -1 (all tokens) or at least 1")
+
+
+def _check_size(data_key: str, data: DatasetConfig, key: str, samples: int) -> None:
+    if data.size is not None and data.size < samples:
+        raise ConfigError(
+            f"{key}.samples={samples} is more than {data_key}.size={data.size}; lower one or raise the other"
+        )

@@ -1,0 +1,185 @@
+"""Refuses reward models that could not be started, or that nobody would ask; a part of `check`.
+
+Each model's folder is looked at too: that it is of the kind that it is said to be, and can be cut as it is to be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+from megasync.config.limits import AT_LEAST_ONE, NOT_NEGATIVE, PART, check_tables
+from megasync.config.schema import Config, RewardModelConfig
+from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
+from megasync.errors import ConfigError
+
+_RANGES = {
+    "servers": AT_LEAST_ONE,
+    "tensor_parallel": AT_LEAST_ONE,
+    "mem_fraction": PART,
+    "context_length": AT_LEAST_ONE,
+    "max_total_tokens": AT_LEAST_ONE,
+    "max_running_requests": AT_LEAST_ONE,
+    "max_inflight": AT_LEAST_ONE,
+    "max_new_tokens": AT_LEAST_ONE,
+    "label": NOT_NEGATIVE,
+    "temperature": NOT_NEGATIVE,
+}
+_CHOICES = {
+    "kind": ("classifier", "generative"),
+    "pool": ("own", "rollout"),
+    "dtype": ("float32", "bfloat16"),
+    "format": ("chat", "raw"),
+    "read": ("number", "yes_no"),
+}
+# Classes that SGLang serves with one score (or several) a text instead of tokens.
+CLASSIFIERS = (
+    *("LlamaForSequenceClassification", "LlamaForSequenceClassificationWithNormal_Weights"),
+    *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification", "Gemma2ForSequenceClassification"),
+    *("Qwen2ForRewardModel", "Qwen3ForRewardModel", "InternLM2ForRewardModel"),
+)
+# What a decoder's config.json says of its sizes.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# Keys that mean something for one kind of model, or one way to read its answer, only.
+_OF_NUMBER = ("pattern", "low", "high", "max_new_tokens", "temperature")
+_OF_YES_NO = ("yes_token", "no_token")
+
+
+def check_reward_models(config: Config, planning: bool) -> None:
+    """Raises ConfigError for the first contradiction. With `planning` the folders need not be here yet."""
+    asked = {reward.model: name for name, reward in config.rollout.rewards.items() if reward.model is not None}
+    for model, reward in asked.items():
+        if model not in config.reward_models:
+            known = ", ".join(config.reward_models) or "none"
+            raise ConfigError(f"rollout.rewards.{reward}.model={model!r} is none of reward_models, which has {known}")
+    for name, model in config.reward_models.items():
+        key = f"reward_models.{name}"
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(f"{key}: a reward model's name may have letters, digits, '_' and '-' only")
+        check_tables(model, f"{key}.", _RANGES, _CHOICES)
+        if name not in asked:
+            raise ConfigError(
+                f"{key} would be started and never asked; name it in a reward, such as rollout.rewards.{name}.model="
+                f"{name}, or remove it"
+            )
+        _check_reading(key, model)
+        check_server_args(key, model.server_args, OF_REWARD_MODELS)
+        if model.pool == "rollout":
+            _check_shared(key, model, config)
+        _check_folder(key, model, planning)
+    _check_memory(config)
+
+
+def _check_reading(key: str, model: RewardModelConfig) -> None:
+    """The keys that say how a response is shown and a score read."""
+    useless = {
+        "classifier": ("read", *_OF_NUMBER, *_OF_YES_NO),
+        "number": ("label", *_OF_YES_NO),
+        "yes_no": ("label", *_OF_NUMBER),
+    }["classifier" if model.kind == "classifier" else model.read]
+    defaults = RewardModelConfig()
+    for name in useless:
+        if (value := getattr(model, name)) != getattr(defaults, name):
+            where = f"kind={model.kind}" if model.kind == "classifier" else f"read={model.read}"
+            raise ConfigError(f"{key}.{name}={value!r} does nothing with {key}.{where}; remove it")
+    if model.template is not None:
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(model.template) if name is not None}
+        except ValueError as error:
+            raise ConfigError(
+                f"{key}.template={model.template!r} is not a valid format string ({error}); write {{{{ and }}}} for "
+                f"literal braces"
+            ) from None
+        if "completion" not in names:
+            raise ConfigError(
+                f"{key}.template={model.template!r} does not show the response; put {{completion}} into it"
+            )
+    if model.system and model.format == "raw":
+        raise ConfigError(f"{key}.system is a chat message, but {key}.format=raw; put the text into {key}.template")
+    if model.kind == "classifier":
+        return
+    if model.read == "yes_no":
+        if model.yes_token == model.no_token:
+            raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
+        return
+    try:
+        groups = re.compile(model.pattern).groups
+    except re.error as error:
+        raise ConfigError(f"{key}.pattern={model.pattern!r} is not a regular expression: {error}") from None
+    if groups > 1:
+        raise ConfigError(f"{key}.pattern={model.pattern!r} has {groups} groups, and the number must be in the first")
+    if not (math.isfinite(model.low) and math.isfinite(model.high) and model.low < model.high):
+        raise ConfigError(f"{key}.low={model.low:g} must be below {key}.high={model.high:g}")
+
+
+def _check_shared(key: str, model: RewardModelConfig, config: Config) -> None:
+    """Each server goes beside a rollout server, onto devices that this one has."""
+    rollout = config.rollout
+    for name in ("servers", "tensor_parallel"):
+        mine, theirs = getattr(model, name), getattr(rollout, name)
+        if mine > theirs:
+            raise ConfigError(
+                f"{key}.{name}={mine} with {key}.pool=rollout exceeds rollout.{name}={theirs}, whose devices it shares; "
+                f"lower it, or set {key}.pool=own"
+            )
+
+
+def _check_memory(config: Config) -> None:
+    shared = {name: model for name, model in config.reward_models.items() if model.pool == "rollout"}
+    total = config.rollout.mem_fraction + sum(model.mem_fraction for model in shared.values())
+    if shared and total >= 1:
+        parts = " + ".join(f"reward_models.{name}.mem_fraction={m.mem_fraction:g}" for name, m in shared.items())
+        raise ConfigError(
+            f"rollout.mem_fraction={config.rollout.mem_fraction:g} + {parts} are shares of the same devices and sum to "
+            f"{total:g}; they must sum to less than 1"
+        )
+
+
+def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:
+    """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
+    path = Path(model.path).expanduser() / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    return values
+
+
+def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
+    folder = Path(model.path).expanduser()
+    if planning and not folder.is_dir():
+        return
+    values = read_reward_model(key, model)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{key}.path={model.path!r} has a config.json but no *.safetensors weights; add them")
+    architectures = values.get("architectures") or []
+    classifies = any(name in CLASSIFIERS for name in architectures)
+    if model.kind == "classifier" and not classifies:
+        raise ConfigError(
+            f"{key}.kind=classifier, but {key}.path={model.path!r} holds {', '.join(architectures) or 'no named class'}; "
+            f"SGLang scores with {', '.join(CLASSIFIERS)}. Set kind=generative for a model that writes"
+        )
+    if model.kind == "generative" and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise ConfigError(
+            f"{key}.kind=generative, but {key}.path={model.path!r} holds {', '.join(architectures) or 'no named class'}, "
+            f"which writes nothing" + ("; set kind=classifier" if classifies else "")
+        )
+    labels = len(values.get("id2label") or {}) or values.get(
+        "num_labels", 1 if "RewardModel" in str(architectures) else 2
+    )
+    if model.kind == "classifier" and model.label >= labels:
+        raise ConfigError(f"{key}.label={model.label} is beyond the {labels} output(s) of {key}.path={model.path!r}")
+    if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:
+        raise ConfigError(f"{key}.path={model.path!r} has a config.json without {', '.join(missing)}; it is incomplete")
+    heads, tensor = values["num_attention_heads"], model.tensor_parallel
+    if heads % tensor:
+        raise ConfigError(f"{key}.tensor_parallel={tensor} does not divide the model's num_attention_heads={heads}")
+    limit = values["max_position_embeddings"]
+    if (model.context_length or 0) > limit:
+        raise ConfigError(f"{key}.context_length={model.context_length} exceeds the model's {limit}; lower it")

@@ -1,0 +1,54 @@
+"""SGLang command line arguments that a configuration may add to a server's, and those that have keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megasync.errors import ConfigError
+
+# Where the value is set instead ({servers} is the section of the servers); None: a run must decide it itself.
+RESERVED: dict[str, str | None] = {
+    "--tp": "{servers}.tensor_parallel",
+    "--tp-size": "{servers}.tensor_parallel",
+    "--tensor-parallel-size": "{servers}.tensor_parallel",
+    "--context-length": "{servers}.context_length",
+    "--max-total-tokens": "{servers}.max_total_tokens",
+    "--max-running-requests": "{servers}.max_running_requests",
+    "--mem-fraction-static": "{servers}.mem_fraction",
+    "--random-seed": "seed",
+    "--device": "cluster.device",
+    "--host": "cluster.host",
+    "--port": None,
+    "--weight-version": None,
+    "--api-key": None,
+    "--admin-api-key": None,
+}
+OF_ROLLOUT: dict[str, str | None] = {
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--dtype": "model.dtype",
+    "--enable-deterministic-inference": "rollout.deterministic",
+    "--stream-interval": "rollout.stream_interval",
+    "--incremental-streaming-output": "rollout.stream_interval",
+}
+OF_REWARD_MODELS: dict[str, str | None] = {
+    "--model-path": "{servers}.path",
+    "--model": "{servers}.path",
+    "--dtype": "{servers}.dtype",
+    "--is-embedding": "{servers}.kind",
+}
+
+
+def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
+    """Raises ConfigError for what is no flag, or is decided elsewhere. `servers` is the section's key, such as rollout."""
+    reserved = RESERVED | own
+    for argument in arguments:
+        if not argument.startswith("--"):
+            raise ConfigError(
+                f"{servers}.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
+            )
+        if argument in reserved:
+            key = reserved[argument]
+            fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"
+            raise ConfigError(f"{servers}.server_args may not hold {argument}: {fix}")

@@ -1,0 +1,38 @@
+"""What a person is told when a run has ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megasync.observe.curve import CURVE_FILE
+from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
+from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
+
+if TYPE_CHECKING:
+    from megasync.run import RunResult
+
+
+def show_result(result: RunResult, console: Console) -> None:
+    """Where everything lies, and what the model answered before and after."""
+    pairs = before_and_after(read_answers(result.run_dir))
+    if pairs:
+        console.print(answers_table(pairs))
+    ended = f" ({result.stopped})" if result.stopped else ""
+    lines = [f"trained {result.step} steps, published version {result.version}{ended}"]
+    if result.scores:
+        (_, first), (_, last) = result.scores[0], result.scores[-1]
+        lines.append(f"held-out score {first:.3f} -> {last:.3f}")
+    shown = {
+        "learning curve": CURVE_FILE,
+        "metrics": METRICS_FILE,
+        "TensorBoard": TENSORBOARD_DIR,
+        "samples": SAMPLES_FILE,
+    }
+    paths = {name: result.run_dir / file for name, file in shown.items()}
+    lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
+    if result.export_dir is not None:
+        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
+    for text in lines:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

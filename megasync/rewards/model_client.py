@@ -1,0 +1,92 @@
+"""Asks the servers of one reward model: bounded, the least busy server first, and again elsewhere when one fails.
+
+Invariant: a failure of a server reaches the caller as a ServerError only, after `timeout` seconds of tries; it never looks
+like a fault of the text that was to be scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from megasync.errors import DataError, ServerError
+from megasync.rollout.control import Refused, ServerControl
+from megasync.rollout.waits import Waits
+
+log = logging.getLogger(__name__)
+
+# Seconds before a second attempt after a failure, doubled for each further one up to the second number.
+_FAILURE_WAIT = (0.2, 5.0)
+# Statuses with which a server says that it is the request that is wrong.
+_BAD_REQUEST = frozenset({400, 413, 422})
+
+
+class RewardModelClient:
+    """`servers` come and go by `add_server` and `remove_server`; while there is none, requests wait."""
+
+    def __init__(self, name: str, max_inflight: int, timeout: float) -> None:
+        """`timeout` is in seconds, per request; waiting for one of `max_inflight` places does not count."""
+        self._name = name
+        self._timeout = timeout
+        self._places = asyncio.Semaphore(max_inflight)
+        self._running: dict[ServerControl, int] = {}
+        self._some = asyncio.Event()
+        self._requests = 0
+        self._retries = 0
+
+    def add_server(self, server: ServerControl) -> None:
+        self._running[server] = 0
+        self._some.set()
+
+    def remove_server(self, url: str) -> None:
+        self._running = {server: count for server, count in self._running.items() if server.url != url}
+        if not self._running:
+            self._some.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Requests answered, attempts that a server failed, and requests under way."""
+        return {
+            "requests": float(self._requests),
+            "retries": float(self._retries),
+            "inflight": float(sum(self._running.values())),
+        }
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer of any server. Raises DataError when one calls the request wrong, else ServerError after a while."""
+        failures: list[str] = []
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    answer = await self._until_answered(path, body, failures)
+            except TimeoutError:
+                last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
+                raise ServerError(
+                    f"reward model {self._name!r} gave no answer within {self._timeout:g} s (timeouts.request); "
+                    f"{len(self._running)} of its servers are up{last}"
+                ) from None
+        self._requests += 1
+        return answer
+
+    async def _until_answered(self, path: str, body: dict[str, Any], failures: list[str]) -> Any:
+        waits = Waits(_FAILURE_WAIT)
+        failed: ServerControl | None = None
+        while True:
+            await self._some.wait()
+            server = min(self._running, key=lambda server: (server is failed, self._running[server]))
+            self._running[server] += 1
+            try:
+                return await server.post(path, body, timeout=self._timeout)
+            except Refused as refused:
+                if refused.status in _BAD_REQUEST:
+                    raise DataError(f"reward model {self._name!r} refused a request: {refused}") from refused
+                failures.append(str(refused))
+            except ServerError as error:
+                failures.append(str(error))
+            finally:
+                if server in self._running:
+                    self._running[server] -= 1
+            failed = server
+            self._retries += 1
+            log.debug("reward model %s: %s", self._name, failures[-1])
+            await asyncio.sleep(waits.next())

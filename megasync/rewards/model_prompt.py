@@ -1,0 +1,83 @@
+"""What a reward model reads of a response: token ids, rendered with its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megasync.config.schema import RewardModelConfig
+from megasync.data.rows import is_messages
+from megasync.errors import ConfigError, DataError
+
+JUDGE_NUMBER = """Judge how well the response answers the prompt, on a scale from {low:g} to {high:g}.
+
+Prompt:
+{prompt}
+
+Response:
+{completion}
+
+End with the number alone."""
+JUDGE_YES_NO = """Prompt:
+{prompt}
+
+Response:
+{completion}
+
+Is this a good and correct response to the prompt? Answer {yes} or {no}."""
+
+
+class ModelPrompt:
+    """`key` is the model's section. Raises ConfigError when the tokenizer lacks the chat template that is asked for."""
+
+    def __init__(self, key: str, config: RewardModelConfig, tokenizer: Any) -> None:
+        self._key = key
+        self._chat = config.format == "chat"
+        self._system = config.system
+        self._tokenizer = tokenizer
+        self._template = config.template
+        self._words = {"low": config.low, "high": config.high, "yes": config.yes_token, "no": config.no_token}
+        if config.template is None and config.kind == "generative":
+            self._template = JUDGE_YES_NO if config.read == "yes_no" else JUDGE_NUMBER
+        if self._chat and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{key}.format=chat, but the tokenizer of {key}.path={config.path!r} has no chat template; set "
+                f"{key}.format=raw"
+            )
+
+    def ids(self, row: Mapping[str, Any], completion: str) -> list[int]:
+        """Token ids, [tokens]. Raises DataError for a template that names a column which the row lacks."""
+        if not self._chat:
+            prompt = _text(row["prompt"])
+            text = prompt + completion if self._template is None else self._fill(row, completion)
+            return list(self._tokenizer(text)["input_ids"])
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        if self._template is not None:
+            messages.append({"role": "user", "content": self._fill(row, completion)})
+        else:
+            prompt = row["prompt"]
+            messages += list(prompt) if is_messages(prompt) else [{"role": "user", "content": prompt}]
+            messages.append({"role": "assistant", "content": completion})
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=self._template is not None
+        )
+        # The template writes its own special tokens.
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _fill(self, row: Mapping[str, Any], completion: str) -> str:
+        shown = self._words | dict(row) | {"prompt": _text(row["prompt"]), "completion": completion}
+        try:
+            return self._template.format_map(shown)
+        except KeyError as error:
+            raise DataError(
+                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks: it has {sorted(row)}"
+            ) from None
+        except (ValueError, IndexError, AttributeError) as error:
+            raise DataError(f"{self._key}.template={self._template!r} is not a valid format string: {error}") from None
+
+
+def _text(prompt: Any) -> str:
+    """A prompt as plain text; of a chat, what each said."""
+    if not is_messages(prompt):
+        return str(prompt)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

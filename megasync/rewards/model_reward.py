@@ -1,0 +1,91 @@
+"""A reward model as a reward function like any other: `f(completions, **columns) -> list[float | None]`.
+
+None stands for a response that the model was asked about in vain: its answer held no score, or prompt and response do not
+fit into its context. Both are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasync.config.check_reward_models import read_reward_model
+from megasync.config.schema import RewardModelConfig
+from megasync.errors import ConfigError
+from megasync.rewards.model_client import RewardModelClient
+from megasync.rewards.model_prompt import ModelPrompt
+from megasync.rewards.verdict import Verdict, verdict_of
+
+log = logging.getLogger(__name__)
+
+
+class ModelReward:
+    """`client` is told of the servers by their owner; until then calls wait."""
+
+    # Each request has its own; waiting for its turn must not count.
+    keeps_own_deadlines = True
+
+    def __init__(
+        self, name: str, prompt: ModelPrompt, verdict: Verdict, client: RewardModelClient, context_length: int
+    ) -> None:
+        self.__name__ = name
+        self.client = client
+        self._prompt = prompt
+        self._verdict = verdict
+        self._context_length = context_length
+        self._unread = 0
+        self._too_long = 0
+
+    def add_server(self, server: Any) -> None:
+        self.client.add_server(server)
+
+    def remove_server(self, url: str) -> None:
+        self.client.remove_server(url)
+
+    def metrics(self) -> dict[str, float]:
+        """The client's, and responses without a score: `unread` and `too_long`."""
+        return self.client.metrics() | {"unread": float(self._unread), "too_long": float(self._too_long)}
+
+    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        rows = [{name: values[at] for name, values in columns.items()} for at in range(len(completions))]
+        scores = [
+            asyncio.ensure_future(self._score(row, completion))
+            for row, completion in zip(rows, completions, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*scores)
+        finally:
+            for score in scores:
+                score.cancel()
+            await asyncio.gather(*scores, return_exceptions=True)
+
+    async def _score(self, row: Mapping[str, Any], completion: str) -> float | None:
+        ids = self._prompt.ids(row, completion)
+        if len(ids) + self._verdict.room > self._context_length:
+            self._too_long += 1
+            return None
+        score = self._verdict.read(await self.client.ask(self._verdict.path, self._verdict.body(ids)))
+        if score is None:
+            self._unread += 1
+        return score
+
+
+def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> ModelReward:
+    """The reward function of `reward_models.<name>`, checked but not connected yet. Raises ConfigError for what its
+    tokenizer lacks.
+
+    `timeout` is in seconds, per request.
+    """
+    from transformers import AutoTokenizer
+
+    key = f"reward_models.{name}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(config.path).expanduser(), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}.path={config.path!r} has no tokenizer that can be loaded: {error}") from error
+    limit = config.context_length or read_reward_model(key, config)["max_position_embeddings"]
+    client = RewardModelClient(name, config.max_inflight, timeout)
+    return ModelReward(name, ModelPrompt(key, config, tokenizer), verdict_of(key, config, tokenizer), client, limit)

@@ -1,0 +1,57 @@
+"""Who scores what: from the rewards that a configuration names, reward models among them, to what calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megasync.config import Config
+from megasync.config.schema import RewardConfig
+from megasync.errors import ConfigError
+from megasync.rewards import RewardFunction, RewardRunner, load_reward
+from megasync.rewards.model_reward import ModelReward, load_model_reward
+from megasync.rewards.runner import Given
+
+
+class Scoring:
+    """`models` are the reward models' functions by name; their servers are not there yet."""
+
+    def __init__(self, config: Config, own: Callable | Mapping[Callable, float] | None = None) -> None:
+        """`own` is what a Python caller brought instead. Raises ConfigError for a reward that cannot be loaded or
+        would never be asked."""
+        if own is not None and config.reward_models:
+            raise ConfigError(
+                f"reward= from Python replaces the rewards of the configuration, so its reward_models "
+                f"({', '.join(config.reward_models)}) would never be asked; remove one of them"
+            )
+        self._rollout = config.rollout
+        self._timeout = config.timeouts.reward
+        self.models: dict[str, ModelReward] = {
+            name: load_model_reward(name, model, config.timeouts.request)
+            for name, model in config.reward_models.items()
+        }
+        self.named = own or self._named()
+        self._runners: list[tuple[Given | None, RewardRunner]] = []
+
+    def runner(self, functions: Given | None) -> RewardRunner:
+        """What calls these functions; the same for the same ones, so that they share their processes."""
+        for known, runner in self._runners:
+            if known is functions:
+                return runner
+        runner = RewardRunner(functions, self._rollout.reward_processes, self._timeout)
+        self._runners.append((functions, runner))
+        return runner
+
+    async def close(self) -> None:
+        """Ends worker processes."""
+        for _, runner in self._runners:
+            await runner.close()
+
+    def _named(self) -> Given | None:
+        rollout = self._rollout
+        if rollout.rewards:
+            return [self._function(name, reward) for name, reward in rollout.rewards.items()]
+        return load_reward(rollout.reward) if rollout.reward else None
+
+    def _function(self, name: str, reward: RewardConfig) -> RewardFunction:
+        call = self.models[reward.model] if reward.model else load_reward(reward.function or name, reward.options)
+        return RewardFunction(name, call, reward.weight)

@@ -1,0 +1,167 @@
+"""Reward models on real servers: a classifier in a pool of its own, and a judge on the devices of the rollout pool."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from tiny_models import make_tiny_classifier, make_tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from megasync.cluster.pools import Pools
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.reward_servers import RewardServers
+from megasync.config import Config
+from megasync.config.pools import pool_specs
+from megasync.config.schema import HealthConfig, RewardModelConfig
+from megasync.device import resolve_device
+from megasync.errors import ServerError
+from megasync.rewards.model_reward import ModelReward, load_model_reward
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+# Seconds for a server to be there again on a busy machine.
+PATIENCE = 240.0
+SMALL = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3}
+ROWS = {"prompt": ["What is 2 + 3?", "Name a colour.", "Name a colour."], "answer": ["5", "red", "red"]}
+COMPLETIONS = ["It is 5.", "blue", "I would rather not say which one I like best."]
+
+
+@dataclass
+class Rig:
+    config: Config
+    servers: RewardServers
+    rewards: dict[str, ModelReward]
+    pools: Pools
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("reward-models")
+    config = Config()
+    config.model.dtype = "float32"
+    config.rollout.servers = 1
+    config.rollout.mem_fraction = 0.3
+    config.rollout.health = HealthConfig(
+        probe_seconds=0.5, probe_timeout=3.0, request_seconds=1.0, request_timeout=10.0
+    )
+    config.reward_models = {
+        "grader": RewardModelConfig(
+            "classifier", str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL
+        ),
+        "judge": RewardModelConfig(
+            "generative",
+            str(make_tiny_model(folder / "judge", "qwen3", seed=5)),
+            pool="rollout",
+            read="yes_no",
+            yes_token="Y",
+            no_token="N",
+            template="{prompt} {completion} {answer}?",
+            **SMALL,
+        ),
+    }
+    rewards = {name: load_model_reward(name, model, PATIENCE) for name, model in config.reward_models.items()}
+    specs = pool_specs(config, training=False)
+    assert set(specs) == {"rollout", "reward-grader"}
+    cluster = RayCluster(config, devices_needed=2)
+    cluster.connect()
+    pools = Pools(specs, "cpu")
+    servers = RewardServers(config, folder, resolve_device("cpu"), pools, "admin-key-of-this-test", rewards)
+    try:
+        await pools.create(60)
+
+        async def no_gpus(index: int) -> str:
+            raise AssertionError("nobody asks for GPUs on a CPU")
+
+        await asyncio.gather(servers.start_own(), servers.start_shared(no_gpus))
+        yield Rig(config, servers, rewards, pools)
+    finally:
+        await servers.stop()
+        pools.remove()
+        cluster.close()
+        assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+def chat_ids(path: str, messages: list[dict], answering: bool) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering)
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+async def test_a_classifiers_score_is_that_of_hugging_face(rig):
+    path = rig.config.reward_models["grader"].path
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    expected = []
+    for prompt, completion in zip(ROWS["prompt"], COMPLETIONS, strict=True):
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        with torch.no_grad():
+            expected.append(float(model(chat_ids(path, messages, False)).logits[0, 1]))
+    assert await rig.rewards["grader"](COMPLETIONS, **ROWS) == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 1e-2, "a test in which all are scored alike would show nothing"
+
+
+async def test_a_judges_yes_is_weighed_against_its_no_as_by_hugging_face(rig):
+    path = rig.config.reward_models["judge"].path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    yes, no = (tokenizer(word)["input_ids"][0] for word in "YN")
+    expected = []
+    for prompt, completion, answer in zip(ROWS["prompt"], COMPLETIONS, ROWS["answer"], strict=True):
+        ids = chat_ids(path, [{"role": "user", "content": f"{prompt} {completion} {answer}?"}], True)
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1]
+        expected.append(float(logits[[yes, no]].softmax(-1)[0]))
+    assert await rig.rewards["judge"](COMPLETIONS, **ROWS) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_none_and_are_counted(rig):
+    settings = RewardModelConfig(
+        "generative",
+        rig.config.reward_models["judge"].path,
+        pattern="never written",
+        max_new_tokens=4,
+        context_length=400,
+    )
+    judge = load_model_reward("judge", settings, 60.0)
+    judge.client = rig.rewards["judge"].client
+    assert await judge(["short", "long" * 100], prompt=["p", "p"]) == [None, None]
+    assert (judge.metrics()["unread"], judge.metrics()["too_long"]) == (1.0, 1.0)
+
+
+async def test_requests_outlive_a_killed_server(rig):
+    before = await rig.rewards["grader"](COMPLETIONS, **ROWS)
+    victim(rig, "grader").kill()
+    assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(
+        before, abs=1e-4
+    )
+    await rig.servers.watch()
+    metrics = rig.servers.metrics()
+    assert (metrics["reward_models/grader/servers"], metrics["reward_models/grader/restarts"]) == (1.0, 1.0)
+    assert metrics["reward_models/judge/restarts"] == 0.0
+
+
+async def test_a_model_whose_servers_cannot_be_had_again_ends_with_the_last_words(rig, monkeypatch):
+    (slot,) = rig.servers._slots["judge"]
+    monkeypatch.setattr(slot.health._restarts, "limit", 0)
+    victim(rig, "judge").kill()
+    with pytest.raises(ServerError, match=r"(?s)'judge' has no server left.*process has ended"):
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                await rig.servers.watch()
+                await asyncio.sleep(0.1)
+
+
+def victim(rig: Rig, name: str) -> psutil.Process:
+    """The model's server itself: the supervisor's child."""
+    (slot,) = rig.servers._slots[name]
+    port = str(urlsplit(slot.url).port)
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if port in words and any(word.endswith("supervisor.py") for word in words):
+            return process.children()[0]
+    raise AssertionError(f"no server of {name} at port {port}")

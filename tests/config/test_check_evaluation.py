@@ -1,0 +1,56 @@
+"""Held-out sets: what contradicts itself is refused with the set's own key."""
+
+import pytest
+
+from megasync.config import check_config
+from megasync.errors import ConfigError
+
+SET = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
+
+
+def test_named_sets_stand_beside_the_one_without_a_name_or_alone(make):
+    check_config(make(SET, "schedule.stop_at_score=0.9"))
+    check_config(make(SET, "schedule.stop_at_score=0.9", "data.eval=null"))
+    check_config(make(SET, "eval.temperatures=[0.0,0.8]", "eval.repeats=8"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["eval.sets={a b: {data: {kind: digits, source: copy}}}"], ["eval.sets.a b", "letters"]),
+        (["eval.sets={eval: {data: {kind: digits, source: copy}}}"], ["eval.sets.eval", "choose another name"]),
+        (["eval.sets.hard.samples=0"], ["eval.sets.hard.samples=0", "at least 1"]),
+        (["eval.sets.hard.data.kind=csv"], ["eval.sets.hard.data.kind='csv'", "digits"]),
+        (["eval.sets.hard.data={kind: jsonl, source: /absent.jsonl}"], ["eval.sets.hard.data.source='/absent.jsonl'"]),
+        (["eval.sets.hard.data.size=5"], ["eval.sets.hard.samples=128", "eval.sets.hard.data.size=5"]),
+        (["eval.sets.hard.reward=maths"], ["eval.sets.hard.reward='maths'"]),
+        (["eval.sets.hard.temperatures=[]"], ["eval.sets.hard.temperatures=[]"]),
+        (["eval.sets.hard.repeats=4"], ["eval.sets.hard.repeats=4", "greedy", "eval.sets.hard.temperatures=[0.0]"]),
+        (["eval.repeats=4"], ["eval.repeats=4", "greedy"]),
+        (["eval.sets.hard.sampling.top_p=0"], ["eval.sets.hard.sampling.top_p=0"]),
+        (["eval.sampling.top_k=0"], ["eval.sampling.top_k=0"]),
+        (
+            ["data.eval=null", "eval.sets.hard.temperatures=[1.0]", "schedule.stop_at_score=0.5"],
+            ["stop_at_score=0.5", "[1.0]", "put 0 first"],
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_keys(make, overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        check_config(make(SET, *overrides))
+    for part in named:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("eval.sets.hard.sample=4", "did you mean 'eval.sets.hard.samples'"),
+        ("eval.sets.hard={}", "eval.sets.hard.data.kind"),
+        ("eval.sets.hard.temperatures=0", "eval.sets.hard.temperatures=0 has the wrong type"),
+    ],
+)
+def test_a_set_is_read_as_strictly_as_the_rest(make, override, said):
+    with pytest.raises(ConfigError) as caught:
+        make(override)
+    assert said in str(caught.value)

@@ -1,0 +1,154 @@
+"""Reward models that could not be started, or would be started for nobody, are refused before anything is launched."""
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from megasync.config import check_config
+from megasync.config.pools import nodes_needed, pool_specs
+from megasync.errors import ConfigError
+from megasync.preflight.plan import resolve_plan
+from megasync.preflight.render import print_plan
+
+
+@pytest.fixture
+def folders(tmp_path, model):
+    """(a classifier's folder, a judge's)"""
+    writes = json.loads((model / "config.json").read_text())
+    scores = {**writes, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
+    found = []
+    for name, values in (("grader", scores), ("judge", writes)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values))
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        found.append(str(folder))
+    return found
+
+
+@pytest.fixture
+def judged(make, folders):
+    """A sound configuration with one reward model of each kind, and overrides."""
+    grader, judge = folders
+
+    def build(*overrides):
+        return make(
+            f"reward_models.grader={{kind: classifier, path: {grader}}}",
+            f"reward_models.judge={{kind: generative, path: {judge}}}",
+            "rollout.rewards.grader.model=grader",
+            "rollout.rewards.judge={model: judge, weight: 0.5}",
+            *overrides,
+        )
+
+    return build
+
+
+def refused(config):
+    with pytest.raises(ConfigError) as caught:
+        check_config(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("grader", ["own", "rollout"])
+@pytest.mark.parametrize("judge", ["own", "rollout"])
+def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
+    overrides = [f"reward_models.grader.pool={grader}", f"reward_models.judge.pool={judge}", "rollout.mem_fraction=0.4"]
+    config = judged(*overrides, "reward_models.grader.mem_fraction=0.3", "reward_models.judge.mem_fraction=0.2")
+    check_config(config)
+    owned = {name for name, pool in (("grader", grader), ("judge", judge)) if pool == "own"}
+    specs = pool_specs(config)
+    assert set(specs) == {"trainer", "rollout", *(f"reward-{name}" for name in owned)}
+    plan = resolve_plan(config)
+    text = StringIO()
+    print_plan(plan, Console(file=text, width=120))
+    for name, kind, pool in (("grader", "classifier", grader), ("judge", "generative", judge)):
+        (row,) = [line for line in text.getvalue().splitlines() if f"{kind} server(s)" in line]
+        assert (f"reward-{name}" if pool == "own" else f"rollout, for {name}") in row
+        assert ("shared" in row) == (pool == "rollout")
+    assert {model.name: model.shared for model in plan.reward_models} == {
+        "grader": grader == "rollout",
+        "judge": judge == "rollout",
+    }
+    for model in plan.reward_models:
+        assert model.memory.kv_tokens > 0
+        assert (model.pool.spec.name == "rollout") == model.shared
+
+
+def test_reward_pools_take_devices_of_their_own(judged):
+    config = judged("reward_models.grader.servers=8", "cluster.address=auto", "cluster.host=auto")
+    check_config(config)
+    assert pool_specs(config)["reward-grader"].total_devices == 8
+    plan = resolve_plan(config)
+    assert plan.nodes == nodes_needed(pool_specs(config), 8) == 4
+    assert [model.pool.nodes for model in plan.reward_models] == [(2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["rollout.rewards.grader.model=greeder"], ["rollout.rewards.grader.model='greeder'", "grader, judge"]),
+        (["rollout.rewards.judge.model=grader"], ["reward_models.judge", "never asked"]),
+        (["rollout.rewards.judge.function=math"], ["rollout.rewards.judge.model=judge", "function=math", "exclude"]),
+        (["rollout.rewards.judge.options={a: 1}"], ["rollout.rewards.judge.model=judge", "options", "exclude"]),
+        (["reward_models.judge.kind=classifier"], ["reward_models.judge.kind=classifier", "Qwen3ForCausalLM"]),
+        (["reward_models.grader.kind=generative"], ["reward_models.grader.kind=generative", "set kind=classifier"]),
+        (["reward_models.judge.kind=judge"], ["reward_models.judge.kind='judge'", "classifier, generative"]),
+        (["reward_models.judge.pool=trainer"], ["reward_models.judge.pool='trainer'", "own, rollout"]),
+        (["reward_models.judge.servers=0"], ["reward_models.judge.servers=0", "at least 1"]),
+        (["reward_models.judge.path=/absent"], ["reward_models.judge.path='/absent'", "config.json"]),
+        (
+            ["reward_models.judge={pool: rollout, servers: 3, mem_fraction: 0.1}"],
+            ["reward_models.judge.servers=3", "rollout.servers=2", "pool=own"],
+        ),
+        (
+            ["reward_models.judge={pool: rollout, tensor_parallel: 2, mem_fraction: 0.1}"],
+            ["reward_models.judge.tensor_parallel=2", "rollout.tensor_parallel=1"],
+        ),
+        (
+            ["reward_models.judge={pool: rollout, mem_fraction: 0.2}"],
+            ["rollout.mem_fraction=0.8", "reward_models.judge.mem_fraction=0.2", "less than 1"],
+        ),
+        (
+            ["reward_models.grader.tensor_parallel=3"],
+            ["reward_models.grader.tensor_parallel=3", "num_attention_heads=4"],
+        ),
+        (
+            ["reward_models.grader.tensor_parallel=16"],
+            ["reward_models.grader.tensor_parallel=16", "num_attention_heads=4"],
+        ),
+        (["cluster.devices_per_node=2", "reward_models.grader.tensor_parallel=4"], ["tensor_parallel=4", "one node"]),
+        (["reward_models.grader.label=2"], ["reward_models.grader.label=2", "2 output(s)"]),
+        (["reward_models.grader.read=yes_no"], ["reward_models.grader.read='yes_no'", "kind=classifier"]),
+        (["reward_models.judge.label=1"], ["reward_models.judge.label=1", "read=number"]),
+        (["reward_models.judge={read: yes_no, high: 5}"], ["reward_models.judge.high=5.0", "read=yes_no"]),
+        (["reward_models.judge={read: yes_no, yes_token: 'No'}"], ["reward_models.judge.yes_token", "'No'", "differ"]),
+        (["reward_models.judge={read: yes_no, yes_token: Yes}"], ["reward_models.judge.yes_token=True", "quotes"]),
+        (["reward_models.judge.pattern='(a)(b)'"], ["reward_models.judge.pattern='(a)(b)'", "2 groups"]),
+        (["reward_models.judge.pattern='('"], ["reward_models.judge.pattern='('", "regular expression"]),
+        (["reward_models.judge={low: 5, high: 5}"], ["reward_models.judge.low=5", "high=5"]),
+        (["reward_models.judge.template='{prompt}'"], ["reward_models.judge.template", "{completion}"]),
+        (["reward_models.judge={format: raw, system: x}"], ["reward_models.judge.system", "format=raw"]),
+        (["reward_models.judge.context_length=4096"], ["reward_models.judge.context_length=4096", "2048"]),
+        (["reward_models.judge.server_args={--dtype: float16}"], ["reward_models.judge.dtype instead"]),
+        (["reward_models.judge.server_args={--is-embedding: true}"], ["reward_models.judge.kind instead"]),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_keys(judged, overrides, named):
+    with pytest.raises(ConfigError) as caught:
+        check_config(judged(*overrides))
+    for part in named:
+        assert part in str(caught.value)
+
+
+def test_a_plan_needs_no_reward_model_on_this_machine(judged):
+    config = judged("reward_models.judge.path=/absent")
+    check_config(config, planning=True)
+    assert [model.memory is None for model in resolve_plan(config).reward_models] == [False, True]
+
+
+def test_a_share_that_the_weights_alone_exceed_is_a_warning(judged, folders):
+    config = judged()
+    (warning,) = [text for text in resolve_plan(config, 1000).warnings if "reward_models.grader" in text]
+    assert "mem_fraction=0.8 leaves no room" in warning

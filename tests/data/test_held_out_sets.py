@@ -1,0 +1,97 @@
+"""Which held-out sets there are, what they ask, and who scores them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import byte_tokenizer
+
+from megasync.config import load_config
+from megasync.data import Renderer
+from megasync.errors import ConfigError
+from megasync.held_out_sets import held_out_sets
+from megasync.scoring import Scoring
+
+TOKENIZER = byte_tokenizer()
+
+
+def always(completions, **columns):
+    return [0.25 for _ in completions]
+
+
+@pytest.fixture
+def build(tmp_path):
+    """The sets of a configuration with `sets`; `data.eval` is three rows of copied digits."""
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(4)))
+
+    def sets(*overrides, only=(), verifier=None, reward=None, own_rows=None, scores_itself=False):
+        values = {
+            "model": {"path": "m"},
+            "data": {"eval": {"kind": "digits", "source": "copy", "size": 3, "options": {"length": 2}}},
+            "eval": {"samples": 3, "sampling": {"top_p": 0.9}},
+        }
+        config = load_config(values, [override.format(plain=plain) for override in overrides])
+        renderer = Renderer(TOKENIZER, config.data.prompt, len(TOKENIZER))
+        return held_out_sets(config, renderer, Scoring(config, reward), verifier, own_rows, only, scores_itself)
+
+    return sets
+
+
+PLAIN = "eval.sets.plain.data={{kind: jsonl, source: {plain}}}"
+DIGITS = "eval.sets.more.data={{kind: digits, source: increment, size: 8, options: {{length: 2}}}}"
+
+
+def named(sets):
+    return {each.name: each for each in sets}
+
+
+async def scored(held_out):
+    from trajectories import trajectory
+
+    (found,) = await held_out.rewards.score([trajectory("nonsense")], held_out.prompts[0].columns)
+    return found.reward
+
+
+def test_what_a_set_leaves_out_is_as_in_the_eval_section_and_in_training(build):
+    sets = named(build(DIGITS, "eval.repeats=2", "eval.temperatures=[0,1]", "eval.sets.more.sampling.max_new_tokens=9"))
+    assert list(sets) == ["", "more"]
+    assert (sets[""].repeats, sets[""].temperatures, sets[""].sampling) == (2, (0.0, 1.0), {"top_p": 0.9})
+    assert sets["more"].sampling == {"top_p": 0.9, "max_new_tokens": 9}
+    assert len(sets["more"].prompts) == 3
+    own = named(build(DIGITS, "eval.sets.more.samples=5", "eval.sets.more.temperatures=[0.5]"))["more"]
+    assert (len(own.prompts), own.temperatures, own.repeats) == (5, (0.5,), 1)
+
+
+async def test_a_set_is_scored_by_its_own_reward_else_the_runs_else_its_verifier(build):
+    sets = named(build(PLAIN, DIGITS, "eval.sets.plain.reward=math", reward=always))
+    assert await scored(sets[""]) == await scored(sets["more"]) == 0.25
+    assert sets["more"].rewards is sets[""].rewards, "one runner, and so one set of worker processes"
+    assert sets["plain"].rewards is not sets[""].rewards
+    digits = named(build(PLAIN, DIGITS, verifier=always))
+    assert await scored(digits["more"]) == 0.0, "its task's own verifier"
+    assert await scored(digits["plain"]) == 0.25, "the training set's, as its rows bring none"
+
+
+def test_a_set_that_nobody_would_score_is_refused_by_name(build):
+    with pytest.raises(ConfigError, match=r"held-out set 'plain'.*eval.sets.plain.reward"):
+        build(PLAIN)
+    assert len(build(PLAIN, scores_itself=True)) == 2
+
+
+def test_sets_are_picked_by_name(build):
+    assert [each.name for each in build(DIGITS, only=["more"])] == ["more"]
+    assert [each.name for each in build(DIGITS, only=["eval"])] == [""]
+    with pytest.raises(ConfigError, match="no held-out set 'mores'; there are: eval, more"):
+        build(DIGITS, only=["mores"])
+
+
+def test_rows_from_python_are_the_set_without_a_name(build):
+    (found,) = build("data.eval=null", own_rows=[{"prompt": "a"}, {"prompt": "b"}], verifier=always)
+    assert (found.name, [prompt.columns["prompt"] for prompt in found.prompts]) == ("", ["a", "b"])
+
+
+def test_reward_models_that_a_reward_from_python_replaces_are_refused(build):
+    with pytest.raises(ConfigError, match=r"reward= from Python.*reward_models \(judge\)"):
+        build("reward_models.judge={{kind: generative, path: m}}", reward=always)

@@ -1,0 +1,206 @@
+"""Reward models: what they are asked, how a score is read, and whose fault a failure is. No server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer
+from trajectories import trajectory
+
+from megasync.config.schema import RewardModelConfig
+from megasync.errors import ConfigError, DataError, ServerError
+from megasync.rewards import RewardFunction, RewardRunner
+from megasync.rewards import model_client as module
+from megasync.rewards.model_client import RewardModelClient
+from megasync.rewards.model_prompt import ModelPrompt
+from megasync.rewards.model_reward import ModelReward
+from megasync.rewards.verdict import ClassifierScore, NumberWritten, verdict_of
+from megasync.rollout.control import Refused
+
+TOKENIZER = byte_tokenizer()
+
+
+class FakeServer:
+    """Answers with what `behave(path, body)` gives, after a moment, or raises it."""
+
+    def __init__(self, url, behave):
+        self.url, self.behave = url, behave
+        self.asked, self.running, self.most_running = 0, 0, 0
+
+    async def post(self, path, body, timeout):
+        self.asked += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(0)
+            answer = self.behave(path, body)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(module, "_FAILURE_WAIT", (0.001, 0.01))
+
+
+def length(path, body):
+    return {"embedding": [float(len(body["input_ids"]))]}
+
+
+def client_of(*servers, max_inflight=8, timeout=30.0):
+    client = RewardModelClient("grader", max_inflight, timeout)
+    for server in servers:
+        client.add_server(server)
+    return client
+
+
+def reward_of(client, context_length=1000, **settings):
+    config = RewardModelConfig("classifier", "m", **settings)
+    return ModelReward("grader", ModelPrompt("key", config, TOKENIZER), ClassifierScore(0), client, context_length)
+
+
+def read(text, **settings):
+    return NumberWritten(RewardModelConfig("generative", "m", **settings)).read({"text": text})
+
+
+def shown(row, completion, **settings):
+    ids = ModelPrompt("reward_models.m", RewardModelConfig(**settings), TOKENIZER).ids(row, completion)
+    return TOKENIZER.decode(ids)
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("8", 0.8), ("First 3, then: 7.5", 0.75), ("Score: 0/10 ... 10", 1.0), ("good", None), ("11", None), ("-1", None)],
+)
+def test_the_last_number_within_the_scale_is_the_score(text, score):
+    assert read(text) == score
+
+
+def test_a_pattern_says_which_number_and_the_scale_what_it_is_worth():
+    pattern = r"Score: (\d+)"
+    assert read("Score: 4. I have 9 reasons.", pattern=pattern, low=1, high=5) == 0.75
+    assert read("I have 9 reasons.", pattern=pattern) is None
+    assert read("Score: none", pattern=r"Score: (\w+)") is None
+
+
+@given(yes=st.floats(-50, 0), no=st.floats(-50, 0))
+def test_yes_or_no_is_the_share_of_yes(yes, no):
+    config = RewardModelConfig("generative", "m", read="yes_no", yes_token="Y", no_token="N")
+    verdict = verdict_of("key", config, TOKENIZER)
+    y, n = (TOKENIZER(word)["input_ids"][0] for word in "YN")
+    answer = {"meta_info": {"output_token_ids_logprobs": [[[yes, y, None], [no, n, None]]]}}
+    assert verdict.read(answer) == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), rel=1e-6)
+    assert verdict.body([5])["token_ids_logprob"] == [y, n]
+
+
+def test_a_word_of_several_tokens_is_refused():
+    config = RewardModelConfig("generative", "m", read="yes_no")
+    with pytest.raises(ConfigError, match=r"reward_models.j.yes_token='Yes' is 3 tokens"):
+        verdict_of("reward_models.j", config, TOKENIZER)
+
+
+@pytest.mark.parametrize("verdict", [ClassifierScore(1), NumberWritten(RewardModelConfig("generative", "m"))])
+def test_an_answer_of_another_form_is_the_servers_fault(verdict):
+    with pytest.raises(ServerError, match="gave no"):
+        verdict.read({"embedding": [1.0]})
+
+
+# What is shown
+
+
+def test_a_classifier_is_shown_the_conversation():
+    # The template of these tests always begins an answer.
+    assert shown({"prompt": "2+2?"}, "4", kind="classifier") == "user: 2+2?\nassistant: 4\nassistant:"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert shown({"prompt": turns}, "d", kind="classifier").startswith("user: a\nassistant: b\nuser: c\nassistant: d\n")
+    assert shown({"prompt": "2+2="}, "4", kind="classifier", format="raw") == "2+2=4"
+
+
+def test_a_judge_is_asked_about_it_and_sees_the_columns_that_its_template_names():
+    settings = {"kind": "generative", "system": "Be strict.", "template": "{prompt}|{completion}|{answer}|{high:g}"}
+    assert (
+        shown({"prompt": "2+2?", "answer": "4"}, "5", **settings) == "system: Be strict.\nuser: 2+2?|5|4|10\nassistant:"
+    )
+    ready = shown({"prompt": [{"role": "user", "content": "2+2?"}]}, "5", kind="generative", high=4.0)
+    assert "from 0 to 4" in ready and "user: 2+2?" in ready and "\n5\n" in ready
+    assert "Answer Yes or No." in shown({"prompt": "p"}, "c", kind="generative", read="yes_no")
+    with pytest.raises(DataError, match=r"reward_models.m.template=.*names the column 'answer'"):
+        shown({"prompt": "2+2?"}, "5", **settings)
+
+
+def test_a_chat_needs_a_chat_template():
+    with pytest.raises(ConfigError, match=r"key.format=chat.*set key.format=raw"):
+        ModelPrompt("key", RewardModelConfig("classifier", "m"), byte_tokenizer(chat_template=None))
+
+
+async def test_what_does_not_fit_is_not_scored_and_counted():
+    reward = reward_of(client_of(FakeServer("a", length)), context_length=10, format="raw")
+    assert await reward(["bc", "b" * 100], prompt=["a", "a"]) == [3.0, None]
+    assert reward.metrics()["too_long"] == 1.0
+
+
+# Who is asked
+
+
+async def test_requests_are_bounded_and_go_to_the_least_busy_server():
+    servers = [FakeServer(url, length) for url in "ab"]
+    reward = reward_of(client_of(*servers, max_inflight=4), format="raw")
+    scores = await reward(["x" * n for n in range(40)], prompt=["p"] * 40)
+    assert scores == [float(n + 1) for n in range(40)]
+    assert [server.most_running for server in servers] == [2, 2]
+    assert [server.asked for server in servers] == [20, 20]
+
+
+@pytest.mark.parametrize("failure", [ServerError("connection reset"), Refused("overloaded", 503)])
+async def test_what_one_server_fails_another_answers(failure):
+    bad, good = FakeServer("bad", lambda *_: failure), FakeServer("good", length)
+    client = client_of(bad, good)
+    assert await reward_of(client, format="raw")(["x"] * 6, prompt=["p"] * 6) == [2.0] * 6
+    metrics = client.metrics()
+    assert (metrics["requests"], metrics["retries"], metrics["inflight"]) == (6.0, float(bad.asked), 0.0)
+    assert bad.asked > 0
+
+
+async def test_requests_wait_for_a_server_and_leave_one_that_is_gone():
+    client = client_of()
+    asking = asyncio.create_task(reward_of(client, format="raw")(["x"], prompt=["p"]))
+    await asyncio.sleep(0.01)
+    assert not asking.done()
+    dead = FakeServer("dead", lambda *_: ServerError("gone"))
+    client.add_server(dead)
+    while not dead.asked:
+        await asyncio.sleep(0)
+    client.remove_server("dead")
+    client.add_server(FakeServer("new", length))
+    assert await asyncio.wait_for(asking, 30) == [2.0]
+
+
+async def test_a_refused_request_is_a_fault_of_the_data_and_silence_one_of_the_servers():
+    refusing = client_of(FakeServer("a", lambda *_: Refused("too long", 400)))
+    with pytest.raises(DataError, match="'grader' refused a request: too long"):
+        await refusing.ask("/classify", {})
+    silent = client_of(FakeServer("a", lambda *_: ServerError("reset")), timeout=0.05)
+    with pytest.raises(ServerError, match=r"no answer within 0.05 s \(timeouts.request\).*1 of its servers.*reset"):
+        await silent.ask("/classify", {})
+
+
+async def test_a_silent_reward_model_is_told_from_a_reward_that_is_wrong():
+    """Whoever runs the rewards sees a ServerError, which costs no prompt, and combines scores like any others."""
+    silent = reward_of(client_of(timeout=0.01), format="raw")
+    with pytest.raises(ServerError, match="gave no answer"):
+        await RewardRunner([RewardFunction("grader", silent)]).score([trajectory()], {"prompt": "p"})
+    reward = reward_of(client_of(FakeServer("a", length)), format="raw")
+    functions = [RewardFunction("grader", reward, 0.5), RewardFunction("one", lambda completions, **_: [1.0])]
+    (scored,) = await RewardRunner(functions).score([trajectory()], {"prompt": "p"})
+    assert scored.reward == 1.0 + 0.5 * (1 + len(scored.text))
+    assert scored.metrics["reward/grader"] == 1 + len(scored.text)
