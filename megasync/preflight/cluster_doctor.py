@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megasync.config import Config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import MegasyncError
-from megasync.preflight.doctor import FAILURE, OK, SETUP, WARNING, Finding
+from megasync.preflight.doctor import SETUP
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.node_probe import NodeProbe
 
 # One look at a node imports torch there; the first one also starts a process.

@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -21,8 +20,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megasync.config.host import LOOPBACK
-
-OK, WARNING, FAILURE = "ok", "warning", "failure"
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.verl_plugin import check_verl
 
 LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
 SETUP = "run `bash launch/setup.sh`"
@@ -36,17 +35,6 @@ SHARED_MEMORY_BYTES = 512 * 2**20
 PORTS = 16
 OPEN_FILES = 1024
 SERVER_PLUGINS = "sglang.srt.plugins"
-PLUGIN_GROUPS = (SERVER_PLUGINS, "verl.plugins")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`fix` says what to do; it is empty when all is well."""
-
-    subject: str
-    status: str
-    detail: str
-    fix: str = ""
 
 
 def examine() -> list[Finding]:
@@ -213,20 +201,19 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_plugins() -> Iterator[Finding]:
-    """Entry points by which other programs would load code of megasync's, and whether each can be loaded."""
+    """Entry points by which SGLang would load code of megasync's and of others, and whether each can be loaded."""
     own = []
-    for group in PLUGIN_GROUPS:
-        for point in entry_points(group=group):
-            mine = point.dist is not None and point.dist.name == "megasync"
-            own += [point] if mine else []
-            try:
-                point.load()
-            except Exception as error:  # noqa: BLE001 - a plugin may raise anything at import, and its host would hide it
-                fix = SETUP if mine else f"repair or remove the package {point.dist.name if point.dist else '?'}"
-                yield Finding(f"plugin {group}:{point.name}", FAILURE, f"{type(error).__name__}: {error}", fix)
-            else:
-                yield Finding(f"plugin {group}:{point.name}", OK, point.value)
-    if not any(point.group == SERVER_PLUGINS for point in own):
+    for point in entry_points(group=SERVER_PLUGINS):
+        mine = point.dist is not None and point.dist.name == "megasync"
+        own += [point] if mine else []
+        try:
+            point.load()
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything at import, and its host would hide it
+            fix = SETUP if mine else f"repair or remove the package {point.dist.name if point.dist else '?'}"
+            yield Finding(f"plugin {SERVER_PLUGINS}:{point.name}", FAILURE, f"{type(error).__name__}: {error}", fix)
+        else:
+            yield Finding(f"plugin {SERVER_PLUGINS}:{point.name}", OK, point.value)
+    if not own:
         found = "megasync's is not registered here, so servers take weights by broadcast only"
         yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
 
@@ -252,4 +239,5 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_memory,
     check_disk,
     check_plugins,
+    check_verl,
 )

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megasync.preflight.doctor import FAILURE, OK, WARNING, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, Pool, Rank
 

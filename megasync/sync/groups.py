@@ -95,7 +95,7 @@ class Group:
         _world.pg_group_ranks[self._group] = {member: member for member in range(size)}
 
     def broadcast(self, message: torch.Tensor, deadline: Deadline) -> None:
-        """Sends a flat tensor from rank 0, which must be the caller."""
+        """A flat tensor from rank 0 to all others; every member calls it."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = deadline.left()

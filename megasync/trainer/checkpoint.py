@@ -102,9 +102,9 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        _together(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
-        _together(lambda: _write_shard(partial, shard), "write", path, device)
-        _together(lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device)
+        together(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
+        together(lambda: _write_shard(partial, shard), "write", path, device)
+        together(lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device)
     except CheckpointError:
         if shard.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -114,7 +114,7 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     log.info("saved %s", path)
 
 
-def _together(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
+def together(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
     """Runs ``work`` on every rank and fails on all of them if it failed on one."""
     error: Exception | None = None
     try:
@@ -183,7 +183,7 @@ def load(
         found["optimizer"] = saved["optimizer"]
         torch.set_rng_state(saved["random"])
 
-    _together(read, "read", path, device)
+    together(read, "read", path, device)
     return found["params"], found["optimizer"], found["state"]
 
 

@@ -23,11 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -41,10 +37,12 @@ from megasync.trainer import checkpoint
 from megasync.trainer.architecture import check_architecture, check_experts
 from megasync.trainer.batch import Batch, make_batch
 from megasync.trainer.collectives import broadcast_json
+from megasync.trainer.forward_step import Evaluate, finalize_summed_grads, forward_step
 from megasync.trainer.logprobs import token_logprobs
-from megasync.trainer.model import PolicyModel, build_chunks, named_weights, set_step_tokens
+from megasync.trainer.model import build_chunks, named_weights, set_step_tokens
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Microbatch, Sample, level, pack
+from megasync.trainer.process_groups import open_groups
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +58,7 @@ class MegatronEngine:
     Args:
         total_steps: training step at which the learning rate's decay ends.
         seed: of Megatron's random states.
+        trains: false for an engine that only scores; it has no gradients and no optimizer.
 
     Raises:
         ConfigError: a world of another size than the layout's, or an architecture that is not supported.
@@ -74,6 +73,7 @@ class MegatronEngine:
         world: int,
         total_steps: int = 0,
         seed: int = 0,
+        trains: bool = True,
     ) -> None:
         self.model_config = model
         self.trainer_config = trainer
@@ -93,8 +93,9 @@ class MegatronEngine:
         self.layout = Layout(hf_config, self.topology, device.spec)
         check_architecture(hf_config)
         check_experts(self.layout, trainer)
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._seed = seed
+        self._trains = trains
         self._reference: dict[str, torch.Tensor] = {}
 
     def initialize(self) -> None:
@@ -104,33 +105,31 @@ class MegatronEngine:
             CheckpointError: the folder's weights do not fit its config.
         """
         config = self.trainer_config
-        virtual = self.topology.virtual
-        parallel_state.initialize_model_parallel(
-            config.tensor_parallel,
-            config.pipeline_parallel,
-            virtual if virtual > 1 else None,
-            expert_model_parallel_size=self.topology.expert,
-            expert_tensor_parallel_size=self.topology.expert_tensor_size,
-            create_gloo_process_groups=False,
-        )
+        open_groups(self.topology)
         model_parallel_cuda_manual_seed(self._seed)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._data_group = parallel_state.get_data_parallel_group()
+        self.data_group = parallel_state.get_data_parallel_group()
         self._chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self._params = named_weights(self._chunks)
         weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32)
         self._write(weights)
+        self._models: list = self._chunks
+        if self._trains:
+            self._prepare_training(weights)
+        log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
+
+    def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
+        config = self.trainer_config
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
         )
         self._models = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self._chunks]
-        self._chunks[0].config.finalize_model_grads_func = _finalize_summed_grads
+        self._chunks[0].config.finalize_model_grads_func = finalize_summed_grads
         self._optimizer = Optimizer(
-            self._models, config.optimizer, self._total_steps, self.dtype, self.device.torch_device
+            self._models, config.optimizer, self.total_steps, self.dtype, self.device.torch_device
         )
         self._optimizer.start_from(self._params, weights)
-        log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters under the names of `Layout.params`."""
@@ -179,15 +178,18 @@ class MegatronEngine:
         Returns:
             Each sum that ``loss`` reports, over all microbatches and data-parallel ranks, with "loss" among them.
         """
-        for model in self._models:
-            model.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.zero_grad()
 
         def evaluate(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value, sums = loss(batch, *self._score_logits(logits, batch, temperature))
+            value, sums = loss(batch, *self.score_logits(logits, batch, temperature))
             return value, {"loss": value.detach(), **sums}
 
         return self._total(self._run(samples, evaluate, forward_only=False))
+
+    def zero_grad(self) -> None:
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def update(self, step: int, loss_is_finite: bool) -> Update:
         """One optimizer step with the gradients of `forward_backward`, or none at all if any rank objects."""
@@ -206,7 +208,7 @@ class MegatronEngine:
         found = torch.zeros(starts[-1], dtype=torch.float32, device=self.device.torch_device)
 
         def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
-            logprobs, _ = self._score_logits(logits, batch, temperature)
+            logprobs, _ = self.score_logits(logits, batch, temperature)
             if batch.counted and self.coords.tp == 0:
                 for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
                     found[starts[index] : starts[index + 1]] = part
@@ -224,17 +226,35 @@ class MegatronEngine:
         scored = iter(self.score(samples) if samples else [])
         return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
 
-    def _run(self, samples: Sequence[Sample], evaluate: Callable, *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only."""
+    def _run(self, samples: Sequence[Sample], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
         dealt = self._pack(samples)
         counted = sum(item.tokens for mine in dealt for item in mine if item.counted)
-        set_step_tokens(self._chunks, counted)
-        microbatches = self._share(dealt)
+        return self.run(self._share(dealt), samples, counted, evaluate, forward_only=forward_only)
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        samples: Sequence[Sample],
+        tokens: int,
+        evaluate: Evaluate,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only.
+
+        Gradients add up to those there are; see `zero_grad`.
+
+        Args:
+            microbatches: as many on every rank, a multiple of the stages with an interleaved pipeline.
+            samples: those that the microbatches' trees name by index.
+            tokens: counted tokens of all microbatches on all data-parallel ranks; only experts need them.
+        """
+        set_step_tokens(self._chunks, tokens)
         balanced = self.trainer_config.moe_aux_loss > 0
         interleaved = self.topology.virtual > 1
         batches = [self._batches(microbatches, samples) for _ in self._models]
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, evaluate, balanced),
+            forward_step_func=partial(forward_step, evaluate, balanced),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
             num_microbatches=len(microbatches),
@@ -255,9 +275,8 @@ class MegatronEngine:
                 flavour=self.device.spec,
             )
 
-    def _score_logits(
-        self, logits: torch.Tensor, batch: Batch, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy of each target of a batch, float32 [targets], from what `run` hands to ``evaluate``."""
         return token_logprobs(
             logits,
             batch.targets,
@@ -273,7 +292,7 @@ class MegatronEngine:
         if self.coords.pp == last:
             names = sorted(reports[0])
             values = torch.stack([sum(report[name].double() for report in reports) for name in names])
-            dist.all_reduce(values, group=self._data_group)
+            dist.all_reduce(values, group=self.data_group)
             totals = dict(zip(names, values.tolist(), strict=True))
         if last == 0:
             return totals
@@ -340,30 +359,6 @@ class _Borrowed:
         if self._weights is not None:
             self._engine._write(self._own)
             del self._own
-
-
-def _forward_step(
-    evaluate: Callable, balanced: bool, batches: Iterator[Batch], model: PolicyModel
-) -> tuple[torch.Tensor, Callable]:
-    """Megatron's forward step: this stage's output, and what turns the last stage's logits into a loss.
-
-    ``balanced``: there is a loss on the balance of experts, which needs to know the tokens that count.
-    """
-    batch = next(batches)
-    uncounted = batch.uncounted if balanced else None
-    output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
-
-    def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, report = evaluate(batch, logits)
-        # Megatron sums these counts for a division that `_finalize_summed_grads` leaves out.
-        return loss, torch.ones((), dtype=torch.int, device=logits.device), report
-
-    return output, finish
-
-
-def _finalize_summed_grads(model: list, num_tokens: torch.Tensor | None, **groups: Any) -> None:
-    """Megatron's reduction of gradients over ranks, without its division by a token count: losses come normalised."""
-    finalize_model_grads(model, None, **groups)
 
 
 def read_hf_config(path: str) -> dict[str, Any]:

@@ -117,6 +117,6 @@ class Broken:
 
 
 def test_a_plugin_that_cannot_be_loaded_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [Broken()] if group == doctor.PLUGIN_GROUPS[0] else [])
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [Broken()] if group == doctor.SERVER_PLUGINS else [])
     finding = next(iter(doctor.check_plugins()))
     assert finding.status == FAILURE and "no module named gone" in finding.detail and finding.fix

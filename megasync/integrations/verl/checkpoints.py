@@ -1,0 +1,61 @@
+"""Checkpoints where verl wants them.
+
+<local_path>/megasync/      a whole sharded checkpoint (`trainer.checkpoint`): model, optimizer, extra state
+<local_path>/huggingface/   the model as a Hugging Face folder, when hf_model is among the contents
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megasync.sync.shards import export_checkpoint
+from megasync.trainer.checkpoint import together
+from megasync.trainer.engine import MegatronEngine
+
+SHARDS = "megasync"
+EXPORT = "huggingface"
+
+
+class Checkpoints:
+    """Saves, loads and keeps count. Every method is a collective over ranks that see one file system."""
+
+    def __init__(self, engine: MegatronEngine, exports: bool) -> None:
+        self._engine = engine
+        self._exports = exports
+        # What this process has saved, oldest first.
+        self._saved: list[Path] = []
+
+    def save(self, local_path: str, state: dict[str, Any], keep: int | None) -> None:
+        """Writes a checkpoint in place of one that may be there, then removes the oldest of more than ``keep`` folders
+        that this process has saved; None keeps all.
+
+        Raises:
+            CheckpointError: on every rank, when any could not write its part.
+        """
+        path = Path(local_path)
+        self._first_rank(lambda: _clear(path), "make room for", path)
+        self._engine.save(path / SHARDS, state)
+        if self._exports:
+            self._first_rank(lambda: self._export(path), "export", path)
+        self._saved = [old for old in self._saved if old != path] + [path]
+        while keep and len(self._saved) > keep:
+            oldest = self._saved.pop(0)
+            self._first_rank(lambda old=oldest: shutil.rmtree(old, ignore_errors=True), "remove", oldest)
+
+    def load(self, local_path: str) -> dict[str, Any]:
+        """Restores the engine; what `save` was given as state. Raises CheckpointError as `MegatronEngine.load`."""
+        return self._engine.load(Path(local_path) / SHARDS)
+
+    def _export(self, path: Path) -> None:
+        export_checkpoint(path / SHARDS, self._engine.model_config.path, path / EXPORT)
+
+    def _first_rank(self, work: Any, what: str, path: Path) -> None:
+        mine = work if self._engine.rank == 0 else lambda: None
+        together(mine, what, path, self._engine.device.torch_device)
+
+
+def _clear(path: Path) -> None:
+    for name in (SHARDS, EXPORT):
+        shutil.rmtree(path / name, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""verl's batches and losses on an initialised `MegatronEngine`.
+
+verl deals sequences to data-parallel ranks and to microbatches, and brings the loss; the engine computes. verl's losses
+are means over data-parallel ranks and megasync's are sums, hence the division in `_evaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+
+from megasync.errors import TrainingError
+from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures
+from megasync.integrations.verl.checkpoints import Checkpoints
+from megasync.sync.broadcast_plan import plan_broadcast
+from megasync.sync.stream import stream_tensors
+from megasync.trainer.batch import Batch
+from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.optimizer import learning_rate
+from megasync.trainer.packing import Microbatch
+
+# Bytes of whole tensors that an export holds at a time.
+EXPORT_BYTES = 256 * 2**20
+
+
+class Computation:
+    """What one rank computes; every method but `learning_rate` is a collective. Initialises the engine it is given."""
+
+    def __init__(self, engine: MegatronEngine, exports: bool) -> None:
+        engine.initialize()
+        self._engine = engine
+        self._ranks = engine.topology.data
+        self._losses_are_finite = True
+        self.data_group: dist.ProcessGroup = engine.data_group
+        self.checkpoints = Checkpoints(engine, exports)
+
+    def forward_backward(self, data: TensorDict, loss: Callable | None, forward_only: bool) -> dict[str, Any]:
+        """See `MegasyncEngine.forward_backward_batch`."""
+        if loss is None and not forward_only:
+            raise TrainingError("there is no loss function to train with; call set_loss_fn first")
+        check_batch(data)
+        device, topology = self._engine.device.torch_device, self._engine.topology
+        mask = data["loss_mask"]
+        counted = (mask.values() if mask.is_nested else mask).sum().to(device)
+        dist.all_reduce(counted, group=self.data_group)
+        tu.assign_non_tensor(data, batch_num_tokens=counted.item(), dp_size=self._ranks, sp_size=1)
+        parts, order = prepare_micro_batches(
+            data,
+            dp_group=self.data_group,
+            num_batches_divided_by=topology.pipeline if topology.virtual > 1 else None,
+        )
+        batch = VerlBatch([part.to(device) for part in parts])
+        microbatches, tokens = self._meet(batch.microbatches)
+        evaluate = partial(self._evaluate, batch, loss, forward_only)
+        reports = self._engine.run(microbatches, batch.samples, tokens, evaluate, forward_only=forward_only)
+        self._losses_are_finite = all(math.isfinite(report["loss"]) for report in reports)
+        if self._engine.coords.pp < topology.pipeline - 1:
+            return {}
+        return postprocess_batch_func(reports, order, data)
+
+    def _meet(self, mine: list[Microbatch]) -> tuple[list[Microbatch], int]:
+        """Microbatches fit to meet those of other ranks in a dispatcher of experts, and the tokens of all ranks."""
+        sizes = torch.tensor([item.tokens for item in mine], device=self._engine.device.torch_device)
+        tokens = sizes.sum()
+        if self._engine.layout.sizes.experts:
+            dist.all_reduce(tokens, group=self.data_group)
+            if self._engine.device.expert_dispatcher == "allgather":
+                dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.data_group)
+                mine = [replace(item, room=room) for item, room in zip(mine, sizes.tolist(), strict=True)]
+        return mine, int(tokens)
+
+    def _evaluate(
+        self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """From a microbatch's logits to its loss and to what verl wants reported."""
+        part = batch.part(packed)
+        temperature = temperatures(part)
+        if isinstance(temperature, torch.Tensor):
+            logits, temperature = logits / temperature[packed.segments, None], 1.0
+        logprobs, entropy = self._engine.score_logits(logits, packed, temperature)
+        output = {"log_probs": batch.jagged(logprobs, packed)}
+        if tu.get_non_tensor_data(part, key="calculate_entropy", default=False):
+            output["entropy"] = batch.jagged(entropy, packed)
+        value, metrics = torch.ones((), device=logits.device), {}
+        if loss is not None:
+            value, metrics = loss(model_output=output, data=part, dp_group=self.data_group)
+        report = {"loss": value.detach().item(), "metrics": detach_tree(metrics)}
+        if forward_only or tu.get_non_tensor_data(part, key="return_model_output", default=False):
+            report["model_output"] = detach_tree(output)
+        return value / self._ranks, report
+
+    def zero_grad(self) -> None:
+        self._engine.zero_grad()
+
+    def update(self, step: int) -> float:
+        """Clips and updates, or, when a loss or the norm is not finite on some rank, leaves everything as it is.
+
+        Returns:
+            The norm of the gradients before clipping.
+        """
+        return self._engine.update(step, self._losses_are_finite).grad_norm
+
+    def learning_rate(self, step: int) -> float:
+        """Of an optimizer step, from 1."""
+        return learning_rate(self._engine.trainer_config.optimizer, step, self._engine.total_steps)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `MegasyncEngine.get_per_tensor_param`."""
+        plan = plan_broadcast(self._engine.layout, EXPORT_BYTES, self._engine.model_config.dtype)
+        return stream_tensors(plan, self._engine.rank, self._engine.params())

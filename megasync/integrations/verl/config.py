@@ -1,0 +1,180 @@
+"""verl's configuration of an engine, read as megasync's; every setting that megasync does not have is refused.
+
+A reader of a verl configuration may take each of its values for granted. So a value is either honoured, or one that
+changes nothing for this engine (`use_mbridge`: the layout table does that work), or an error that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import EngineConfig as VerlEngineConfig
+from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.errors import ConfigError
+
+STRATEGY = "megasync"
+DTYPES = ("bfloat16", "float32")
+DECAYS = ("constant", "linear", "cosine")
+# Of `override_transformer_config`: what each entry may be. Those with None alone are honoured below.
+TRANSFORMER = {
+    "recompute_granularity": (None, "full"),
+    "recompute_method": (None, "uniform"),
+    "recompute_num_layers": (None, 1),
+    # Read by Megatron only for a granularity that is refused.
+    "recompute_modules": None,
+    # megasync's layers choose their attention themselves; these two leave it to them.
+    "attention_backend": (None, "auto", "flash"),
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+}
+# Checkpoint contents that megasync writes as one.
+WHOLE = frozenset({"model", "optimizer", "extra"})
+
+
+@dataclass
+class MegasyncEngineConfig(McoreEngineConfig):
+    """verl's Megatron configuration with megasync behind it: set `actor_rollout_ref.actor.megatron._target_` to this
+    class, and the reference policy's too.
+
+    Raises:
+        ConfigError: a setting that megasync does not have.
+    """
+
+    strategy: str = STRATEGY
+
+    def __post_init__(self) -> None:
+        VerlEngineConfig.__post_init__(self)
+        _allow("strategy", self.strategy, STRATEGY)
+        _allow("dtype", self.dtype, *DTYPES)
+        for name in ("param_offload", "optimizer_offload", "full_determinism", "use_megatron_fsdp", "pad_to_length"):
+            _allow(name, getattr(self, name), False)
+        _allow("context_parallel_size", self.context_parallel_size, 1)
+        _allow("dynamic_context_parallel", self.dynamic_context_parallel, False)
+        _allow("use_dist_checkpointing", self.use_dist_checkpointing, False)
+        _allow("router_replay.mode", self.router_replay.mode, "disabled")
+        _allow("qat.enable", self.qat.enable, False)
+        for name in ("override_ddp_config", "override_mcore_model_config"):
+            _allow(name, dict(getattr(self, name)), {})
+        for key, value in self.override_transformer_config.items():
+            if key not in TRANSFORMER:
+                raise ConfigError(
+                    f"override_transformer_config.{key} is not a setting of megasync's; remove it, or take one of "
+                    f"{', '.join(TRANSFORMER)}"
+                )
+            if TRANSFORMER[key] is not None:
+                _allow(f"override_transformer_config.{key}", value, *TRANSFORMER[key])
+
+
+def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None, world: int) -> TrainerConfig:
+    """megasync's trainer section for a world of so many ranks; without an optimizer, for an engine that only scores.
+
+    Raises:
+        ConfigError: a setting that megasync does not have, or ranks that the sizes do not divide.
+    """
+    if not isinstance(engine, MegasyncEngineConfig):
+        raise ConfigError(
+            f"the engine's configuration is a {type(engine).__name__}; set its _target_ to "
+            f"megasync.integrations.verl.{MegasyncEngineConfig.__name__}"
+        )
+    _allow("use_fused_kernels", engine.use_fused_kernels, False)
+    ranks = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+    if world % ranks:
+        raise ConfigError(
+            f"tensor_model_parallel_size={engine.tensor_model_parallel_size} x pipeline_model_parallel_size="
+            f"{engine.pipeline_model_parallel_size} does not divide the {world} ranks; change one of them"
+        )
+    transformer = engine.override_transformer_config
+    return TrainerConfig(
+        tensor_parallel=engine.tensor_model_parallel_size,
+        pipeline_parallel=engine.pipeline_model_parallel_size,
+        data_parallel=world // ranks,
+        expert_parallel=engine.expert_model_parallel_size,
+        expert_tensor_parallel=engine.expert_tensor_parallel_size,
+        virtual_pipeline=engine.virtual_pipeline_model_parallel_size or 1,
+        first_stage_layers=transformer.get("num_layers_in_first_pipeline_stage"),
+        last_stage_layers=transformer.get("num_layers_in_last_pipeline_stage"),
+        sequence_parallel=engine.sequence_parallel and engine.tensor_model_parallel_size > 1,
+        distributed_optimizer=engine.use_distributed_optimizer,
+        recompute=transformer.get("recompute_granularity"),
+        optimizer=to_optimizer(optimizer)[0] if optimizer is not None else OptimizerConfig(),
+    )
+
+
+def to_optimizer(optimizer: McoreOptimizerConfig) -> tuple[OptimizerConfig, int]:
+    """megasync's optimizer section, and the step at which its decay ends. Raises ConfigError as `to_trainer`."""
+    if not isinstance(optimizer, McoreOptimizerConfig):
+        raise ConfigError(f"the optimizer's configuration is a {type(optimizer).__name__}; use McoreOptimizerConfig")
+    _allow("optim.optimizer", optimizer.optimizer, "adam")
+    _allow("optim.lr_decay_style", optimizer.lr_decay_style, *DECAYS)
+    _allow("optim.lr_warmup_init", optimizer.lr_warmup_init, 0.0)
+    _allow("optim.weight_decay_incr_style", optimizer.weight_decay_incr_style, "constant")
+    _allow("optim.use_precision_aware_optimizer", optimizer.use_precision_aware_optimizer, False)
+    _allow("optim.use_checkpoint_opt_param_scheduler", optimizer.use_checkpoint_opt_param_scheduler, False)
+    _allow("optim.override_optimizer_config", dict(optimizer.override_optimizer_config or {}), {})
+    # verl's sentinels: None or -1 steps stand for "not given".
+    total = max(optimizer.lr_decay_steps or optimizer.total_training_steps, 0)
+    if not total and optimizer.lr_decay_style != "constant":
+        raise ConfigError(
+            f"optim.lr_decay_style={optimizer.lr_decay_style} needs an end: set optim.lr_decay_steps or "
+            f"optim.total_training_steps"
+        )
+    warmup = optimizer.lr_warmup_steps or 0
+    config = OptimizerConfig(
+        lr=optimizer.lr,
+        decay=optimizer.lr_decay_style,
+        warmup_steps=warmup if warmup > 0 else int(optimizer.lr_warmup_steps_ratio * total),
+        min_lr=optimizer.min_lr,
+        betas=list(optimizer.betas),
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+    )
+    return config, total
+
+
+def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
+    """megasync's model section.
+
+    Raises:
+        ConfigError: an adapter, or another change to the model that megasync does not have.
+    """
+    if model.lora_rank or model.lora.get("rank") or model.lora_adapter_path:
+        raise ConfigError(
+            "megasync trains whole models, and this configuration asks for an adapter (model.lora_rank, model.lora.rank "
+            "or model.lora_adapter_path); leave these unset, or use another strategy"
+        )
+    _allow("model.mtp.enable", model.mtp.enable, False)
+    _allow("model.use_liger", model.use_liger, False)
+    _allow("model.enable_activation_offload", model.enable_activation_offload, False)
+    _allow("model.tiled_mlp.enabled", model.tiled_mlp.get("enabled", False), False)
+    _allow("model.hf_config_path", model.hf_config_path, model.path)
+    # verl itself wants to be told the attention of the Hugging Face model, which this engine does not build.
+    changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
+    _allow("model.override_config", changed, {})
+    return ModelConfig(path=model.local_path, dtype=engine.dtype)
+
+
+def check_contents(checkpoint: CheckpointConfig) -> None:
+    """Refuses checkpoints of parts: megasync writes and reads model, optimizer and extra state as one.
+
+    Raises:
+        ConfigError: some of the three without the others, an unknown content, or asynchronous saving.
+    """
+    for key, known in (("save_contents", WHOLE | {"hf_model"}), ("load_contents", WHOLE | {"hf_model"})):
+        contents = set(getattr(checkpoint, key))
+        if not contents >= WHOLE or contents - known:
+            raise ConfigError(
+                f"checkpoint.{key} is {sorted(contents)}; megasync saves and loads {', '.join(sorted(WHOLE))} together, "
+                f"and hf_model besides if it is asked for"
+            )
+    _allow("checkpoint.async_save", checkpoint.async_save, False)
+
+
+def _allow(name: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{name} is {value!r}, which megasync does not support; set it to {' or '.join(map(repr, allowed))}"
+        )

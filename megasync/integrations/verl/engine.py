@@ -1,0 +1,208 @@
+"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers.
+
+This module imports nothing of Megatron, so that verl can load it in any process; `computation` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+
+from megasync.device import resolve_device
+from megasync.errors import ConfigError
+from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer
+from megasync.sync.topology import Topology
+
+
+class MegasyncEngine(BaseEngine):
+    """One rank of a language model; every method but the properties and the questions is a collective.
+
+    The constructor reads and checks configurations; it answers where this rank stands before `initialize` builds
+    anything, as verl wants.
+
+    Raises:
+        ConfigError: a setting, an architecture or a world size that megasync does not have.
+    """
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
+    ) -> None:
+        self.engine_config = engine_config
+        # Set by verl's contexts: "train", "eval" or None.
+        self.mode: str | None = None
+        self._trains = not engine_config.forward_only
+        if self._trains:
+            check_contents(checkpoint_config)
+        self._saves_hf = self._trains and "hf_model" in checkpoint_config.save_contents
+        self._model = to_model(model_config, engine_config)
+        self._trainer = to_trainer(engine_config, optimizer_config if self._trains else None, dist.get_world_size())
+        self._total_steps = to_optimizer(optimizer_config)[1] if self._trains else 0
+        self._topology = Topology.from_config(self._trainer)
+        self._coords = self._topology.coords(dist.get_rank())
+        # The step whose learning rate is in force, from 1.
+        self._step = 1
+
+    def initialize(self) -> None:
+        """Builds the model, loads its weights and, unless the engine only scores, makes an optimizer."""
+        device = resolve_device(get_device_name())
+        device.prepare_process(local_rank=0 if device.kind == "cpu" else torch.cuda.current_device())
+        # Only now: these modules take names from Megatron, which the line above may have bent.
+        from megasync.integrations.verl.computation import Computation
+        from megasync.trainer.engine import MegatronEngine
+
+        self._computation = Computation(
+            MegatronEngine(
+                self._model,
+                self._trainer,
+                device,
+                dist.get_rank(),
+                dist.get_world_size(),
+                total_steps=self._total_steps,
+                seed=self.engine_config.seed,
+                trains=self._trains,
+            ),
+            exports=self._saves_hf,
+        )
+        self._step = 1
+
+    # Where this rank stands
+
+    def get_data_parallel_rank(self) -> int:
+        return self._coords.dp
+
+    def get_data_parallel_size(self) -> int:
+        return self._topology.data
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._computation.data_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self._coords.tp == 0 and self._on_last_stage
+
+    @property
+    def _on_last_stage(self) -> bool:
+        return self._coords.pp == self._topology.pipeline - 1
+
+    # Modes and memory
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return False
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return False
+
+    def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, mode="train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return BaseEngineCtx(self, mode="eval", **kwargs)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Everything stays where it was made.
+
+        Raises:
+            ConfigError: asked to move something to another device.
+        """
+        if device != get_device_name() and (model or optimizer or grad):
+            raise ConfigError(
+                f"megasync's engine does not offload, and was asked to move to {device!r}; serve from other devices than "
+                f"those that train"
+            )
+
+    # Computation
+
+    def optimizer_zero_grad(self) -> None:
+        self._computation.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clips and updates, or, when the norm is not finite on some rank, leaves everything as it is.
+
+        Returns:
+            The norm of the gradients before clipping.
+        """
+        return self._computation.update(self._step)
+
+    def lr_scheduler_step(self) -> float:
+        """Goes on to the next step of the schedule; its learning rate."""
+        self._step += 1
+        return self._computation.learning_rate(self._step)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """verl's contract: ``data`` holds this data-parallel rank's sequences, as jagged ``input_ids``.
+
+        Returns:
+            ``model_output`` (jagged ``log_probs``, and ``entropy`` if it is asked for; when training only with
+            ``return_model_output``), ``loss`` and ``metrics`` of each microbatch; nothing before the last stage.
+
+        Raises:
+            TrainingError: a batch that this engine cannot compute, or no loss to train with.
+        """
+        return self._computation.forward_backward(data, loss_function, forward_only)
+
+    # Weights
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """The model under Hugging Face names, tensor by tensor, whole on every rank; all ranks must take all of them.
+
+        There is no adapter, so the second is always None.
+        """
+        return self._computation.tensors(), None
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        """See `Checkpoints.save`. Raises CheckpointError, and ConfigError for a remote path."""
+        self._check_stored(hdfs_path)
+        self._computation.checkpoints.save(
+            local_path, {"global_step": global_step, "step": self._step}, max_ckpt_to_keep
+        )
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
+    ) -> None:
+        """Weights, optimizer, schedule and random state; nothing without a path, as verl's own engines have it.
+
+        ``del_local_after_load`` speaks of copies of remote checkpoints, which there are none of. Raises as
+        `save_checkpoint`.
+        """
+        if local_path is None:
+            return
+        self._check_stored(hdfs_path)
+        self._step = self._computation.checkpoints.load(local_path)["step"]
+
+    def _check_stored(self, hdfs_path: str | None) -> None:
+        if hdfs_path is not None:
+            raise ConfigError(f"checkpoints go to file systems that all ranks see, and hdfs_path is {hdfs_path!r}")
+        if not self._trains:
+            raise ConfigError("an engine that only scores (forward_only) has no checkpoint; load its model folder")
+
+
+class MegasyncValueEngine(MegasyncEngine):
+    """A critic, which megasync does not have: the name is taken so that verl's user is told so."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "megasync's engine has no value head; train the critic with one of verl's own strategies "
+            "(critic.strategy=fsdp2), or use an advantage estimator that needs none, such as grpo"
+        )
+
+
+def register() -> None:
+    """Makes the engines known to verl; once per process."""
+    for model_type, engine in (("language_model", MegasyncEngine), ("value_model", MegasyncValueEngine)):
+        EngineRegistry.register(model_type=model_type, backend=STRATEGY, device=["cuda", "cpu"])(engine)

@@ -1,0 +1,144 @@
+"""Settings of verl that megasync honours, and those it refuses by name."""
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; `pip install --no-deps` what docs/verl_plugin.md lists")
+
+from tiny_models import make_tiny_model
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.engine.base import EngineRegistry
+
+from megasync.errors import ConfigError
+from megasync.integrations import verl_versions
+from megasync.integrations.verl import MegasyncEngine, MegasyncEngineConfig, MegasyncValueEngine
+from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False))
+
+
+def hf_model(path, **options):
+    return HFModelConfig(path=path, load_tokenizer=False, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_verl_finds_the_engines_by_their_strategy(monkeypatch, device):
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", device)
+    assert EngineRegistry.get_engine_cls("language_model", "megasync") is MegasyncEngine
+    assert EngineRegistry.get_engine_cls("value_model", "megasync") is MegasyncValueEngine
+
+
+def test_a_critic_is_refused():
+    with pytest.raises(ConfigError, match="value head"):
+        MegasyncValueEngine(model_config=None, engine_config=None, optimizer_config=None, checkpoint_config=None)
+
+
+def test_one_line_turns_verls_megatron_section_into_megasyncs():
+    from importlib.resources import files
+
+    from omegaconf import OmegaConf
+
+    section = OmegaConf.create((files("verl") / "trainer/config/engine/megatron.yaml").read_text())
+    section["_target_"] = "megasync.integrations.verl.MegasyncEngineConfig"
+    config = omega_conf_to_dataclass(section)
+    assert type(config) is MegasyncEngineConfig
+    assert config.strategy == "megasync"
+    assert to_trainer(config, None, world=2).data_parallel == 2
+
+
+def test_sizes_and_layers_arrive():
+    config = MegasyncEngineConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        override_transformer_config={"recompute_granularity": "full", "num_layers_in_first_pipeline_stage": 1},
+    )
+    trainer = to_trainer(config, None, world=8)
+    assert (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.data_parallel) == (2, 2, 2)
+    assert (trainer.recompute, trainer.first_stage_layers, trainer.sequence_parallel) == ("full", 1, True)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("strategy", "megatron"),
+        ("dtype", "float16"),
+        ("param_offload", True),
+        ("optimizer_offload", True),
+        ("context_parallel_size", 2),
+        ("use_megatron_fsdp", True),
+        ("use_dist_checkpointing", True),
+        ("override_ddp_config", {"overlap_grad_reduce": True}),
+        ("override_transformer_config", {"recompute_granularity": "selective"}),
+        ("override_transformer_config", {"moe_router_dtype": "fp32"}),
+    ],
+)
+def test_a_setting_that_megasync_lacks_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        MegasyncEngineConfig(**{name: value})
+
+
+def test_verls_own_megatron_section_is_refused():
+    with pytest.raises(ConfigError, match="_target_"):
+        to_trainer(McoreEngineConfig(), None, world=1)
+
+
+def test_ranks_that_the_sizes_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="does not divide the 3 ranks"):
+        to_trainer(MegasyncEngineConfig(tensor_model_parallel_size=2), None, world=3)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"lr": 2e-6, "lr_decay_style": "constant"}, ("constant", 0, 0)),
+        ({"lr_decay_style": "cosine", "total_training_steps": 40, "lr_warmup_steps_ratio": 0.1}, ("cosine", 4, 40)),
+        ({"lr_decay_style": "linear", "lr_decay_steps": 30, "lr_warmup_steps": 5}, ("linear", 5, 30)),
+    ],
+)
+def test_the_schedule_arrives(options, expected):
+    config, total = to_optimizer(McoreOptimizerConfig(**options))
+    assert (config.decay, config.warmup_steps, total) == expected
+    assert config.lr == options.get("lr", 1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("optimizer", {"optimizer": "muon"}),
+        ("lr_decay_style", {"lr_decay_style": "inverse_square_root"}),
+        ("lr_decay_style", {"lr_decay_style": "cosine"}),
+        ("override_optimizer_config", {"override_optimizer_config": {"optimizer_cpu_offload": True}}),
+    ],
+)
+def test_an_optimizer_that_megasync_lacks_is_refused_by_name(name, options):
+    with pytest.raises(ConfigError, match=name):
+        to_optimizer(McoreOptimizerConfig(**{"lr_decay_style": "constant", **options}))
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 8}, {"lora": {"rank": 8}}, {"lora_adapter_path": "adapter"}])
+def test_adapters_are_refused(model, options):
+    with pytest.raises(ConfigError, match="adapter"):
+        to_model(hf_model(model, **options), MegasyncEngineConfig())
+
+
+def test_a_changed_model_is_refused(model):
+    engine = MegasyncEngineConfig(dtype="float32")
+    assert to_model(hf_model(model), engine).dtype == "float32"
+    with pytest.raises(ConfigError, match="override_config"):
+        to_model(hf_model(model, override_config={"hidden_size": 8}), engine)
+
+
+@pytest.mark.parametrize("contents", [["model"], ["model", "optimizer", "extra", "plans"]])
+def test_checkpoints_of_parts_are_refused(contents):
+    with pytest.raises(ConfigError, match="save_contents"):
+        check_contents(CheckpointConfig(save_contents=contents))
+
+
+def test_another_verl_is_refused(monkeypatch):
+    monkeypatch.setattr(verl_versions, "version", lambda package: "0.10.0")
+    with pytest.raises(ConfigError, match=r"verl 0\.9\.1, and 0\.10\.0 is installed"):
+        verl_versions.check_version()

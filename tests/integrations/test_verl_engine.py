@@ -1,0 +1,129 @@
+"""The engine under verl's own TrainingWorker, in spawned ranks, against verl's FSDP2 engine on the same weights and data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_tiny_model
+
+pytest.importorskip("verl", reason="verl is not installed; `pip install --no-deps` what docs/verl_plugin.md lists")
+
+RANK = Path(__file__).with_name("verl_rank.py")
+WORLD = 2
+# Seconds for all runs together; several times what they need on two busy cores.
+TIMEOUT = 400
+RUNS = {
+    "fsdp2": {"strategy": "fsdp2", "padding": False},
+    "tensor": {"settings": {"tensor_model_parallel_size": 2}},
+    "pipeline": {"settings": {"pipeline_model_parallel_size": 2, "use_dynamic_bsz": False}},
+    "data": {"settings": {}, "padding": False},
+}
+LAYOUTS = [name for name in RUNS if name != "fsdp2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture(scope="module")
+def found(model, saved, tmp_path_factory) -> dict[str, list[dict]]:
+    """For each run, what it found on each rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    requests = {name: {"model": model, "strategy": "megasync", **request} for name, request in RUNS.items()}
+    for name in LAYOUTS:
+        requests[name]["save"] = str(saved / name)
+    (folder / "request.json").write_text(json.dumps(requests))
+    ranks, logs = [], [folder / f"log-{rank}.txt" for rank in range(WORLD)]
+    try:
+        for rank, log in enumerate(logs):
+            place = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+            with log.open("w") as output:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, str(RANK), str(rank), str(WORLD), str(folder)],
+                        env={**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in place.items()}},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        for process, log in zip(ranks, logs, strict=True):
+            assert process.wait(TIMEOUT) == 0, log.read_text()[-6000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    results = [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return {name: [result[name] for result in results] for name in RUNS}
+
+
+def inferred(ranks, name):
+    """Whole batch, in the order of the data-parallel ranks that verl collects from."""
+    parts = {rank["dp"]: rank["infer"][name] for rank in ranks if rank["infer"] is not None}
+    return torch.cat([parts[dp] for dp in sorted(parts)])
+
+
+def metrics(ranks, step):
+    return next(rank[step] for rank in ranks if rank[step] is not None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+def test_scores_are_those_of_verls_engine(found, layout, name):
+    theirs = inferred(found["fsdp2"], name)
+    assert theirs.abs().max() > 1
+    torch.testing.assert_close(inferred(found[layout], name), theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("step", ["train", "next"])
+def test_loss_and_gradient_norm_are_those_of_verls_engine(found, layout, step):
+    ours, theirs = metrics(found[layout], step), metrics(found["fsdp2"], step)
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_after_a_step_are_those_of_verls_engine(found, layout):
+    theirs = found["fsdp2"][0]
+    for rank in found[layout]:
+        assert rank["after"].keys() == theirs["after"].keys()
+        for name, tensor in rank["after"].items():
+            torch.testing.assert_close(tensor, theirs["after"][name], atol=1e-4, rtol=0, msg=name)
+        assert any(not torch.equal(rank["after"][name], rank["before"][name]) for name in rank["after"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_exports_the_folder_bit_for_bit(found, layout, model):
+    folder = load_file(Path(model) / "model.safetensors")
+    for rank in found[layout]:
+        assert rank["before"].keys() == folder.keys()
+        assert all(torch.equal(rank["before"][name], tensor) for name, tensor in folder.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_new_engine_goes_on_from_a_checkpoint(found, layout):
+    for rank in found[layout]:
+        assert all(torch.equal(rank["restored"][name], tensor) for name, tensor in rank["after"].items())
+        assert all(torch.equal(rank["end"][name], tensor) for name, tensor in rank["last"].items())
+    again, straight = metrics(found[layout], "again"), metrics(found[layout], "next")
+    assert again["loss"] == straight["loss"]
+    assert again["grad_norm"] == straight["grad_norm"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_exported_folder_holds_the_trained_weights(found, layout, saved):
+    folder = load_file(saved / layout / "huggingface" / "model.safetensors")
+    trained = found[layout][0]["after"]
+    assert folder.keys() == trained.keys()
+    assert all(torch.equal(folder[name], tensor) for name, tensor in trained.items())
