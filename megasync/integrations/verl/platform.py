@@ -6,10 +6,18 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-# What verl asks of `torch.cuda` and torch.cpu lacks. A CPU has no device memory of its own to report.
+
+def _host_memory(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+# What verl asks of `torch.cuda` and torch.cpu lacks. Nothing counts the host's memory by process and tensor.
 CPU = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if not name.startswith("_")},
     get_device_name=lambda device=None: "CPU",
@@ -19,6 +27,7 @@ CPU = SimpleNamespace(
     set_rng_state=lambda state, device=None: torch.set_rng_state(state),
     empty_cache=lambda: None,
     ipc_collect=lambda: None,
+    mem_get_info=_host_memory,
     memory_allocated=lambda device=None: 0,
     memory_reserved=lambda device=None: 0,
     max_memory_allocated=lambda device=None: 0,

@@ -1,0 +1,46 @@
+"""The doctor's question to verl: does it have megasync's engine?"""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+
+import pytest
+
+from megasync.preflight import verl_plugin
+from megasync.preflight.finding import FAILURE, OK
+
+
+def test_without_verl_there_is_nothing_to_repair(monkeypatch):
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(verl_plugin, "version", version)
+    (finding,) = verl_plugin.check_verl()
+    assert finding.status == OK
+    assert finding.detail == "verl is not installed; the plugin is for verl 0.9.1"
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; see docs/verl_plugin.md")
+def test_a_fresh_interpreter_has_the_engine():
+    (finding,) = verl_plugin.check_verl()
+    assert finding.status == OK, finding.detail
+    assert finding.detail == "verl 0.9.1 has the engine of megasync.integrations.verl.engine"
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; see docs/verl_plugin.md")
+def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    (finding,) = verl_plugin.check_verl()
+    assert finding.status == FAILURE
+    assert "Unknown backend: megasync" in finding.detail
+    assert "VERL_USE_EXTERNAL_PLUGINS" in finding.fix
+
+
+def test_the_reason_of_a_failure_is_the_last_line(monkeypatch):
+    ended = subprocess.CompletedProcess([], 1, "", "Traceback\n  somewhere\nConfigError: verl 0.10.0 is installed\n")
+    monkeypatch.setattr(verl_plugin, "version", lambda package: "0.10.0")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
+    (finding,) = verl_plugin.check_verl()
+    assert finding.status == FAILURE
+    assert finding.detail == "verl 0.10.0 does not have the engine: ConfigError: verl 0.10.0 is installed"
+    assert "install verl 0.9.1" in finding.fix
