@@ -22,13 +22,22 @@ RUNS = {
     "tensor": {"settings": {"tensor_model_parallel_size": 2}},
     "pipeline": {"settings": {"pipeline_model_parallel_size": 2, "use_dynamic_bsz": False}},
     "data": {"settings": {}, "padding": False},
+    "experts": {"settings": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}},
+    "fsdp2 experts": {"strategy": "fsdp2", "padding": False},
 }
-LAYOUTS = [name for name in RUNS if name != "fsdp2"]
+# Which of verl's runs computes the same as ours.
+THEIRS = {"tensor": "fsdp2", "pipeline": "fsdp2", "data": "fsdp2", "experts": "fsdp2 experts"}
+LAYOUTS = list(THEIRS)
+# verl's engine exports experts under other names, those of the fused tensors of transformers.
+DENSE = [name for name in LAYOUTS if name != "experts"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False))
+def models(tmp_path_factory) -> dict[str, str]:
+    """The folder that each run trains."""
+    root = tmp_path_factory.mktemp("models")
+    dense, sparse = (str(make_tiny_model(root / family, family, tokenizer=False)) for family in ("qwen3", "qwen3_moe"))
+    return {name: sparse if "experts" in name else dense for name in RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +46,10 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(model, saved, tmp_path_factory) -> dict[str, list[dict]]:
+def found(models, saved, tmp_path_factory) -> dict[str, list[dict]]:
     """For each run, what it found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    requests = {name: {"model": model, "strategy": "megasync", **request} for name, request in RUNS.items()}
+    requests = {name: {"model": models[name], "strategy": "megasync", **request} for name, request in RUNS.items()}
     for name in LAYOUTS:
         requests[name]["save"] = str(saved / name)
     (folder / "request.json").write_text(json.dumps(requests))
@@ -67,9 +76,9 @@ def found(model, saved, tmp_path_factory) -> dict[str, list[dict]]:
     return {name: [result[name] for result in results] for name in RUNS}
 
 
-def inferred(ranks, name):
+def inferred(ranks, name, pass_):
     """Whole batch, in the order of the data-parallel ranks that verl collects from."""
-    parts = {rank["dp"]: rank["infer"][name] for rank in ranks if rank["infer"] is not None}
+    parts = {rank["dp"]: rank[pass_][name] for rank in ranks if rank[pass_] is not None}
     return torch.cat([parts[dp] for dp in sorted(parts)])
 
 
@@ -79,23 +88,30 @@ def metrics(ranks, step):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])
-def test_scores_are_those_of_verls_engine(found, layout, name):
-    theirs = inferred(found["fsdp2"], name)
+@pytest.mark.parametrize("pass_", ["infer", "each_its_own"], ids=["one temperature", "each its own"])
+def test_scores_are_those_of_verls_engine(found, layout, name, pass_):
+    theirs = inferred(found[THEIRS[layout]], name, pass_)
     assert theirs.abs().max() > 1
-    torch.testing.assert_close(inferred(found[layout], name), theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(inferred(found[layout], name, pass_), theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_engine_that_only_scores_keeps_the_first_weights_beside_one_that_trains(found, layout):
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(inferred(found[layout], name, "reference"), inferred(found[layout], name, "infer"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("step", ["train", "next"])
 def test_loss_and_gradient_norm_are_those_of_verls_engine(found, layout, step):
-    ours, theirs = metrics(found[layout], step), metrics(found["fsdp2"], step)
+    ours, theirs = metrics(found[layout], step), metrics(found[THEIRS[layout]], step)
     for name in ("loss", "grad_norm"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", DENSE)
 def test_weights_after_a_step_are_those_of_verls_engine(found, layout):
-    theirs = found["fsdp2"][0]
+    theirs = found[THEIRS[layout]][0]
     for rank in found[layout]:
         assert rank["after"].keys() == theirs["after"].keys()
         for name, tensor in rank["after"].items():
@@ -104,8 +120,8 @@ def test_weights_after_a_step_are_those_of_verls_engine(found, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_exports_the_folder_bit_for_bit(found, layout, model):
-    folder = load_file(Path(model) / "model.safetensors")
+def test_every_rank_exports_the_folder_bit_for_bit(found, layout, models):
+    folder = load_file(Path(models[layout]) / "model.safetensors")
     for rank in found[layout]:
         assert rank["before"].keys() == folder.keys()
         assert all(torch.equal(rank["before"][name], tensor) for name, tensor in folder.items())

@@ -83,7 +83,13 @@ def share(engine, **options):
     return data
 
 
-def make_worker(model, strategy, settings, padding=True):
+def temperatures(engine):
+    """One for each of this rank's sequences, all different."""
+    each = SEQUENCES // engine.get_data_parallel_size()
+    return torch.linspace(0.5, 1.5, SEQUENCES).split(each)[engine.get_data_parallel_rank()]
+
+
+def make_worker(model, strategy, settings, padding):
     sizes = {
         "max_token_len_per_gpu": 40,
         "infer_max_token_len_per_gpu": 48,
@@ -126,9 +132,12 @@ def make_worker(model, strategy, settings, padding=True):
     return worker
 
 
-def infer(worker):
+def infer(worker, each_its_own=False):
     """Padded log-probs and entropies of this rank's responses, None where verl collects nothing."""
     data = share(worker.engine, compute_loss=False)
+    if each_its_own:
+        data.pop("temperature")
+        data["temperature"] = temperatures(worker.engine)
     found = worker.infer_batch(data.clone())
     if not worker.engine.is_mp_src_rank_with_outputs():
         return None
@@ -154,6 +163,11 @@ def run(model, strategy, settings=None, padding=True, save=None):
         "dp": worker.engine.get_data_parallel_rank(),
         "before": weights(worker),
         "infer": infer(worker),
+        "each_its_own": infer(worker, each_its_own=True),
+    }
+    if strategy != "fsdp2":
+        reference = make_worker(model, strategy, {**(settings or {}), "forward_only": True}, padding)
+    found |= {
         "train": train(worker),
         "after": weights(worker),
     }
@@ -165,6 +179,7 @@ def run(model, strategy, settings=None, padding=True, save=None):
         worker.load_checkpoint(save)
         found |= {"restored": weights(worker), "again": train(worker), "end": weights(worker)}
     if strategy != "fsdp2":
+        found["reference"] = infer(reference)
         parallel_state.destroy_model_parallel()
     return found
 
