@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed; `pip install --no-deps` what docs/verl_plugin.md lists")
+pytest.importorskip("verl", reason="verl is not installed; run `pip install --no-deps -r launch/verl.lock`")
 
 from verl.checkpoint_engine import CheckpointEngineRegistry
 

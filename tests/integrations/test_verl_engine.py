@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 
-pytest.importorskip("verl", reason="verl is not installed; `pip install --no-deps` what docs/verl_plugin.md lists")
+pytest.importorskip("verl", reason="verl is not installed; run `pip install --no-deps -r launch/verl.lock`")
 
 RANK = Path(__file__).with_name("verl_rank.py")
 WORLD = 2
