@@ -14,6 +14,7 @@ from tiny_models import make_tiny_model
 pytest.importorskip("verl", reason="verl is not installed; run `pip install --no-deps -r launch/verl.lock`")
 
 RANK = Path(__file__).with_name("verl_rank.py")
+DRIVER = Path(__file__).with_name("verl_driver.py")
 WORLD = 2
 # Seconds for all runs together; several times what they need on two busy cores.
 TIMEOUT = 400
@@ -74,6 +75,22 @@ def found(models, saved, tmp_path_factory) -> dict[str, list[dict]]:
             process.wait()
     results = [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(WORLD)]
     return {name: [result[name] for result in results] for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def through_ray(models, tmp_path_factory) -> list[dict]:
+    """What verl's driver got from a worker group of tensor and data parallel ranks."""
+    folder = tmp_path_factory.mktemp("driver")
+    log, result = folder / "log.txt", folder / "result.pt"
+    with log.open("w") as output:
+        command = [sys.executable, str(DRIVER), models["tensor"], str(result)]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        assert process.wait(TIMEOUT) == 0, log.read_text()[-6000:]
+    finally:
+        process.kill()
+        process.wait()
+    return [torch.load(result, weights_only=False)]
 
 
 def inferred(ranks, name, pass_):
@@ -143,3 +160,13 @@ def test_the_exported_folder_holds_the_trained_weights(found, layout, saved):
     trained = found[layout][0]["after"]
     assert folder.keys() == trained.keys()
     assert all(torch.equal(folder[name], tensor) for name, tensor in trained.items())
+
+
+def test_verls_worker_group_of_ray_actors_computes_the_same(found, through_ray):
+    for name in ("log_probs", "entropy"):
+        theirs = inferred(found["fsdp2"], name, "infer")
+        torch.testing.assert_close(inferred(through_ray, name, "infer"), theirs, atol=1e-4, rtol=0)
+    for step in ("train", "next"):
+        ours, theirs = metrics(through_ray, step), metrics(found["fsdp2"], step)
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), (step, name)

@@ -77,8 +77,13 @@ def share(engine, **options):
     """This data-parallel rank's sequences, as verl hands them to a worker."""
     each = SEQUENCES // engine.get_data_parallel_size()
     first = engine.get_data_parallel_rank() * each
-    mine = {name: tensor[first : first + each].clone() for name, tensor in padded_batch().items()}
-    data = left_right_2_no_padding(TensorDict(mine, batch_size=each))
+    return jagged_batch(slice(first, first + each), **options)
+
+
+def jagged_batch(rows=slice(None), **options):
+    """Some of the sequences without padding, as verl's trainer sends them to its workers."""
+    mine = {name: tensor[rows].clone() for name, tensor in padded_batch().items()}
+    data = left_right_2_no_padding(TensorDict(mine, batch_size=len(mine["input_ids"])))
     tu.assign_non_tensor(data, temperature=0.8, calculate_entropy=True, **options)
     return data
 
@@ -89,7 +94,7 @@ def temperatures(engine):
     return torch.linspace(0.5, 1.5, SEQUENCES).split(each)[engine.get_data_parallel_rank()]
 
 
-def make_worker(model, strategy, settings, padding):
+def worker_config(model, strategy, settings, padding):
     sizes = {
         "max_token_len_per_gpu": 40,
         "infer_max_token_len_per_gpu": 48,
@@ -110,25 +115,31 @@ def make_worker(model, strategy, settings, padding):
         os.environ.pop("VERL_ENGINE_DEVICE", None)
         config = MegasyncEngineConfig(**{"dtype": "float32", **sizes})
         optimizer = McoreOptimizerConfig(lr_decay_style="constant", **adam)
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(
-                path=model,
-                load_tokenizer=False,
-                use_remove_padding=padding,
-                override_config={"attn_implementation": "eager"},
-            ),
-            engine_config=config,
-            optimizer_config=optimizer,
-            checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
-        )
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(
+            path=model,
+            load_tokenizer=False,
+            use_remove_padding=padding,
+            override_config={"attn_implementation": "eager"},
+        ),
+        engine_config=config,
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
     )
-    worker.reset()
+
+
+def actor_loss(strategy):
     actor = ActorConfig(
         strategy=strategy, rollout_n=1, ppo_mini_batch_size=SEQUENCES, use_dynamic_bsz=True, entropy_coeff=0.01
     )
-    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    return partial(ppo_loss, config=actor)
+
+
+def make_worker(model, strategy, settings, padding):
+    worker = TrainingWorker(worker_config(model, strategy, settings, padding))
+    worker.reset()
+    worker.set_loss_fn(actor_loss(strategy))
     return worker
 
 
