@@ -1,6 +1,7 @@
 """A Slurm of its own over fake hosts: the controller on the first of them, a node on each of the others.
 
-No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own.
+No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own. Credentials expire
+early, because a requeued job waits until those of its first start have.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SlurmctldHost=host0({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/socket/munge
+AuthInfo=socket={root}/socket/munge,cred_expire=20
 CredType=cred/munge
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
