@@ -7,6 +7,7 @@ MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the com
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -356,6 +357,9 @@ def _console() -> Console:
 def main() -> None:
     """Entry point of the `megasync` program."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Into a file, too, each line at once: runs are watched there.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         app()
     except MegasyncError as error:

@@ -25,6 +25,11 @@ def digest(message: torch.Tensor) -> int:
     return int((sums * weights).sum().item()) & MASK
 
 
+def signed(value: int) -> int:
+    """The same 64 bits as a number that an int64 tensor holds; ``& MASK`` brings the digest back."""
+    return value - (1 << 64) if value >> 63 else value
+
+
 def combine(parts: dict[int, int]) -> int:
     """One number for many messages, by tag; independent of the order in which they came."""
     total = 0

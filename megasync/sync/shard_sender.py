@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megasync.errors import SyncError
 from megasync.sync import delta
-from megasync.sync.digest import digest
+from megasync.sync.digest import digest, signed
 from megasync.sync.engine_layout import EngineRank
 from megasync.sync.groups import Deadline, Links, join_store, open_store
 from megasync.sync.inbound import DELTA, FULL, TABLE, Header
@@ -180,18 +180,21 @@ class ShardSender:
                 self._settle(under_way.popleft(), deadline, given["stall"], outcome)
             with outcome.clock("pack"):
                 packed = self._part(parcel) if buffer is None else self._pack(kind, buffer, tag, parcel)
+            to = len(plan.sources) + parcel.target
+            if headers:
                 value = digest(packed)
                 header, payload = self._encode(packed, parcel, against.get(tag), value)
-                if given["keep"]:
-                    sent[tag] = packed.to("cpu", copy=True)
-            outcome.digests.append((kind, parcel.target, tag, value))
-            to = len(plan.sources) + parcel.target
-            parts = [(2 * tag + 1, payload)]
-            if headers:
-                parts.insert(0, (2 * tag, torch.tensor(header, dtype=torch.int64, device=packed.device)))
+                ahead = torch.tensor(header, dtype=torch.int64, device=packed.device)
+                under_way.append(_start(links, to, [(2 * tag, ahead), (2 * tag + 1, payload)], tag, buffer))
             else:
-                tables.setdefault(to, []).append(header.digest)
-            under_way.append(_start(links, to, parts, tag, buffer))
+                payload = packed
+                under_way.append(_start(links, to, [(2 * tag + 1, payload)], tag, buffer))
+                # While it is on its way.
+                value = digest(packed)
+                tables.setdefault(to, []).append(signed(value))
+            if given["keep"]:
+                sent[tag] = packed.to("cpu", copy=True)
+            outcome.digests.append((kind, parcel.target, tag, value))
             outcome.bytes += payload.numel() * len(links)
         for to, values in tables.items():
             table = torch.tensor(values, dtype=torch.int64, device=self._device.torch_device)
@@ -235,8 +238,7 @@ class ShardSender:
         self, packed: torch.Tensor, parcel: Parcel, before: torch.Tensor | None, value: int
     ) -> tuple[Header, torch.Tensor]:
         """(header, payload): a delta against ``before`` when there is one and it is smaller, else the parcel."""
-        signed = value - (1 << 64) if value >> 63 else value
-        header, payload = Header(FULL, packed.numel(), parcel.elements, signed), packed
+        header, payload = Header(FULL, packed.numel(), parcel.elements, signed(value)), packed
         if before is not None:
             dtype: torch.dtype = getattr(torch, parcel.dtype)
             new, old = (
@@ -244,7 +246,7 @@ class ShardSender:
             )
             if encoded := delta.encode(new, old):
                 payload, changed = encoded
-                header = Header(DELTA, payload.numel(), changed, signed)
+                header = Header(DELTA, payload.numel(), changed, signed(value))
         return header, payload
 
     def leave(self) -> None:

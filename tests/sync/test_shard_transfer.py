@@ -1,7 +1,6 @@
 """Senders and receivers over real gloo links, a thread each: what arrives, what deltas save, and what faults do."""
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from megasync.sync import shard_plan, shard_sender
 from megasync.sync.digest import combine
 from megasync.sync.layout import Layout
 from megasync.sync.receiver import Receiver
-from megasync.sync.shard_plan import plan_shards, receive_program
+from megasync.sync.shard_plan import ShardPlan, plan_shards, receive_program
 from megasync.sync.shard_sender import ShardSender
 from megasync.sync.topology import Topology
 
@@ -242,42 +241,34 @@ def test_without_an_arena_the_commit_itself_receives(wires):
     assert w.serves(whole)
 
 
-def flip_a_bit(monkeypatch) -> None:
-    """One bit of the third parcel changes after its sender has taken the digest."""
-    encode, count = ShardSender._encode, iter(range(10**6))
+def at_the_third(monkeypatch, plan: ShardPlan, source: int, harm: Callable) -> None:
+    """`harm` gets the payload of the third parcel of a sender as it is about to leave, and returns what leaves."""
+    start, third = shard_sender._start, [tag for tag, _ in plan.of_source(source)][2]
 
-    def flipped(self, packed, *rest):
-        header, payload = encode(self, packed.clone(), *rest)
-        if next(count) == 2:
-            payload[5] ^= 4
-        return header, payload
+    def harmed(links, to, parts, tag, buffer):
+        if tag == third:
+            *ahead, (number, payload) = parts
+            parts = [*ahead, (number, harm(payload))]
+        return start(links, to, parts, tag, buffer)
 
-    monkeypatch.setattr(ShardSender, "_encode", flipped)
-
-
-def die_in_the_middle(monkeypatch) -> None:
-    """A sender fails at its third parcel; the other one goes on."""
-    encode, lock, count = ShardSender._encode, threading.Lock(), iter(range(10**6))
-
-    def dying(self, *args):
-        with lock:
-            if self._rank == 1 and next(count) == 2:
-                raise RuntimeError("this rank is gone")
-        return encode(self, *args)
-
-    monkeypatch.setattr(ShardSender, "_encode", dying)
+    monkeypatch.setattr(shard_sender, "_start", harmed)
 
 
-def stall_in_the_middle(monkeypatch) -> None:
-    """A sender sleeps past the limit of a message."""
-    encode, count = ShardSender._encode, iter(range(10**6))
+def flip_a_bit(payload: torch.Tensor) -> torch.Tensor:
+    changed = payload.clone()
+    changed[5] ^= 4
+    return changed
 
-    def sleeping(self, *args):
-        if self._rank == 1 and next(count) == 2:
-            time.sleep(2.5)
-        return encode(self, *args)
 
-    monkeypatch.setattr(ShardSender, "_encode", sleeping)
+def die_in_the_middle(payload: torch.Tensor) -> torch.Tensor:
+    """The other sender goes on."""
+    raise RuntimeError("this rank is gone")
+
+
+def stall_in_the_middle(payload: torch.Tensor) -> torch.Tensor:
+    """Past the limit of a message."""
+    time.sleep(2.5)
+    return payload
 
 
 @pytest.mark.parametrize(
@@ -295,7 +286,7 @@ def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(wires, 
     w.stage("a")
     w.commit("a")
     with monkeypatch.context() as patch:
-        fault(patch)
+        at_the_third(patch, w.plan, 1, fault)
         w.weights(weights(w, 1))
         _, received = w.stage("b", stall=1.0)
     failed = [report for report in received if report["state"] == "failed"]

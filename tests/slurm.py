@@ -1,0 +1,113 @@
+"""A Slurm of its own over fake hosts: the controller on the first of them, a node on each of the others.
+
+No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own. Credentials expire
+early, because a requeued job waits until those of its first start have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from namespaces import FakeHosts
+
+PATIENCE = 60.0
+TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
+
+CONFIG = """
+ClusterName=fake
+SlurmctldHost=host0({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/socket/munge,cred_expire=20
+CredType=cred/munge
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/controller.pid
+SlurmdPidFile={root}/%n.pid
+SlurmctldLogFile={root}/controller.log
+SlurmdLogFile={root}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=3
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=60
+KillWait=60
+JobRequeue=1
+"""
+
+
+def installed() -> bool:
+    return all(shutil.which(tool) for tool in TOOLS)
+
+
+class FakeSlurm:
+    """A cluster of nodes n1, n2, ... on host1, host2, ... Real daemons; only the machines are fake."""
+
+    def __init__(self, root: Path, hosts: FakeHosts) -> None:
+        self._root, self._hosts = root, hosts
+        for folder in ("state", "spool", "socket", "munge"):
+            (root / folder).mkdir()
+        for folder in (root, root / "socket"):
+            folder.chmod(0o755)
+        (root / "munge").chmod(0o700)
+        key = root / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        nodes = [
+            f"NodeName=n{index} NodeHostname={name} NodeAddr={hosts.address(name)} CPUs=2 RealMemory=1000 State=UNKNOWN"
+            for index, name in enumerate(hosts.names)
+            if index
+        ]
+        self._number = len(nodes)
+        partition = f"PartitionName=main Nodes=n[1-{self._number}] Default=YES MaxTime=INFINITE State=UP"
+        text = CONFIG.format(root=root, controller=hosts.address("host0"))
+        (root / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def command(self, *words: str | os.PathLike) -> str:
+        """Runs one of Slurm's commands on the controller's host; what it printed."""
+        found = subprocess.run(self._on("host0", *words), capture_output=True, text=True, check=False)
+        assert found.returncode == 0, f"{words}: {found.stderr}"
+        return found.stdout
+
+    def close(self) -> None:
+        """The daemons on the hosts end with these."""
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            os.kill(int((self._root / "munge" / "pid").read_text()), signal.SIGTERM)
+
+    def _start(self) -> None:
+        munge = self._root / "munge"
+        files = {"key": "key", "pid": "pid", "log": "log", "seed": "seed"}
+        options = [f"--{name}-file={munge / file}" for name, file in files.items()]
+        socket = f"--socket={self._root / 'socket' / 'munge'}"
+        subprocess.run(["munged", "--force", socket, *options], check=True, capture_output=True)
+        self.command("slurmctld", "-c")
+        for index, name in enumerate(self._hosts.names):
+            if index:
+                subprocess.run(self._on(name, "slurmd", "-N", f"n{index}"), check=True, capture_output=True)
+        deadline = time.monotonic() + PATIENCE
+        while self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() != str(self._number):
+            assert time.monotonic() < deadline, self.command("sinfo", "-N", "-l")
+            time.sleep(0.2)
+
+    def _on(self, host: str, *words: str | os.PathLike) -> list[str]:
+        settings = ["env", f"SLURM_CONF={self._root / 'slurm.conf'}"]
+        return [self._hosts.shell, host, *settings, *(str(word) for word in words)]
