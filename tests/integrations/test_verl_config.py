@@ -37,17 +37,21 @@ def test_a_critic_is_refused():
         MegasyncValueEngine(model_config=None, engine_config=None, optimizer_config=None, checkpoint_config=None)
 
 
-def test_one_line_turns_verls_megatron_section_into_megasyncs():
-    from importlib.resources import files
+def test_one_line_each_turns_verls_trainer_configuration_into_megasyncs():
+    from hydra import compose, initialize_config_module
 
-    from omegaconf import OmegaConf
-
-    section = OmegaConf.create((files("verl") / "trainer/config/engine/megatron.yaml").read_text())
-    section["_target_"] = "megasync.integrations.verl.MegasyncEngineConfig"
-    config = omega_conf_to_dataclass(section)
-    assert type(config) is MegasyncEngineConfig
-    assert config.strategy == "megasync"
-    assert to_trainer(config, None, world=2).data_parallel == 2
+    roles = "actor_rollout_ref.{}.megatron._target_=megasync.integrations.verl.MegasyncEngineConfig"
+    required = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+    size = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_megatron_trainer", [roles.format("actor"), roles.format("ref"), size, *required])
+    actor = omega_conf_to_dataclass(composed.actor_rollout_ref.actor)
+    reference = omega_conf_to_dataclass(composed.actor_rollout_ref.ref.megatron)
+    assert type(actor.engine) is type(reference) is MegasyncEngineConfig
+    assert (actor.strategy, actor.engine.strategy, reference.forward_only) == ("megatron", "megasync", True)
+    trainer = to_trainer(actor.engine, actor.optim, world=4)
+    assert (trainer.tensor_parallel, trainer.data_parallel, trainer.optimizer.lr) == (2, 2, 1e-6)
+    check_contents(actor.checkpoint)
 
 
 def test_sizes_and_layers_arrive():
