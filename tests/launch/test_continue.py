@@ -8,13 +8,10 @@ from megasync.async_trainer import AsyncTrainer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import Config, load_config
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.chdir(ROOT)
-    return load_config("configs/quickstart.yaml", ["cluster.device=cpu"])
+def config(config_file: Path) -> Config:
+    return load_config(config_file)
 
 
 def test_without_the_file_a_new_run_begins(config: Config, tmp_path: Path) -> None:

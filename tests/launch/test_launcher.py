@@ -13,11 +13,10 @@ from megasync.cli import app
 from megasync.launch import command as launch_command
 
 ROOT = Path(__file__).parents[2]
-CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 
 
-def dry_run(*arguments: str) -> list[list[str]]:
-    result = CliRunner().invoke(app, ["launch", CONFIG, "--dry-run", *arguments])
+def dry_run(config: Path, *arguments: str) -> list[list[str]]:
+    result = CliRunner().invoke(app, ["launch", str(config), "--dry-run", *arguments])
     assert result.exit_code == 0, result.output
     return [shlex.split(line) for line in result.stdout.splitlines()]
 
@@ -26,9 +25,9 @@ def after(words: list[str], mark: str) -> list[str]:
     return words[words.index(mark) + 1 :]
 
 
-def test_a_dry_run_prints_the_head_the_others_the_doctor_and_the_run_in_order() -> None:
+def test_a_dry_run_prints_the_head_the_others_the_doctor_and_the_run_in_order(config_file: Path) -> None:
     head, other, doctor, run = dry_run(
-        "--hosts", "a,b", "--shell", "at", "--interface", "ib0", "schedule.total_steps=3"
+        config_file, "--hosts", "a,b", "--shell", "at", "--interface", "ib0", "schedule.total_steps=3"
     )
     assert [words[:2] for words in (head, other, doctor, run)] == [["at", "a"], ["at", "b"], ["at", "a"], ["at", "a"]]
     for words, peer in ((head, "b"), (other, "a"), (doctor, "b"), (run, "b")):
@@ -38,24 +37,24 @@ def test_a_dry_run_prints_the_head_the_others_the_doctor_and_the_run_in_order() 
     assert after(head, "--devices")[0] == "8"
     assert after(doctor, "megasync")[:3] == ["doctor", "--cluster", "HEAD:PORT"] and "schedule.total_steps=3" in doctor
     driver = after(run, "megasync")
-    assert driver[:3] == ["train", CONFIG, "schedule.total_steps=3"]
+    assert driver[:3] == ["train", str(config_file), "schedule.total_steps=3"]
     assert driver[3:] == ["cluster.address=HEAD:PORT", "cluster.host=auto"]
 
 
-def test_a_dry_run_shows_no_token() -> None:
-    assert "TOKEN" not in str(dry_run("--hosts", "a,b")).upper()
+def test_a_dry_run_shows_no_token(config_file: Path) -> None:
+    assert "TOKEN" not in str(dry_run(config_file, "--hosts", "a,b")).upper()
 
 
-def test_hosts_of_a_pool_mark_their_ray_nodes(tmp_path: Path) -> None:
+def test_hosts_of_a_pool_mark_their_ray_nodes(config_file: Path, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text("a trainer\nb rollout\n")
-    head, other, _, run = dry_run("--hosts", str(hosts), "--shell", "at", "--continue", "this.run")
+    head, other, _, run = dry_run(config_file, "--hosts", str(hosts), "--shell", "at", "--continue", "this.run")
     assert (after(head, "--pool")[0], after(other, "--pool")[0]) == ("trainer", "rollout")
     assert after(run, "--continue")[0] == "this.run"
 
 
-def test_one_line_goes_to_ssh() -> None:
-    (head, *_) = dry_run("--hosts", "a")
+def test_one_line_goes_to_ssh(config_file: Path) -> None:
+    (head, *_) = dry_run(config_file, "--hosts", "a")
     assert head[0] == "ssh" and head[-2] == "a" and "megasync.launch.node" in head[-1]
 
 
@@ -69,11 +68,11 @@ def test_one_line_goes_to_ssh() -> None:
         (["--hosts", "a", "no.such=key"], "no.such"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(arguments: list[str], words: str, monkeypatch) -> None:
+def test_what_cannot_be_launched_is_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with pytest.raises(launch_command.MegasyncError, match=words):
-        CliRunner().invoke(app, ["launch", CONFIG, *arguments], catch_exceptions=False)
+        CliRunner().invoke(app, ["launch", str(config_file), *arguments], catch_exceptions=False)
 
 
 def test_the_scripts_say_what_they_would_do() -> None:
