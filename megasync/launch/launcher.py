@@ -32,6 +32,8 @@ from megasync.launch.remote import Remote, shell_command
 log = logging.getLogger(__name__)
 
 END_SECONDS = STOP_SECONDS + 15.0
+# The status of a job that was stopped before its run began.
+STOPPED = 130
 # Between two tries to bring a lost node back: the first, and at most.
 AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
 # Stands for what is known only when the head is up.
@@ -126,6 +128,8 @@ class Launcher:
             keepers = [
                 asyncio.create_task(self._keep(host, head), name=f"node {host.name}") for host in self._job.hosts[1:]
             ]
+            for keeper in keepers:
+                keeper.add_done_callback(self._report)
             stack.push_async_callback(_cancel, keepers)
             if code := await self._on_head(self._job.doctor(head), STOP_SECONDS):
                 if self._stopping.is_set():
@@ -134,6 +138,8 @@ class Launcher:
                     "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
                     f"{self._job.logs} of each machine"
                 )
+            if self._stopping.is_set():
+                return STOPPED
             self._say("starting the run")
             return await self._on_head(self._job.driver(head), self._job.patience)
 
@@ -194,6 +200,11 @@ class Launcher:
             self._say(f"[{host.name}] its node ended with status {code}; trying again in {pause:g} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, AGAIN_MOST)
+
+    def _report(self, keeper: asyncio.Task) -> None:
+        """A node that nobody keeps any more is not started again; the run may go on without it."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._say(f"{keeper.get_name()} is given up: {error}")
 
     async def _on_head(self, command: Sequence[str], stop: float) -> int:
         remote = self._driver = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
