@@ -12,7 +12,7 @@ class RewardConfig:
 
     # math, code, or `package.module:function`; null takes its name here. A class is made with `options`.
     function: str | None = None
-    # Share in the sum. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
+    # Share in the sum, above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
     weight: float = 1.0
     # Arguments that the class is made with, where `function` names a class.
     options: dict[str, Any] = field(default_factory=dict)
