@@ -100,7 +100,8 @@ def plan(
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
 
-    The model need not be here: model.config may name a config.json that is read instead.
+    Status 2 when it cannot fit into the devices' memory; the nearest configuration that does is named then. The model
+    need not be here: model.config may name a config.json that is read instead.
     """
     from megasync.config import check_config, load_config
     from megasync.preflight.plan import resolve_plan
@@ -108,7 +109,10 @@ def plan(
 
     loaded = load_config(config, overrides or ())
     check_config(loaded, planning=True)
-    print_plan(resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9)), _console())
+    resolved = resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9))
+    print_plan(resolved, _console())
+    if resolved.refusals:
+        raise typer.Exit(REFUSED)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3")

@@ -148,7 +148,7 @@ def test_a_plan_needs_no_reward_model_on_this_machine(judged):
     assert [model.memory is None for model in resolve_plan(config).reward_models] == [False, True]
 
 
-def test_a_share_that_the_weights_alone_exceed_is_a_warning(judged, folders):
+def test_a_share_that_the_weights_alone_exceed_is_refused(judged, folders):
     config = judged()
-    (warning,) = [text for text in resolve_plan(config, 1000).warnings if "reward_models.grader" in text]
-    assert "mem_fraction=0.8 leaves no room" in warning
+    (refusal,) = [text for text in resolve_plan(config, 1000).refusals if "reward_models.grader" in text]
+    assert "mem_fraction=0.8 leaves no room" in refusal
