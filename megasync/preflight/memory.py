@@ -83,6 +83,14 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     )
 
 
+def checkpoint_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of one training checkpoint: the weights once, and every rank's share of the optimizer."""
+    weights = sum(prod(shape) for shape in layout.hf_tensors.values()) * ITEM_BYTES[config.model.dtype]
+    ranks = layout.topology.tensor * layout.topology.data
+    stages = range(layout.topology.pipeline)
+    return weights + sum(stage_memory(config, layout, 0, stage).optimizer * ranks for stage in stages)
+
+
 def microbatch_tokens(config: Config) -> int:
     """Tokens of the largest microbatch: the budget, or one longest sequence where that is longer."""
     return max(config.trainer.tokens_per_microbatch, longest_sequence(config))
