@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ class Nodes(Protocol):
 
 def examine_nodes(nodes: Nodes, config: Config | None) -> Iterator[Finding]:
     """All findings. Without a `config` nothing is said of model, folders and sizes."""
-    looks, lost = _ask(nodes, "look", LOOK_SECONDS, config)
+    looks, lost = _ask(nodes, "look", LOOK_SECONDS, None if config is None else _from_anywhere(config))
     yield from lost
     for name, look in looks.items():
         yield from _own(name, look["findings"])
@@ -50,6 +51,17 @@ def examine_nodes(nodes: Nodes, config: Config | None) -> Iterator[Finding]:
         yield from _shared(nodes, config)
         yield from _sizes(looks, config)
     yield from _ways(nodes, looks)
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The configuration with paths that do not depend on a process's folder."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    judges = {name: replace(model, path=absolute(model.path)) for name, model in config.reward_models.items()}
+    model = replace(config.model, path=absolute(config.model.path))
+    return replace(config, model=model, reward_models=judges, run_root=absolute(config.run_root))
 
 
 def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:

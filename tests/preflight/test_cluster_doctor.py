@@ -38,6 +38,7 @@ class FakeNode(NodeProbe):
         self.skew, self.folder, self.reduced = 0.0, None, []
 
     def look(self, config):
+        self.config = config
         return {"facts": self.facts, "gpus": self.gpus, "findings": self.findings}
 
     def clock(self):
@@ -110,6 +111,14 @@ def test_machines_that_are_well_and_alike(nodes, config, tmp_path):
     assert list((tmp_path / "runs").iterdir()) == []
     subjects = [finding.subject for finding in examine_nodes(nodes, config)]
     assert subjects[:3] == ["h0", "h1", "h2"] and "size" in subjects and "clocks" in subjects
+
+
+def test_a_machine_looks_for_the_same_files_from_whatever_folder(nodes, config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config.model.path = "models/digits"
+    examine(nodes, config)
+    assert {node.config.model.path for node in nodes.nodes.values()} == {str(tmp_path / "models" / "digits")}
+    assert config.model.path == "models/digits"
 
 
 def test_what_a_machine_finds_of_itself_is_told_with_its_name(nodes):
