@@ -109,18 +109,13 @@ def _pool_row(name: str, what: str, pool: Pool, shared: bool = False) -> tuple[s
 
 def _nodes(plan: Plan) -> Table:
     """Each node's devices side by side, and whose they are. Which of a node's devices a process gets is Ray's choice."""
-    pools = {"t": plan.trainer, "s": plan.rollout}
-    own = [model for model in plan.reward_models if not model.shared]
-    pools |= {f"m{number}." if len(own) > 1 else "m": model.pool for number, model in enumerate(own)}
-    names = [
-        "t trainer rank",
-        "s server",
-        *(f"{sign} server of {m.name}" for sign, m in zip([*pools][2:], own, strict=True)),
-    ]
-    title = f"Devices of each node: {', '.join(names)}, . free"
-    table = Table(title=title, title_justify="left", show_header=False)
+    owners = [("t", "trainer rank", plan.trainer), ("s", "server", plan.rollout)]
+    judges = [model for model in plan.reward_models if not model.shared]
+    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(judges)]
+    title = ", ".join(f"{sign} {what}" for sign, what, _ in owners)
+    table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
-        held = [cell for sign, pool in pools.items() for cell in _held(sign, pool, node)]
+        held = [cell for sign, _, pool in owners for cell in _held(sign, pool, node)]
         held += ["."] * (plan.devices_per_node - len(held))
         table.add_row(f"node {node}", *_cells(held))
     return table
@@ -144,15 +139,9 @@ def _ranks(plan: Plan) -> Table:
     """One row per tensor-parallel group: its ranks are neighbours and differ in nothing else, but for their experts."""
     table = Table(title="Trainer ranks", title_justify="left")
     experts = plan.ranks[0].experts is not None
-    for column in (
-        "ranks",
-        "node",
-        "tensor",
-        "data",
-        "pipeline",
-        *(("expert", "expert tensor") if experts else ()),
-        "layers",
-    ):
+    for column in ("ranks", "node", "tensor", "data", "pipeline"):
+        table.add_column(column)
+    for column in ("expert", "expert tensor", "layers") if experts else ("layers",):
         table.add_column(column)
 
     def place(rank: Rank) -> tuple[int, int, int]:

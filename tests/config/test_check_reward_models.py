@@ -71,6 +71,10 @@ def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
         "grader": grader == "rollout",
         "judge": judge == "rollout",
     }
+    apart = [model.name for model in plan.reward_models if not model.shared]
+    drawn = " ".join(text.getvalue().split())
+    for number, name in enumerate(apart):
+        assert f"m{number}. server of {name}" in drawn and f"│ m{number}.0 " in drawn
     for model in plan.reward_models:
         assert model.memory.kv_tokens > 0
         assert (model.pool.spec.name == "rollout") == model.shared
