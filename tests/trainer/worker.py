@@ -161,11 +161,11 @@ def main_weights(model, trainers):
     return found
 
 
-def held_bytes(model, runs):
+def held_bytes(model, runs, prompt, response):
     """Bytes that this rank holds after a step under each of `runs` (dtype, layout): by kind, and what was saved for the
-    backward pass of one microbatch of 24 tokens."""
+    backward pass of one microbatch, a sequence of so many tokens."""
     found = {}
-    sample = [Sample([1] * 8, [2] * 16, list(range(16)))]
+    sample = [Sample([1] * prompt, [2] * response, list(range(response)))]
     for name, (dtype, trainer) in runs.items():
         engine = make_engine(model, trainer, dtype=dtype)
         weights = {tensor.untyped_storage().data_ptr() for tensor in engine.params().values()}
@@ -178,7 +178,7 @@ def held_bytes(model, runs):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            engine.forward_backward(sample * trainer.get("data_parallel", 1), cross_entropy(16))
+            engine.forward_backward(sample * trainer.get("data_parallel", 1), cross_entropy(response))
         engine.update(1, loss_is_finite=True)
         state = engine._optimizer.state()
         moments = [value for group in state["moments"] for kept in group.values() for value in kept.values()]
