@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from processes import family, living
 from serving import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -143,6 +144,51 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
         await sync.publish(73)
         assert await control.weight_version() == 72
     finally:
+        await control.close()
+        await server.stop(5)
+
+
+@pytest.mark.parametrize(
+    ("phase", "quarantined"), [("stage", False), ("load", True)], ids=["while it stages", "inside its commit"]
+)
+async def test_a_server_that_stands_still_holds_nobody_up_and_comes_back(
+    world, models, tmp_path, monkeypatch, phase, quarantined
+):
+    sync, ranks, servers = await world(seconds=12.0, stall=2.0)
+    server = make_server(models[0][0][0], tmp_path / "server.log", 1)
+    url = await server.start(120)
+    control = ServerControl(url)
+    call, stopped = getattr(Engine, phase), []
+
+    async def still(engine, *given):
+        if engine.url == url:
+            stopped.extend(family(server.pid))
+            for process in stopped:
+                process.suspend()
+        return await call(engine, *given)
+
+    try:
+        sync.add(control)
+        await sync.publish(100)
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, phase, still)
+            with pytest.raises(SyncError, match=rf"version 101 was not published: .*{url}") as failure:
+                await asyncio.wait_for(sync.publish(101), 90)
+        assert url in failure.value.failed
+        assert list(sync.quarantined) == ([url] if quarantined else [])
+        # Whoever committed serves the new version whole, whoever did not the one before.
+        moved = set(failure.value.moved)
+        assert moved == ({other.url for other in servers} if quarantined else set())
+        await check_serves(servers, models[0][int(quarantined)][1], 101 if quarantined else 100)
+        for process in stopped:
+            process.resume()
+        await sync.publish(102)
+        assert sync.quarantined == {}
+        await check_serves([*servers, control], models[0][1][1], 102)
+    finally:
+        for process in living(stopped):
+            process.resume()
         await control.close()
         await server.stop(5)
 
