@@ -40,6 +40,14 @@ def test_what_fits_is_neither_refused_nor_changed():
             "pipeline stage 0 needs about 158 GB",
             ("trainer.recompute=full",),
         ),
+        # Where everything is recomputed already, smaller microbatches.
+        (
+            "qwen3_8b_math",
+            80,
+            ["trainer.tokens_per_microbatch=131072"],
+            "pipeline stage 0 needs about 99 GB",
+            ("trainer.tokens_per_microbatch=65536",),
+        ),
         # The optimizer's state, spread over the copies that are there already.
         (
             "qwen3_8b_math",
