@@ -14,7 +14,7 @@ from megasync.config.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from megasync.preflight.memory import stage_memory
+from megasync.preflight.memory import checkpoint_bytes, stage_memory
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 
@@ -31,11 +31,13 @@ TOKENS = {"prompt": 8, "response": 16}
 
 
 @pytest.fixture(scope="module")
-def held(run_ranks, models):
-    return run_ranks("held_bytes", 2, model=models["qwen3"], runs=RUNS, **TOKENS)
+def held(run_ranks, models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_ranks("held_bytes", 2, model=models["qwen3"], runs=RUNS, **TOKENS, folder=str(folder))
 
 
-def planned(model, name, rank):
+def configured(model, name):
+    """A configuration of that run, and its layout."""
     dtype, parallel = RUNS[name]
     config = Config(
         model=ModelConfig(path=model, dtype=dtype),
@@ -44,7 +46,11 @@ def planned(model, name, rank):
         trainer=TrainerConfig(**parallel, tokens_per_microbatch=sum(TOKENS.values())),
     )
     values = json.loads((Path(model) / "config.json").read_text())
-    layout = Layout(values, Topology.from_config(config.trainer))
+    return config, Layout(values, Topology.from_config(config.trainer))
+
+
+def planned(model, name, rank):
+    config, layout = configured(model, name)
     return stage_memory(config, layout, 0, layout.topology.coords(rank).pp)
 
 
@@ -63,3 +69,10 @@ def test_activations_are_of_the_size_that_is_estimated(held, models, name):
     """Without fused layers more is saved, such as float32 copies in norms; never several times as much."""
     plan = planned(models["qwen3"], name, 0)
     assert 1 <= held[0][name]["activations"] / (plan.activations + plan.logits) <= 2.5
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_is_as_large_as_is_expected(held, models, name):
+    """But for headers of files and tensors and the ranks' random states, which matter in a model as small as this one."""
+    planned_bytes = checkpoint_bytes(*configured(models["qwen3"], name))
+    assert 0 <= held[0][name]["checkpoint"] - planned_bytes <= 128 * 1024

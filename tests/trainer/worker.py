@@ -161,9 +161,9 @@ def main_weights(model, trainers):
     return found
 
 
-def held_bytes(model, runs, prompt, response):
-    """Bytes that this rank holds after a step under each of `runs` (dtype, layout): by kind, and what was saved for the
-    backward pass of one microbatch, a sequence of so many tokens."""
+def held_bytes(model, runs, prompt, response, folder):
+    """Bytes that this rank holds after a step under each of `runs` (dtype, layout): by kind, what was saved for the
+    backward pass of one microbatch, a sequence of so many tokens, and all ranks' checkpoint."""
     found = {}
     sample = [Sample([1] * prompt, [2] * response, list(range(response)))]
     for name, (dtype, trainer) in runs.items():
@@ -190,6 +190,10 @@ def held_bytes(model, runs, prompt, response):
             "optimizer": sum(tensor.nbytes for tensor in [*moments, *state.get("main_weights", [])]),
             "activations": sum(nbytes for nbytes, _ in saved.values()),
         }
+        checkpoint = Path(folder) / name
+        engine.save(checkpoint)
+        dist.barrier()
+        found[name]["checkpoint"] = sum(file.stat().st_size for file in checkpoint.iterdir())
         close(engine)
     return found
 
