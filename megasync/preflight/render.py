@@ -169,10 +169,12 @@ def _places(ranks: Sequence[Rank]) -> tuple[str, str]:
 
 def _memory(plan: Plan) -> Table:
     limit = "" if plan.device_bytes is None else f" of {bytes_text(plan.device_bytes)}"
-    table = Table(title=f"Memory of a trainer rank{limit} (activations and logits are estimates)", title_justify="left")
+    title = f"Memory of a trainer rank{limit} (activations and logits are estimates)"
+    # Close together, so that a terminal of 80 columns shows all of it.
+    table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
     for column in MEMORY_COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace(" ", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):
         values = (getattr(memory, column.replace(" ", "_")) for column in MEMORY_COLUMNS)
         table.add_row(str(stage), *map(bytes_text, values))
@@ -186,7 +188,7 @@ def _server(plan: Plan) -> Table:
     if len(of) > 1:
         table.add_column("of")
     for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):
-        table.add_column(column, justify="left" if column == "from" else "right")
+        table.add_column(column, justify="left" if column == "from" else "right", overflow="fold")
     for name, server in of:
         cells = _server_cells(server)
         table.add_row(*([name, *cells] if len(of) > 1 else cells))
