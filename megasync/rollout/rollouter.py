@@ -34,7 +34,7 @@ from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
-from megasync.rollout.failures import UnknownErrors, is_infrastructure
+from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
@@ -327,7 +327,9 @@ class Rollouter:
         while True:
             try:
                 trajectories = await self._attempt(prompt, index)
-            except Exception as error:  # whatever a user's workflow raises
+            except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
+                if asked_to_end(error):
+                    raise
                 if is_infrastructure(error):
                     await self._after_servers(f"sample {index} of group {prompt.uid}", error, waits)
                     continue

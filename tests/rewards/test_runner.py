@@ -166,6 +166,16 @@ async def test_an_exception_is_a_data_error_with_its_cause(make_trajectory):
     assert isinstance(error.value.__cause__, KeyError)
 
 
+async def test_a_cancellation_of_the_functions_own_is_an_error_like_any_other(make_trajectory):
+    async def my_reward(completions, **columns):
+        shared = asyncio.ensure_future(asyncio.sleep(600))
+        shared.cancel()
+        await shared
+
+    with pytest.raises(DataError, match=r"my_reward raised CancelledError: .*\(prompt 0:7\)"):
+        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+
+
 async def test_a_nan_that_the_workflow_set_is_refused_too(make_trajectory):
     with pytest.raises(DataError, match="the workflow gave nan as a reward of prompt 0:7"):
         await RewardRunner(seen).score([make_trajectory(reward=float("nan"))], {}, "0:7")

@@ -247,6 +247,19 @@ async def test_a_workflow_that_raises_is_tried_as_often_as_allowed_then_its_prom
     assert calls.count(1) == 3 * 2
 
 
+@pytest.mark.parametrize("where", ["workflow", "reward"])
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other(make_bench, where):
+    async def cancelled(*args, **columns):
+        shared = asyncio.ensure_future(asyncio.sleep(600))
+        shared.cancel()
+        await shared
+
+    bench = make_bench(**{where: cancelled})
+    with pytest.raises(DataError, match="raised CancelledError"):
+        await finish(bench)
+    assert set(bench.buffer.dropped.values()) == {"no_response" if where == "workflow" else "reward_error"}
+
+
 async def test_a_sample_that_fails_once_is_only_tried_again_itself(make_bench):
     calls = []
 
