@@ -41,7 +41,7 @@ from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.waits import Waits
-from megasync.rollout.workflow import Workflow, as_trajectories, name_of
+from megasync.rollout.workflow import Workflow, as_trajectories, check_trainable, name_of
 
 log = logging.getLogger(__name__)
 
@@ -349,7 +349,9 @@ class Rollouter:
         partials = self._partials.sample(prompt.uid, index)
         client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        return as_trajectories(await self._workflow(client, sample), self._workflow)
+        trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
+        check_trainable(trajectories)
+        return trajectories
 
 
 def _succeeded(sample: asyncio.Task) -> bool:
