@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.errors import ServerError, SyncError
 from megasync.rollout.engine_protocol import REFUSED
 from megasync.sync.attempt import Attempt
-from megasync.sync.served import RECOVERY_SECONDS, Served
+from megasync.sync.served import RECOVERY_SECONDS, Served, begin_update
 
 if TYPE_CHECKING:
     from megasync.rollout.engine_control import EngineControl
@@ -102,7 +102,7 @@ class Engine(Served):
         await super().pause(attempt)
         standing = attempt.standing[self.url]
         standing.begun = True
-        await self._post("/begin_weight_update")
+        await begin_update(self.server, self._seconds)
         attempt.note("running_step", time.monotonic() - standing.since)
 
     async def load(self, body: Mapping[str, Any], attempt: Attempt) -> None:

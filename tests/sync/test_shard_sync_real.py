@@ -203,10 +203,14 @@ async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(
         await sync.publish(90)
 
 
-async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(world, models):
+@pytest.mark.parametrize("left", ["receiving", "inside a commit"])
+async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, models, monkeypatch, caplog, left):
     sync, ranks, servers = await world(seconds=10.0, stall=3.0)
     await sync.connect()
-    await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+    if left == "receiving":
+        await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+    else:
+        monkeypatch.setattr(sync, "_go_on", lambda *_: asyncio.sleep(60))
     publish = asyncio.create_task(sync.publish(80))
     await asyncio.sleep(1.0)
     # As if the process had gone: no clean-up at all.
@@ -216,6 +220,7 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(wo
     sync, ranks, servers = await world()
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await sync.publish(81)
+    assert ("left inside a weight update" in caplog.text) == (left != "receiving")
     await check_serves(servers, models[0][1][1], 81)
 
 
