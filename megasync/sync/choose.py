@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megasync.errors import SyncError
+from megasync.errors import RankLost, SyncError
 from megasync.rollout.control import ServerControl
-from megasync.sync.attempt import SyncReport
+from megasync.sync.attempt import PhaseFailed, SyncReport
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.broadcast_sync import BroadcastSync, TrainerRanks
 from megasync.sync.disk_sync import DiskSync
@@ -85,7 +85,7 @@ async def choose_sync(
             await shards.connect()
         except SyncError as error:
             await shards.close()
-            if wanted == "p2p":
+            if wanted == "p2p" or _rank_lost(error):
                 raise
             why = f"the servers cannot take shards: {error}"
             log.warning("weights go by broadcast, as %s", why)
@@ -96,3 +96,10 @@ async def choose_sync(
     )
     await broadcast.connect()
     return broadcast, f"weights go by broadcast: {why}"
+
+
+def _rank_lost(error: SyncError) -> bool:
+    """Whether a trainer rank was the cause, which says nothing about the servers."""
+    cause = error.__cause__
+    found = cause.causes.values() if isinstance(cause, PhaseFailed) else [cause]
+    return any(isinstance(failure, RankLost) for failure in found)

@@ -1,7 +1,8 @@
 """A fingerprint of a message, cheap enough to take of every byte at both ends, on any device.
 
-It finds what transport and bookkeeping can do to a message: flipped bits, stale or shifted parts, a part of another
-version. It is no defence against somebody who forges messages.
+It finds what transport and bookkeeping can do to a message: a flipped bit, stale, missing or shifted parts, a part of
+another version. Words that trade places within 4 KiB keep their sum, and so do two flips of the highest bits of words; it is
+no defence against somebody who forges messages.
 """
 
 from __future__ import annotations

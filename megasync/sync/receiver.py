@@ -158,7 +158,7 @@ class Receiver:
         """The links to the senders; those of the attempt before when the name is the same."""
         if self._links is None or self._link_name != given["name"]:
             self._leave()
-            timeout = deadline.left().total_seconds()
+            timeout = min(given["join"], deadline.left().total_seconds())
             store = join_store(given["host"], given["port"], timeout)
             members = len(given["sources"])
             self._links = Links(

@@ -94,7 +94,7 @@ class ShardSender:
 
         Args:
             given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
-                ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
+                ``join`` (kind -> seconds for its links to be made), ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
                 (whether later attempts may send deltas against this one), ``stream`` (whether parcels are used as
                 they come).
 
@@ -125,7 +125,8 @@ class ShardSender:
             engines = [engine for engine in given["engines"] if engine["kind"] == kind]
             with outcome.clock("join"):
                 links = {
-                    engine["url"]: self._join(engine, plan, given["meeting_point"], deadline) for engine in engines
+                    engine["url"]: self._join(engine, plan, given["meeting_point"], given["join"][kind], deadline)
+                    for engine in engines
                 }
             packed = (parcel.nbytes for _, parcel in mine if not self._goes_as_it_is(parcel))
             self._allocate(max(packed, default=0))
@@ -139,12 +140,17 @@ class ShardSender:
             self._sent.pop(kind, None)
 
     def _join(
-        self, engine: Mapping[str, str], plan: ShardPlan, meeting_point: tuple[str, int], deadline: Deadline
+        self,
+        engine: Mapping[str, str],
+        plan: ShardPlan,
+        meeting_point: tuple[str, int],
+        limit: float,
+        deadline: Deadline,
     ) -> Links:
         """The links to one engine; those of the attempt before when the name is the same."""
         name = engine["name"]
         if name not in self._links:
-            timeout = deadline.left().total_seconds()
+            timeout = min(limit, deadline.left().total_seconds())
             index, size = plan.sources.index(self._rank), len(plan.sources) + plan.engine_ranks
             try:
                 if self._store is None:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # The ranks keep their own deadline; the driver waits a little longer, so that it hears their reason.
 GRACE_SECONDS = 5.0
+# For links to be made, when everybody who makes them has been asked at the same time. Nothing wakes who waits there.
+JOIN_SECONDS = 30.0
 
 
 class ShardSync:
@@ -68,6 +70,7 @@ class ShardSync:
         self._config = config
         self._seconds = timeouts.weight_sync
         self._stall = timeouts.sync_stall
+        self._join = max(self._stall, min(self._seconds, JOIN_SECONDS))
         self._parcel_bytes = config.bucket_mb * 2**20
         self._arena_bytes = None if config.arena_mb is None else config.arena_mb * 2**20
         self._quarantined: dict[str, str] = {}
@@ -170,7 +173,7 @@ class ShardSync:
 
     async def _plan_for(self, engine: Engine) -> None:
         # A driver that died may have left it receiving.
-        await engine.drop(self._stall + GRACE_SECONDS)
+        await engine.drop(self._join + GRACE_SECONDS)
         traced = await engine.trace(list(self._layout.hf_tensors.items()))
         kind = hashlib.sha256("".join(rank.digest() for rank in traced).encode()).hexdigest()[:16]
         if kind not in self._plans:
@@ -214,7 +217,7 @@ class ShardSync:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
         bases = self._common_bases(engines)
         await self._start_sending(engines, name, bases, attempt, stream=False)
-        await each(engines, lambda engine: engine.stage(self._request(engine, name, bases, stream=False)))
+        await each(engines, lambda engine: engine.stage(self._request(engine, engines, name, bases, stream=False)))
         for engine in engines:
             attempt.tasks[engine.url] = asyncio.ensure_future(
                 engine.staged(name, self._plans[engine.kind].engine_ranks, attempt.tasks["trainer"])
@@ -258,6 +261,7 @@ class ShardSync:
             "stall": self._stall,
             "meeting_point": self._meeting_point,
             "engines": [{"name": engine.links, "kind": engine.kind, "url": engine.url} for engine in engines],
+            "join": {kind: self._join_seconds(kind, engines) for kind in {engine.kind for engine in engines}},
             "bases": bases,
             "stream": stream,
             "keep": self._config.delta,
@@ -265,8 +269,14 @@ class ShardSync:
         sending = self._ranks.call("shard_send", request, timeout=limit)
         attempt.tasks = {"trainer": asyncio.ensure_future(sending)}
 
-    def _request(self, engine: Engine, name: str, bases: dict[str, str], *, stream: bool) -> dict[str, Any]:
-        """What an engine's ranks need to receive an attempt."""
+    def _join_seconds(self, kind: str, engines: Sequence[Engine]) -> float:
+        """For the links of one kind. Ranks send to one kind after another, so only the first is joined at once."""
+        return self._join if kind == min(engine.kind for engine in engines) else self._seconds
+
+    def _request(
+        self, engine: Engine, engines: Sequence[Engine], name: str, bases: dict[str, str], *, stream: bool
+    ) -> dict[str, Any]:
+        """What an engine's ranks need to receive an attempt, which goes to these ``engines``."""
         base = bases.get(engine.kind, "")
         plan, (host, port) = self._plans[engine.kind], self._meeting_point
         return {
@@ -275,6 +285,7 @@ class ShardSync:
             "name": engine.links,
             "host": host,
             "port": port,
+            "join": self._join_seconds(engine.kind, engines),
             "own_host": urlsplit(engine.url).hostname,
             "sources": plan.sources,
             "engine_ranks": plan.engine_ranks,
@@ -314,7 +325,7 @@ class ShardSync:
         await each(engines, lambda engine: engine.pause(attempt))
         await self._start_sending(engines, name, {}, attempt, stream=True)
         for engine in engines:
-            body = self._request(engine, name, {}, stream=True)
+            body = self._request(engine, engines, name, {}, stream=True)
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.load(body, attempt))
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
         self._note_sent(name, attempt)
@@ -331,7 +342,7 @@ class ShardSync:
         """Ends what an attempt left behind: calls, links, staged parts, pauses. Nothing here raises."""
         trainer = attempt.tasks.get("trainer")
         if trainer is not None and not trainer.done():
-            await asyncio.wait([trainer], timeout=self._stall + GRACE_SECONDS)
+            await asyncio.wait([trainer], timeout=self._join + GRACE_SECONDS)
         self._meeting_point = None
         leaving = self._ranks.call("shard_leave", timeout=RECOVERY_SECONDS)
         for failure in await asyncio.gather(leaving, return_exceptions=True):
@@ -344,7 +355,7 @@ class ShardSync:
         await asyncio.gather(*(self._release(engine, attempt) for engine in ours))
 
     async def _release(self, engine: Engine, attempt: Attempt) -> None:
-        attempt.standing[engine.url].lost |= not await engine.drop(self._stall + GRACE_SECONDS)
+        attempt.standing[engine.url].lost |= not await engine.drop(self._join + GRACE_SECONDS)
         if reason := await engine.release(attempt, engine.url in self._quarantined):
             self._quarantined[engine.url] = reason
 

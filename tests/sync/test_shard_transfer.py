@@ -79,6 +79,7 @@ class Wires:
             "engines": [{"name": self.links, "kind": KIND, "url": "http://engine"}],
             "bases": {KIND: base} if base else {},
             "stream": stream,
+            "join": {KIND: 10.0},
             "keep": True,
         }
         receiver = common | {
@@ -87,6 +88,7 @@ class Wires:
             "host": self.meeting_point[0],
             "port": self.meeting_point[1],
             "own_host": "127.0.0.1",
+            "join": 10.0,
             "sources": self.plan.sources,
             "engine_ranks": 2,
             "backend": "gloo",
