@@ -252,6 +252,12 @@ def describe(layout: Layout, dtype: str) -> dict[str, Any]:
     }
 
 
+def layout_of(found: Mapping[str, Any]) -> tuple[Layout, str]:
+    """The layout and the dtype name that `describe` was given."""
+    topology, value_head = Topology(**found["topology"]), found.get("value_head", False)
+    return Layout(found["hf_config"], topology, found["spec"], value_head), found["dtype"]
+
+
 def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
     """The layout and the dtype name of a checkpoint.
 
@@ -261,10 +267,8 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
     path = Path(checkpoint_dir) / LAYOUT
     if not path.is_file():
         raise CheckpointError(f"{checkpoint_dir} is not a checkpoint of this program: it has no {LAYOUT}")
-    found = read_json(path)
     try:
-        topology, value_head = Topology(**found["topology"]), found.get("value_head", False)
-        return Layout(found["hf_config"], topology, found["spec"], value_head), found["dtype"]
+        return layout_of(read_json(path))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 

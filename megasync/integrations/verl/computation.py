@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,16 +22,12 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from megasync.errors import TrainingError
 from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures
 from megasync.integrations.verl.checkpoints import Checkpoints
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.stream import stream_tensors
+from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.offload import OPTIMIZER, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
-
-# Bytes of whole tensors that an export holds at a time.
-EXPORT_BYTES = 256 * 2**20
 
 
 class Computation:
@@ -126,11 +123,12 @@ class Computation:
         """Of an optimizer step, from 1."""
         return learning_rate(self._engine.trainer_config.optimizer, step, self._engine.total_steps)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `MegasyncEngine.get_per_tensor_param`."""
-        plan = plan_broadcast(self._engine.layout, EXPORT_BYTES, self._engine.model_config.dtype)
+    @contextmanager
+    def shards(self) -> Iterator[Shards]:
+        """This rank's weights, on their device within the context."""
+        engine = self._engine
         with self.offload.present(WEIGHTS):
-            yield from stream_tensors(plan, self._engine.rank, self._engine.params())
+            yield Shards(engine.layout, engine.model_config.dtype, engine.rank, engine.params())
 
     def save(self, path: str, state: dict[str, Any], keep: int | None) -> None:
         """See `Checkpoints.save`."""

@@ -5,7 +5,7 @@ This module imports nothing of Megatron, so that verl can load it in any process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from megasync.device import resolve_device
 from megasync.errors import ConfigError
 from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer
+from megasync.integrations.verl.weights import Weights
 from megasync.sync.topology import Topology
 
 
@@ -165,12 +166,9 @@ class MegasyncEngine(BaseEngine):
 
     # Weights
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """The model under Hugging Face names, tensor by tensor, whole on every rank; all ranks must take all of them.
-
-        There is no adapter, so the second is always None.
-        """
-        return self._computation.tensors(), None
+    def get_per_tensor_param(self, **_: Any) -> tuple[Weights, None]:
+        """The model as an iterator of whole tensors, see `Weights`. There is no adapter, so the second is always None."""
+        return Weights(self._computation.shards), None
 
     def save_checkpoint(
         self,
