@@ -58,14 +58,9 @@ class Offload:
 
     def leave(self, *kinds: str) -> None:
         """Empties the memory of some kinds; nothing for those that are away already."""
-        memory, taken = self._memory(), set()
-        for kind in KINDS:
-            tensors = [tensor for tensor in memory.get(kind, ()) if tensor.device.type == self._device.kind]
-            distinct = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        for kind, tensors in self._storages().items():
             if kind in kinds and kind not in self._away:
-                mine = [tensor for storage, tensor in distinct.items() if storage not in taken]
-                self._away[kind] = [self._empty(tensor, copied=kind != GRADIENTS) for tensor in mine]
-            taken |= distinct.keys()
+                self._away[kind] = [self._empty(tensor, copied=kind != GRADIENTS) for tensor in tensors]
         self._device.free_cache()
 
     def enter(self, *kinds: str) -> None:
@@ -88,6 +83,24 @@ class Offload:
             yield
         finally:
             self.leave(*absent)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each kind that are here."""
+        return {
+            kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            for kind, tensors in self._storages().items()
+        }
+
+    def _storages(self) -> dict[str, list[torch.Tensor]]:
+        """For each kind, one tensor of each storage that belongs to it."""
+        memory, taken = self._memory(), set()
+        found: dict[str, list[torch.Tensor]] = {}
+        for kind in KINDS:
+            tensors = [tensor for tensor in memory.get(kind, ()) if tensor.device.type == self._device.kind]
+            distinct = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+            found[kind] = [tensor for storage, tensor in distinct.items() if storage not in taken]
+            taken |= distinct.keys()
+        return found
 
     def _empty(self, tensor: torch.Tensor, copied: bool) -> _Away:
         nbytes, copy = tensor.untyped_storage().nbytes(), None
