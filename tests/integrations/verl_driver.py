@@ -72,7 +72,8 @@ def main():
     try:
         roles = {
             role: RayClassWithInitArgs(
-                cls=ray.remote(CpuWorker), config=worker_config(role, model, "megasync", SETTINGS, padding=True)
+                cls=ray.remote(CpuWorker),
+                config=worker_config(role, model, "megasync", SETTINGS, padding=True, saves=False),
             )
             for role, model in models.items()
         }

@@ -53,7 +53,7 @@ def join(name):
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
-def worker_config(role, model, strategy, settings, padding):
+def worker_config(role, model, strategy, settings, padding, saves=True):
     sizes = {
         "max_token_len_per_gpu": 40,
         "infer_max_token_len_per_gpu": 48,
@@ -84,7 +84,9 @@ def worker_config(role, model, strategy, settings, padding):
         ),
         engine_config=config,
         optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"])
+        if saves
+        else None,
     )
 
 

@@ -1,12 +1,11 @@
-"""A trainer rank or a rollout worker of a weight transfer: `verl_transfer.py trainer|rollout RANK FOLDER`.
+"""A trainer rank or a rollout worker of a weight transfer: `verl_transfer.py trainer|rollout RANK MODEL FILE`.
 
-FOLDER is a Hugging Face model, which the trainer ranks hold in tensor-parallel shards. Each line of standard input is a
+MODEL is a Hugging Face folder, which the trainer ranks hold in tensor-parallel shards. Each line of standard input is a
 JSON object. "prepare" answers with the metadata of `prepare`; any other is the arguments of `init_process_group` and a
-`fault` or none; it answers with a fingerprint of each tensor by name, or with the error.
+`fault` or none. It answers with the number of tensors that a rollout worker received and wrote to FILE, or with the error.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 os.environ["VERL_PLATFORM"] = "cpu"
 
-import torch
+from safetensors.torch import save_file
 
 from megasync.errors import SyncError
 from megasync.integrations.verl import checkpoint_engine
@@ -40,16 +39,11 @@ class FailingParams(dict):
         return super().__getitem__(name)
 
 
-def fingerprint(tensor):
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
-
-
 class Trainer:
-    def __init__(self, rank, folder):
-        config = json.loads((Path(folder) / "config.json").read_text())
+    def __init__(self, rank, model):
+        config = json.loads((Path(model) / "config.json").read_text())
         self.layout = Layout(config, Topology(tensor=TRAINERS))
-        self.rank, self.params = rank, load_shards(folder, self.layout, rank)
+        self.rank, self.params = rank, load_shards(model, self.layout, rank)
 
     async def transfer(self, engine, fault):
         params = FailingParams(self.params) if fault == "breaks down" else self.params
@@ -61,22 +55,26 @@ class Trainer:
         if fault == "is damaged":
             checkpoint_engine.signed = lambda value: 5
         await engine.send_weights(Weights(held), global_steps=4)
-        return {}
+        return 0
 
 
 class Rollout:
+    def __init__(self, file):
+        self.file = file
+
     async def transfer(self, engine, fault):
         found = {}
         async for name, tensor in engine.receive_weights(global_steps=4):
-            found[name] = fingerprint(tensor)
+            found[name] = tensor.clone()
             if fault == "breaks down" and len(found) == 10:
                 raise ValueError("no room")
-        return found
+        save_file(found, self.file)
+        return len(found)
 
 
 def main():
-    role, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    side = Trainer(rank, folder) if role == "trainer" else Rollout()
+    role, rank, model, file = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+    side = Trainer(rank, model) if role == "trainer" else Rollout(file)
     is_master = (role, rank) == ("trainer", 0)
     engine = checkpoint_engine.MegasyncCheckpointEngine(BUCKET, is_master=is_master, timeout=60.0, host="127.0.0.1")
     signed = checkpoint_engine.signed
