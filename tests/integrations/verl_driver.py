@@ -12,7 +12,6 @@ os.environ["VERL_PLATFORM"] = "cpu"
 
 import ray
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
@@ -27,15 +26,6 @@ SETTINGS = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 SETTINGS |= {"param_offload": True, "optimizer_offload": True}
 # verl reserves this many CPUs for a worker; these are not the machine's.
 CPUS = 10 * WORLD
-
-
-class CpuWorker(TrainingWorker):
-    """verl asks for one backend for the CPU and one for the device, which here is the CPU again; torch refuses that."""
-
-    def __init__(self, config):
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        super().__init__(config)
 
 
 def wait(answer):
@@ -72,7 +62,7 @@ def main():
     try:
         roles = {
             role: RayClassWithInitArgs(
-                cls=ray.remote(CpuWorker),
+                cls=ray.remote(TrainingWorker),
                 config=worker_config(role, model, "megasync", SETTINGS, padding=True, saves=False),
             )
             for role, model in models.items()
