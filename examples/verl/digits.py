@@ -1,0 +1,50 @@
+"""The digit tasks of megasync's quickstart as verl takes them: `digits.py FOLDER` writes the model and two parquet files.
+
+`compute_score` is the reward, named by verl's `reward.custom_reward_function`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from megasync.config.schema import DatasetConfig
+from megasync.data.digits import digit_reward, digit_rows
+from megasync.models.digits import digits_tokenizer, write_digits
+
+# The prompt is the user's message, and nothing around it.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """1 for the right answer, less for a part of it. What is as long as the answer has ended, as there is room for more."""
+    return digit_reward([solution_str], answer=[ground_truth], finish_reasons=["stop"])[0]
+
+
+def write_rows(path: Path, split: str, size: int) -> None:
+    import pandas
+
+    rows = digit_rows(DatasetConfig(kind="digits", source="increment", split=split, size=size, options={"length": 4}))
+    pandas.DataFrame(
+        {
+            "data_source": "digits",
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": index},
+        }
+        for index, row in enumerate(rows)
+    ).to_parquet(path)
+
+
+def main(folder: Path) -> None:
+    write_digits(folder / "model")
+    tokenizer = digits_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "train.parquet", "train", 4096)
+    write_rows(folder / "test.parquet", "test", 128)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
