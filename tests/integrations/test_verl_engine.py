@@ -168,6 +168,13 @@ def test_an_engine_that_only_scores_keeps_the_first_weights_beside_one_that_trai
         assert not torch.equal(inferred(found[layout], name, "reference"), inferred(found[layout], name, "infer_after"))
 
 
+@pytest.mark.parametrize("layout", ACTORS)
+def test_the_loss_of_fine_tuning_is_that_of_verls_engine(found, layout):
+    ours, theirs = (metrics(found[run], "supervised")["loss"] for run in (layout, THEIRS[layout]))
+    assert theirs > 1
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
 # Training
 
 

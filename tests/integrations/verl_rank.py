@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 os.environ["VERL_PLATFORM"] = "cpu"
@@ -26,6 +27,7 @@ from verl.workers.config import (
     TrainingWorkerConfig,
 )
 from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import sft_loss
 from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 from megasync.integrations.verl import MegasyncEngineConfig
@@ -97,7 +99,8 @@ class Rank:
         self.role = role
         self.worker = TrainingWorker(worker_config(role, model, strategy, settings, padding))
         self.worker.reset()
-        self.worker.set_loss_fn(loss_of(role, strategy))
+        self.loss = loss_of(role, strategy)
+        self.worker.set_loss_fn(self.loss)
         self.engine = self.worker.engine
 
     def share(self, order=range(SEQUENCES), **options):
@@ -115,6 +118,15 @@ class Rank:
             data["temperature"] = torch.linspace(0.5, 1.5, SEQUENCES).split(len(data))[mine]
         found = self.worker.infer_batch(data.clone())
         return padded_output(self.role, found, data) if self.engine.is_mp_src_rank_with_outputs() else None
+
+    def supervised_loss(self):
+        """verl's loss of fine-tuning, over whole sequences that do not say which tokens are their responses."""
+        data = self.share().select("input_ids", "position_ids", "loss_mask")
+        tu.assign_non_tensor(data, temperature=1.0)
+        self.worker.set_loss_fn(partial(sft_loss, config=None))
+        found = self._metrics(self.worker.infer_batch(data))
+        self.worker.set_loss_fn(self.loss)
+        return found
 
     def train_batch(self):
         """Metrics of one optimizer step over all sequences."""
@@ -149,7 +161,7 @@ def run(model, strategy, role="actor", settings=None, padding=True, save=None):
     rank = Rank(role, model, strategy, settings or {}, padding)
     found = {"dp": rank.engine.get_data_parallel_rank(), "before": rank.weights(), "infer": rank.infer()}
     if role == "actor":
-        found["each_its_own"] = rank.infer(each_its_own=True)
+        found |= {"each_its_own": rank.infer(each_its_own=True), "supervised": rank.supervised_loss()}
     if strategy != "fsdp2":
         reference = Rank(role, model, strategy, {**(settings or {}), "forward_only": True}, padding)
     found |= {"train": rank.train_batch(), "after": rank.weights(), "infer_after": rank.infer()}
