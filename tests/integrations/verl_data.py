@@ -51,8 +51,8 @@ def padded_batch(seed=0):
 
 def jagged_batch(role, rows=slice(None), **options):
     """Some of the sequences without padding, as verl's trainer sends them to its workers."""
-    # verl's trainer gives a critic neither.
-    asked = {"temperature": TEMPERATURE, "calculate_entropy": True} if role == "actor" else {}
+    # A critic's batch has a temperature, too, which says nothing to it.
+    asked = {"temperature": TEMPERATURE, "calculate_entropy": role == "actor"}
     mine = {name: tensor[rows].clone() for name, tensor in padded_batch().items()}
     data = left_right_2_no_padding(DataProto.from_single_dict(mine, meta_info=asked).to_tensordict())
     tu.assign_non_tensor(data, **options)

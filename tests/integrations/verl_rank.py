@@ -31,7 +31,6 @@ from verl.workers.utils.losses import sft_loss
 from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 from megasync.integrations.verl import MegasyncEngineConfig
-from megasync.trainer.offload import KINDS
 
 MODEL_TYPES = {"actor": "language_model", "critic": "value_model"}
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -121,7 +120,11 @@ class Rank:
 
     def supervised_loss(self):
         """verl's loss of fine-tuning, over whole sequences that do not say which tokens are their responses."""
-        data = self.share().select("input_ids", "position_ids", "loss_mask")
+        data = self.share().select("input_ids", "position_ids")
+        offsets = data["input_ids"].offsets()
+        mask = torch.ones(int(offsets[-1]))
+        mask[offsets[:-1]] = 0
+        data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, offsets)
         tu.assign_non_tensor(data, temperature=1.0)
         self.worker.set_loss_fn(partial(sft_loss, config=None))
         found = self._metrics(self.worker.infer_batch(data))
@@ -148,6 +151,8 @@ class Rank:
 
     def go_away(self):
         """Empties this rank's memory, exports all the same, and fills it again; the export, and bytes in between."""
+        from megasync.trainer.offload import KINDS  # Only now: it takes names from Megatron.
+
         offload = self.engine._computation.offload
         before = offload.nbytes()
         offload.leave(*KINDS)
