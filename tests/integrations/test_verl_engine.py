@@ -155,10 +155,8 @@ def test_bfloat16_is_as_close_to_float32_as_its_digits_allow(found):
     ours, exact = (inferred(found[run], "log_probs") for run in ("bfloat16", "fsdp2"))
     assert 0 < (ours - exact).abs().max() < 0.3
     assert (ours - exact).abs().mean() < 0.05
-    for step in ("train", "next"):
-        assert metrics(found["bfloat16"], step)["grad_norm"] == pytest.approx(
-            metrics(found["fsdp2"], step)["grad_norm"], rel=0.1
-        )
+    ours, exact = (metrics(found[run], "train")["grad_norm"] for run in ("bfloat16", "fsdp2"))
+    assert ours == pytest.approx(exact, rel=0.1)
 
 
 @pytest.mark.parametrize("layout", OURS)
