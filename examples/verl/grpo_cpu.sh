@@ -7,7 +7,7 @@ here=$PWD/examples/verl
 folder=$(realpath -m "${FOLDER:-runs/verl-digits}")
 # verl has no CPU of its own: megasync's plugin brings the platform, cpu_servers the rollout.
 export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=cpu_servers PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::UserWarning VERL_LOGGING_LEVEL=ERROR
 
 .venv/bin/python "$here/digits.py" "$folder"
 engine=megasync.integrations.verl.MegasyncEngineConfig
@@ -64,6 +64,7 @@ settings=(
     trainer.val_before_train=false
     "trainer.logger=[console]"
     # verl counts GPUs before it starts, and reserves CPUs for its workers; these are names, not the machine's.
+    +ray_kwargs.ray_init.address=local
     ray_kwargs.ray_init.num_cpus=32
     +ray_kwargs.ray_init.num_gpus=2
     +ray_kwargs.ray_init.include_dashboard=false
