@@ -6,13 +6,13 @@ started by an actor that also passes verl's requests on. Weights travel as a Hug
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch.distributed as dist
 from safetensors.torch import save_file
 from verl.workers.rollout import base, replica
 from verl.workers.rollout.utils import ensure_async_iterator
@@ -43,6 +43,8 @@ class CpuServer:
         )
         log = Path(tempfile.gettempdir()) / f"{actor_name(replica_rank)}.log"
         self._server = SGLangServer(model_path, rollout, config.dtype, "cpu", "127.0.0.1", 0, log)
+        # verl's number of the weights.
+        self._step = 0
 
     async def start(self) -> str:
         self._control = ServerControl(await self._server.start(START))
@@ -56,10 +58,16 @@ class CpuServer:
         reply = (await self._control.post("/generate", body, REQUEST))["meta_info"]
         logprobs = [entry[0] for entry in reply["output_token_logprobs"]]
         tokens = [entry[1] for entry in reply["output_token_logprobs"]]
-        return replica.TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason="completed")
+        return replica.TokenOutput(
+            token_ids=tokens,
+            log_probs=logprobs,
+            stop_reason="completed",
+            extra_fields={"global_steps": self._step},
+        )
 
-    async def load(self, folder: str) -> None:
+    async def load(self, folder: str, step: int | None) -> None:
         await self._control.post("/update_weights_from_disk", {"model_path": folder}, REQUEST)
+        self._step = step
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         await self._control.post("/abort_request", {"abort_all": True}, REQUEST)
@@ -82,23 +90,31 @@ class CpuReplica(replica.RolloutReplica):
 
 
 class CpuAdapter(base.BaseRollout):
-    """The trainer's side. Every rank takes every tensor; the first of a replica's ranks hands them to its server."""
+    """What hands weights to a server, in each rank of a trainer or in workers of their own beside it (``replica_rank``).
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, **_: Any) -> None:
+    Every rank takes every tensor; the first of a replica's ranks passes them on.
+    """
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int | None = None, **_: Any
+    ) -> None:
         super().__init__(config, model_config, device_mesh)
-        self._replica, place = divmod(dist.get_rank(), self.config.tensor_model_parallel_size)
-        self._leads = place == 0
+        found, place = divmod(int(os.environ["RANK"]), self.config.tensor_model_parallel_size)
+        self.replica_rank = found if replica_rank is None else replica_rank
+        self.is_leader_rank = place == 0
 
-    async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **_: Any) -> None:
+    async def update_weights(
+        self, weights: Any, wire_format: str = "named_tensors", global_steps: int | None = None, **_: Any
+    ) -> None:
         tensors = {}
         async for name, tensor in ensure_async_iterator(weights):
-            if self._leads:
+            if self.is_leader_rank:
                 tensors[name] = tensor.clone()
-        if self._leads:
+        if self.is_leader_rank:
             with tempfile.TemporaryDirectory() as folder:
                 save_file(tensors, Path(folder) / "model.safetensors")
                 shutil.copy(Path(self.model_config.local_path) / "config.json", folder)
-                await ray.get_actor(actor_name(self._replica)).load.remote(folder)
+                await ray.get_actor(actor_name(self.replica_rank)).load.remote(folder, global_steps)
 
     async def resume(self, tags: list[str]) -> None:
         """The server is always there."""

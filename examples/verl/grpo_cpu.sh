@@ -52,7 +52,6 @@ settings=(
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.agent.num_workers=1
 
-    trainer.use_v1=false
     trainer.device=cpu
     trainer.nnodes=1
     trainer.n_gpus_per_node=2
