@@ -51,6 +51,7 @@ settings=(
     actor_rollout_ref.rollout.tensor_model_parallel_size=2
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.agent.num_workers=1
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 
     trainer.device=cpu
     trainer.nnodes=1
