@@ -43,6 +43,8 @@ class RayCluster:
                 ray.init(address=self._address, **quiet)
             else:
                 ray.init(
+                    # Not whatever other cluster runs here.
+                    address="local",
                     num_cpus=self._devices + SPARE_CPUS,
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
