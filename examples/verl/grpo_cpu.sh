@@ -53,6 +53,7 @@ settings=(
     actor_rollout_ref.rollout.agent.num_workers=1
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 
+    hydra.run.dir="$folder/hydra"
     trainer.device=cpu
     trainer.nnodes=1
     trainer.n_gpus_per_node=2
