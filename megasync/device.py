@@ -68,6 +68,13 @@ class Device:
 
         apply_all(self.kind)
 
+    def free_cache(self) -> None:
+        """Gives memory that torch keeps for later back to the device, for other processes."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
 
 def resolve_device(kind: str) -> Device:
     """The device of a run. ``kind`` is "auto" (CUDA when there is one), "cpu" or "cuda".

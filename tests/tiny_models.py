@@ -88,12 +88,27 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
 
 def make_tiny_classifier(path: str | Path, family: str = "qwen3", *, seed: int = 0, labels: int = 1) -> Path:
     """The same with a classification head of `labels` outputs instead of a language model's."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    path = make_tiny_model(path, family, seed=seed)
+    return _replace_head(make_tiny_model(path, family, seed=seed), AutoModelForSequenceClassification, seed, labels)
+
+
+def make_tiny_value_model(path: str | Path, family: str = "qwen3", *, seed: int = 0) -> Path:
+    """The same with a value for each token instead of a language model's head, and no tokenizer."""
+    from transformers import AutoModelForTokenClassification
+
+    path = make_tiny_model(path, family, seed=seed, tokenizer=False)
+    return _replace_head(path, AutoModelForTokenClassification, seed, labels=1)
+
+
+def _replace_head(path: Path, kind: type, seed: int, labels: int) -> Path:
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(path, num_labels=labels)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
+        if getattr(model.score, "bias", None) is not None:
+            torch.nn.init.normal_(model.score.bias)
     model.save_pretrained(path)
     return path

@@ -18,7 +18,8 @@ TIMEOUT = 300
 PROBE = """
 from verl.workers.engine.base import EngineRegistry
 try:
-    print(EngineRegistry.get_engine_cls("language_model", "megasync").__module__)
+    for kind in ("value_model", "language_model"):
+        print(EngineRegistry.get_engine_cls(kind, "megasync").__module__)
 except AssertionError:
     import megasync.integrations.verl
     raise

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megasync.errors import ConfigError
 from megasync.sync.families import Rule, Sizes, Split, family_of, sizes_of
+from megasync.sync.families.value_head import VALUE_HEAD
 from megasync.sync.topology import Topology
 
 # Megatron pads vocabularies so that each tensor rank holds a multiple of this many rows.
@@ -77,23 +78,32 @@ class Layout:
         hf_config: the model's config.json.
         topology: the trainer's ranks.
         spec: "local" or "te", the flavour of Megatron's layers (their parameter names differ).
+        value_head: the model ends in one value for each token (`families.value_head`), not in logits.
 
     Raises:
         ConfigError: an unsupported model, or sizes that Megatron cannot split over this topology.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], topology: Topology, spec: str = "local") -> None:
+    def __init__(
+        self, hf_config: Mapping[str, Any], topology: Topology, spec: str = "local", value_head: bool = False
+    ) -> None:
         if spec not in ("local", "te"):
             raise ConfigError(f"layer spec {spec!r} is unknown; it is 'local' or 'te'")
         self.hf_config = dict(hf_config)
         self.topology = topology
         self.spec = spec
+        self.value_head = value_head
         self.family = family_of(hf_config)
         self.sizes = sizes_of(hf_config)
         _check_divisible(self.sizes, topology.tensor)
         _check_experts(self.sizes, topology)
         self.stages = topology.stage_layers(self.sizes.layers)
         self._placed: dict[int, list[Placed]] = {}
+
+    @property
+    def tied(self) -> bool:
+        """The embedding is the output layer, too."""
+        return self.sizes.tied and not self.value_head
 
     @property
     def padded_vocab(self) -> int:
@@ -138,7 +148,9 @@ class Layout:
                     yield from self._place_in_layer(rule, prefix, layer, local)
             if pp == last and chunk == chunks - 1:
                 yield self._place(self.family.final, prefix)
-                if not self.sizes.tied:
+                if self.value_head:
+                    yield from (self._place(rule, prefix) for rule in VALUE_HEAD)
+                elif not self.tied:
                     yield self._place(self.family.head, prefix)
                 elif last > 0:
                     embedding = self._place(self.family.embedding, prefix)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 
 from megasync.errors import CheckpointError
 from megasync.sync.families import family_of
+from megasync.sync.families.value_head import value_model_options
 from megasync.sync.layout import Box, Layout, Piece
 from megasync.sync.topology import Topology
 
@@ -44,6 +46,7 @@ COMPANIONS = (
     "chat_template*",
 )
 
+Tensors = Mapping[str, torch.Tensor]
 # Reads one box of a Hugging Face tensor, by the tensor's name.
 Read = Callable[[str, Box], torch.Tensor]
 
@@ -116,9 +119,13 @@ class HfFolder:
 
         return read
 
-    def reading(self, shapes: Mapping[str, tuple[int, ...]]) -> Read:
-        """Reads boxes of all tensors of these shapes; raises as `reader` when one is first asked for."""
-        readers: dict[str, Callable[[Box], torch.Tensor]] = {}
+    def reading(self, shapes: Mapping[str, tuple[int, ...]], absent: Tensors | None = None) -> Read:
+        """Reads boxes of all tensors of these shapes, those that the folder lacks from ``absent``; raises as `reader`
+        when one is first asked for.
+        """
+        absent = {name: tensor for name, tensor in (absent or {}).items() if name not in self._where}
+        readers: dict[str, Callable[[Box], torch.Tensor]]
+        readers = {name: partial(box_of, tensor) for name, tensor in absent.items()}
 
         def read(name: str, box: Box) -> torch.Tensor:
             if name not in readers:
@@ -129,10 +136,10 @@ class HfFolder:
 
 
 def load_shards(
-    hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
+    hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32, absent: Tensors | None = None
 ) -> dict[str, torch.Tensor]:
     """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes, of ``dtype`` but for
-    those that have one of their own (`Placed.dtype`).
+    those that have one of their own (`Placed.dtype`). ``absent`` stands in for tensors that the folder may lack.
 
     Raises:
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
@@ -140,7 +147,7 @@ def load_shards(
     own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
     pieces = pieces_by_param(layout, rank)
     with HfFolder(hf_dir) as folder:
-        read = folder.reading(layout.hf_tensors)
+        read = folder.reading(layout.hf_tensors, absent)
         return {
             name: fill_param(shape, pieces[name], read, own.get(name, dtype))
             for name, shape in layout.params(rank).items()
@@ -241,7 +248,14 @@ def describe(layout: Layout, dtype: str) -> dict[str, Any]:
         "spec": layout.spec,
         "dtype": dtype,
         "hf_config": layout.hf_config,
+        "value_head": layout.value_head,
     }
+
+
+def layout_of(found: Mapping[str, Any]) -> tuple[Layout, str]:
+    """The layout and the dtype name that `describe` was given."""
+    topology, value_head = Topology(**found["topology"]), found.get("value_head", False)
+    return Layout(found["hf_config"], topology, found["spec"], value_head), found["dtype"]
 
 
 def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
@@ -253,9 +267,8 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
     path = Path(checkpoint_dir) / LAYOUT
     if not path.is_file():
         raise CheckpointError(f"{checkpoint_dir} is not a checkpoint of this program: it has no {LAYOUT}")
-    found = read_json(path)
     try:
-        return Layout(found["hf_config"], Topology(**found["topology"]), found["spec"]), found["dtype"]
+        return layout_of(read_json(path))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
@@ -295,7 +308,7 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        write_companions(source, draft, dtype)
+        write_companions(source, draft, dtype, layout.value_head)
         with ShardFiles(checkpoint_dir) as files:
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
@@ -328,9 +341,7 @@ class _ShardFile(Mapping[str, torch.Tensor]):
         return len(self._handle.keys())
 
 
-def _write_weights(
-    out: Path, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]], dtype: str
-) -> None:
+def _write_weights(out: Path, layout: Layout, shards_of: Callable[[int], Tensors], dtype: str) -> None:
     """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
@@ -370,12 +381,13 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def write_companions(source: Path, out: Path, dtype: str) -> None:
+def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:
     """What a Hugging Face folder holds besides weights: the source's config.json with ``dtype`` and what its family
-    states of every export, and its tokenizer.
+    states of every export, a value model's too, and its tokenizer.
     """
     config = read_json(source / "config.json")
     config |= family_of(config).exported
+    config |= value_model_options(config) if value_head else {}
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype

@@ -1,55 +1,85 @@
-"""Whole Hugging Face tensors out of shards, one after another, on every trainer rank.
+"""Whole Hugging Face tensors out of shards, bucket by bucket.
 
-Every rank must take every tensor, in step with the others: a bucket is put together by collectives, each of which ends
-before the next begins. Besides the model there is one bucket of memory and one rank's part of it.
+Of each bucket every trainer rank that holds a part of it packs that part flat; whoever has all parts has the tensors.
+`stream_tensors` brings them to every trainer rank. Others may carry them elsewhere: the plan says whose parts a bucket has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megasync.sync.broadcast_plan import BroadcastPlan, Bucket
-from megasync.sync.layout import Piece
+from megasync.sync.broadcast_plan import BroadcastPlan, Bucket, plan_broadcast
+from megasync.sync.layout import Layout, Piece
 from megasync.sync.shards import box_of
 
 
-def stream_tensors(
-    plan: BroadcastPlan, rank: int, params: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class Shards:
+    """One trainer rank's live parameters by name, the layout that they are a part of, and the dtype of the model."""
+
+    layout: Layout
+    dtype: str
+    rank: int
+    params: Mapping[str, torch.Tensor]
+
+    def plan(self, bucket_bytes: int) -> BroadcastPlan:
+        return plan_broadcast(self.layout, bucket_bytes, self.dtype)
+
+
+def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of a Hugging Face checkpoint, in the order of the plan, on the device of the parameters.
 
-    Args:
-        plan: whose ranks are those of the default process group.
-        rank: this process's.
-        params: its live parameters by name.
+    Every rank of the default process group must take every tensor, in step with the others: a bucket is put together by
+    collectives, each of which ends before the next begins. Besides the model there is one bucket of memory and one rank's
+    part of it.
     """
-    for bucket in plan.buckets:
-        yield from _assemble(bucket, rank, params).items()
+    device = next(iter(shards.params.values())).device
+    for bucket in shards.plan(bucket_bytes).buckets:
+        whole = empty_tensors(bucket, device)
+        for owner in bucket.contributions:
+            if owner == shards.rank:
+                part = pack_part(bucket, owner, shards.params)
+            else:
+                part = empty_part(bucket, owner, device)
+            if dist.get_world_size() > 1:
+                dist.broadcast(part, owner)
+            place_part(bucket, owner, part, whole)
+        yield from whole.items()
+
+
+def empty_tensors(bucket: Bucket, device: torch.device) -> dict[str, torch.Tensor]:
+    """Room for the tensors of a bucket, by name."""
+    dtype = getattr(torch, bucket.dtype)
+    return {entry.name: torch.empty(entry.shape, dtype=dtype, device=device) for entry in bucket.tensors}
+
+
+def empty_part(bucket: Bucket, rank: int, device: torch.device) -> torch.Tensor:
+    """Room for what a rank contributes to a bucket, flat."""
+    return torch.empty(sum(_counts(bucket, rank)), dtype=getattr(torch, bucket.dtype), device=device)
 
 
 @torch.no_grad()
-def _assemble(bucket: Bucket, rank: int, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    dtype, device = getattr(torch, bucket.dtype), next(iter(params.values())).device
-    whole = {entry.name: torch.empty(entry.shape, dtype=dtype, device=device) for entry in bucket.tensors}
-    for owner, pieces in bucket.contributions.items():
-        if owner == rank:
-            part = torch.cat([_held(piece, params).to(dtype).flatten() for piece in pieces])
-        else:
-            part = torch.empty(sum(_count(piece) for piece in pieces), dtype=dtype, device=device)
-        if dist.get_world_size() > 1:
-            dist.broadcast(part, owner)
-        for piece, values in zip(pieces, part.split([_count(piece) for piece in pieces]), strict=True):
-            target = box_of(whole[piece.hf_name], piece.hf_box)
-            target.copy_(values.view(target.shape))
-    return whole
+def pack_part(bucket: Bucket, rank: int, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What a rank with these parameters contributes to a bucket, flat."""
+    dtype = getattr(torch, bucket.dtype)
+    return torch.cat([_held(piece, params).to(dtype).flatten() for piece in bucket.contributions[rank]])
+
+
+@torch.no_grad()
+def place_part(bucket: Bucket, rank: int, part: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> None:
+    """Writes a rank's contribution to its places in the tensors of a bucket."""
+    for piece, values in zip(bucket.contributions[rank], part.split(_counts(bucket, rank)), strict=True):
+        target = box_of(whole[piece.hf_name], piece.hf_box)
+        target.copy_(values.view(target.shape))
 
 
 def _held(piece: Piece, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return box_of(params[piece.param].detach(), piece.param_box)
 
 
-def _count(piece: Piece) -> int:
-    return piece.hf_box.rows * piece.hf_box.cols
+def _counts(bucket: Bucket, rank: int) -> Sequence[int]:
+    return [piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions[rank]]

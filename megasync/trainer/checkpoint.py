@@ -193,6 +193,7 @@ def _check_same(path: Path, layout: Layout, dtype: str) -> None:
         ("topology", saved.topology, layout.topology),
         ("layer spec", saved.spec, layout.spec),
         ("model sizes", saved.sizes, layout.sizes),
+        ("value head", saved.value_head, layout.value_head),
         ("dtype", saved_dtype, dtype),
     ):
         if there != here:

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, TrainingError
 from megasync.sync.layout import Layout
 from megasync.sync.shards import load_shards
 from megasync.sync.topology import Topology
@@ -40,9 +40,11 @@ from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.forward_step import Evaluate, finalize_summed_grads, forward_step
 from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.model import build_chunks, named_weights, set_step_tokens
+from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Microbatch, Sample, level, pack
 from megasync.trainer.process_groups import open_groups
+from megasync.trainer.value_head import fresh_value_head
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ class MegatronEngine:
 
     Args:
         total_steps: training step at which the learning rate's decay ends.
-        seed: of Megatron's random states.
+        seed: of Megatron's random states, and of a value head that the model folder does not have.
         trains: false for an engine that only scores; it has no gradients and no optimizer.
+        value_head: a critic; `run` hands values to ``evaluate`` where a policy has logits, and log-probs there are none.
 
     Raises:
         ConfigError: a world of another size than the layout's, or an architecture that is not supported.
@@ -74,6 +77,7 @@ class MegatronEngine:
         total_steps: int = 0,
         seed: int = 0,
         trains: bool = True,
+        value_head: bool = False,
     ) -> None:
         self.model_config = model
         self.trainer_config = trainer
@@ -90,7 +94,7 @@ class MegatronEngine:
         self.coords = self.topology.coords(rank)
         self.dtype = DTYPES[model.dtype]
         hf_config = read_hf_config(model.path)
-        self.layout = Layout(hf_config, self.topology, device.spec)
+        self.layout = Layout(hf_config, self.topology, device.spec, value_head)
         check_architecture(hf_config)
         check_experts(self.layout, trainer)
         self.total_steps = total_steps
@@ -111,7 +115,8 @@ class MegatronEngine:
         self.data_group = parallel_state.get_data_parallel_group()
         self._chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self._params = named_weights(self._chunks)
-        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32)
+        absent = fresh_value_head(self.layout, self._seed) if self.layout.value_head else {}
+        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32, absent)
         self._write(weights)
         self._models: list = self._chunks
         if self._trains:
@@ -134,6 +139,10 @@ class MegatronEngine:
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters under the names of `Layout.params`."""
         return {name: param.data for name, param in self._params.items()}
+
+    def memory(self) -> Memory:
+        """What this rank holds on its device besides activations; see `offload.Offload`."""
+        return memory_of(self._models, self._params.values(), self._optimizer if self._trains else None)
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -276,7 +285,13 @@ class MegatronEngine:
             )
 
     def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy of each target of a batch, float32 [targets], from what `run` hands to ``evaluate``."""
+        """Log-prob and entropy of each target of a batch, float32 [targets], from what `run` hands to ``evaluate``.
+
+        Raises:
+            TrainingError: the engine has a value head.
+        """
+        if self.layout.value_head:
+            raise TrainingError("this engine has a value head, which gives no log-probs; make one without value_head")
         return token_logprobs(
             logits,
             batch.targets,

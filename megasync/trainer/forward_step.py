@@ -11,7 +11,8 @@ from megatron.core.distributed import finalize_model_grads
 from megasync.trainer.batch import Batch
 from megasync.trainer.model import PolicyModel
 
-# (batch, this rank's logits [targets, columns]) -> (loss, report); runs on the last pipeline stage.
+# (batch, this rank's logits [targets, columns], or a critic's values [targets, 1]) -> (loss, report); runs on the last
+# pipeline stage.
 Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 

@@ -40,6 +40,9 @@ class PolicyModel(GPTModel):
     gather's backward pass then does the reduction that the output layer would otherwise do.
     """
 
+    # Each tensor rank has a part of the output layer, and so computes a part of the hidden states' gradient.
+    splits_output = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process and self.config.sequence_parallel:
@@ -60,11 +63,26 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states)
-        wanted = hidden_states.index_select(0, packed_seq_params.rows)
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, self.splits_output)
+        return self._output(hidden_states.index_select(0, packed_seq_params.rows)).squeeze(1)
+
+    def _output(self, wanted: torch.Tensor) -> torch.Tensor:
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(wanted, weight=tied)
-        return logits.squeeze(1)
+        return self.output_layer(wanted, weight=tied)[0]
+
+
+class ValueModel(PolicyModel):
+    """The same with values [wanted rows, 1] for logits; every tensor rank has the whole head and computes all of them."""
+
+    splits_output = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+
+    def _output(self, wanted: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(wanted)
 
 
 def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> list[PolicyModel]:
@@ -82,7 +100,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
     rope = rope_parameters(layout.hf_config)
     chunks = []
     for turn, layers in enumerate(stages[stage]):
-        model = PolicyModel(
+        model = (ValueModel if layout.value_head else PolicyModel)(
             config,
             chunk_specs(config, layout, layers, device.spec, rope),
             vocab_size=layout.padded_vocab,
@@ -90,7 +108,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             pre_process=(stage, turn) == (0, 0),
             post_process=(stage, turn) == last,
             position_embedding_type="rope",
-            share_embeddings_and_output_weights=layout.sizes.tied,
+            share_embeddings_and_output_weights=layout.tied,
             vp_stage=turn if layout.topology.virtual > 1 else None,
         )
         if not layout.family.latent:

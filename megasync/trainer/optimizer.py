@@ -142,6 +142,11 @@ class Optimizer:
         owner = next(part for part in self._optimizer.chained_optimizers if param in part.model_param_gbuf_map)
         return owner._get_model_param_range_map(param)["param"]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Main weights and moments; in float32 the main weights are the model's own."""
+        moments = (value for inner in self._inner() for state in inner.state.values() for value in state.values())
+        return [*self._parameters(), *(value for value in moments if isinstance(value, torch.Tensor))]
+
     def state(self) -> dict[str, Any]:
         """Moments, step counts and main weights of this rank, as tensors and plain containers."""
         found: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="verl is not installed; run `pip install --no-deps -r launch/verl.lock`")
+pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu

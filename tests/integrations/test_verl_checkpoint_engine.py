@@ -1,4 +1,4 @@
-"""verl's weight transfer over megasync's groups, between processes of their own."""
+"""verl's weight transfer out of shards, between processes of their own: two trainer ranks and two rollout workers."""
 
 import json
 import os
@@ -8,11 +8,15 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-pytest.importorskip("verl", reason="verl is not installed; run `pip install --no-deps -r launch/verl.lock`")
+pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
 
+from safetensors.torch import load_file
+from tiny_models import make_tiny_model
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
+from megasync.errors import SyncError
 from megasync.integrations.verl.checkpoint_engine import MegasyncCheckpointEngine
 
 PROCESS = Path(__file__).with_name("verl_transfer.py")
@@ -21,10 +25,11 @@ TIMEOUT = 300
 
 
 class Side:
-    def __init__(self, role: str, log: Path) -> None:
+    def __init__(self, role: str, rank: int, model: Path, folder: Path) -> None:
+        self.file, log = folder / f"{role}-{rank}.safetensors", folder / f"{role}-{rank}.txt"
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROCESS), role],
+                [sys.executable, str(PROCESS), role, str(rank), str(model), str(self.file)],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -45,9 +50,15 @@ class Side:
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory):
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def sides(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("transfer")
-    found = [Side(role, folder / f"{index}.txt") for index, role in enumerate(("trainer", "rollout", "rollout"))]
+    places = [("trainer", 0), ("trainer", 1), ("rollout", 0), ("rollout", 1)]
+    found = [Side(role, rank, model, folder) for role, rank in places]
 
     def end():
         for side in found:
@@ -61,48 +72,76 @@ def sides(tmp_path_factory):
     end()
 
 
-def transfer(sides, fail=None):
+def transfer(sides, **faults):
+    """The answers of one transfer; ``faults`` are those of "trainer1" and so on."""
     metadata = []
     for side in sides:
         side.ask("prepare")
         metadata.append(side.answer())
-    trainers, rollouts = MegasyncCheckpointEngine.build_topology(1, len(sides) - 1, metadata)
-    for index, side in enumerate(sides):
-        arguments, place = (trainers, 0) if index == 0 else (rollouts, index - 1)
-        request = {name: values[place] for name, values in arguments.items()}
-        side.ask(request | ({"fail": fail} if index == 0 else {}))
+    for role, arguments, mine in zip(
+        ("trainer", "rollout"),
+        MegasyncCheckpointEngine.build_topology(2, 2, metadata),
+        (sides[:2], sides[2:]),
+        strict=True,
+    ):
+        for place, side in enumerate(mine):
+            request = {name: values[place] for name, values in arguments.items()}
+            side.ask(request | {"fault": faults.get(f"{role}{place}")})
     return [side.answer() for side in sides]
+
+
+def check_whole(sides, model):
+    """Transfers, and compares what the rollout workers received with the model's folder."""
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
+    assert transfer(sides) == [{"tensors": 0}] * 2 + [{"tensors": len(expected)}] * 2
+    for side in sides[2:]:
+        received = load_file(side.file)
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+        side.file.unlink()
 
 
 def test_verl_finds_the_backend():
     assert CheckpointEngineRegistry.get("megasync") is MegasyncCheckpointEngine
 
 
-def test_only_the_first_trainer_rank_sends():
-    metadata = [{"host": "127.0.0.1", "port": 5}, {}, {}, {}]
-    trainers, rollouts = MegasyncCheckpointEngine.build_topology(2, 2, metadata)
-    assert trainers == {"rank": [0, -1], "size": [3, 3], "host": ["127.0.0.1"] * 2, "port": [5, 5]}
-    assert rollouts == {"rank": [1, 2], "size": [3, 3], "host": ["127.0.0.1"] * 2, "port": [5, 5]}
+def test_every_rank_is_told_who_it_is():
+    metadata = [{"host": "127.0.0.1", "port": 5}, {}, {}, {}, {}]
+    trainers, rollouts = MegasyncCheckpointEngine.build_topology(2, 3, metadata)
+    assert trainers == {
+        "rank": [0, 1],
+        "role": ["trainer"] * 2,
+        "workers": [3] * 2,
+        "host": ["127.0.0.1"] * 2,
+        "port": [5] * 2,
+    }
+    assert (rollouts["rank"], rollouts["role"][0], len(rollouts["port"])) == ([0, 1, 2], "rollout", 3)
 
 
-async def test_a_trainer_rank_that_does_not_send_still_makes_every_tensor():
-    taken = []
-    engine = MegasyncCheckpointEngine(100)
-    engine.init_process_group(rank=-1, size=3, host="127.0.0.1", port=5)
-    await engine.send_weights((name, taken.append(name)) for name in "abc")
-    assert taken == ["a", "b", "c"]
+async def test_weights_of_another_engine_are_refused():
+    with pytest.raises(SyncError, match="another backend"):
+        await MegasyncCheckpointEngine(100).send_weights(iter([("a", torch.ones(3))]))
 
 
-def test_every_rollout_worker_receives_what_was_sent_also_after_a_failure(sides):
-    first = transfer(sides)
-    assert len(first[0]["tensors"]) == 6
-    assert first[1] == first[2] == first[0]
-    assert list(first[1]["tensors"]) == list(first[0]["tensors"])
+def test_every_rollout_worker_puts_the_folder_together_bit_for_bit(sides, model):
+    check_whole(sides, model)
 
-    sender, *receivers = transfer(sides, fail=3)
-    assert sender == {"error": "ValueError: no more tensors"}
-    for receiver in receivers:
-        assert receiver["error"].startswith("SyncError: weight transfer, rank ")
-        assert "of step 4 failed" in receiver["error"]
 
-    assert transfer(sides) == first
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        ({"trainer1": "breaks down"}, "ValueError: no more tensors"),
+        ({"trainer1": "is damaged"}, "is not that of trainer 1"),
+        ({"rollout0": "breaks down"}, "ValueError: no room"),
+    ],
+    ids=["a trainer rank breaks down", "bytes are damaged", "a rollout worker breaks down"],
+)
+def test_a_failure_in_the_middle_reaches_everybody_and_the_next_transfer_is_whole(sides, model, fault, reason):
+    answers = transfer(sides, **fault)
+    if "rollout0" in fault and "tensors" in answers[3]:
+        # The other worker had everything already when this one broke down.
+        answers.pop()
+    errors = [answer["error"] for answer in answers]
+    assert any(reason in error for error in errors)
+    assert all("step 4 failed" in error for error in errors if not error.startswith("ValueError"))
+    check_whole(sides, model)

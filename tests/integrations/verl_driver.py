@@ -1,40 +1,58 @@
-"""verl's driver and its worker group of real Ray actors: `verl_driver.py MODEL RESULT`. Four workers on two cores."""
+"""verl's driver over a worker group of real Ray actors, each a rank of actor and critic: `verl_driver.py FOLDER`.
 
+FOLDER/request.json says the model of each role; FOLDER/result.pt gets what the driver got from each.
+"""
+
+import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["VERL_PLATFORM"] = "cpu"
 
 import ray
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.padding import no_padding_2_padding
-from verl_rank import SEQUENCES, actor_loss, jagged_batch, worker_config
+from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
+from verl_rank import worker_config
 
-WORLD = 4
-SETTINGS = {"tensor_model_parallel_size": 2}
+# Tensor x pipeline x data.
+WORLD = 2 * 2 * 2
+SETTINGS = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+SETTINGS |= {"param_offload": True, "optimizer_offload": True}
 # verl reserves this many CPUs for a worker; these are not the machine's.
 CPUS = 10 * WORLD
-
-
-class CpuWorker(TrainingWorker):
-    """verl asks for one backend for the CPU and one for the device, which here is the CPU again; torch refuses that."""
-
-    def __init__(self, config):
-        dist.init_process_group("gloo")
-        super().__init__(config)
 
 
 def wait(answer):
     return answer if isinstance(answer, TensorDict) else answer.get()
 
 
+def drive(role, workers):
+    workers.reset()
+    workers.set_loss_fn(loss_of(role, "megasync"))
+
+    def train(call, **options):
+        return tu.get(wait(call(jagged_batch(role, **options))), "metrics")
+
+    data = jagged_batch(role, compute_loss=False)
+    found = {"dp": 0, "infer": padded_output(role, wait(workers.infer_batch(data)), data)}
+    found["train"] = train(workers.train_batch, global_batch_size=SEQUENCES)
+    # As a user who moves the memory himself.
+    workers.to("device")
+    sizes = {"global_batch_size": MINIBATCH, "mini_batch_size": MINIBATCH}
+    found["next"] = train(workers.train_mini_batch, disable_auto_offload=True, **sizes)
+    workers.to("cpu")
+    return found
+
+
 def main():
-    model, result = sys.argv[1:]
+    folder = Path(sys.argv[1])
+    models = json.loads((folder / "request.json").read_text())
     ray.init(
         address="local",
         num_cpus=CPUS,
@@ -42,20 +60,20 @@ def main():
         runtime_env={"env_vars": {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}},
     )
     try:
-        config = worker_config(model, "megasync", SETTINGS, padding=True)
-        workers = RayWorkerGroup(
+        roles = {
+            role: RayClassWithInitArgs(
+                cls=ray.remote(TrainingWorker),
+                config=worker_config(role, model, "megasync", SETTINGS, padding=True, saves=False),
+            )
+            for role, model in models.items()
+        }
+        group = RayWorkerGroup(
             resource_pool=RayResourcePool(process_on_nodes=[WORLD], use_gpu=False),
-            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(CpuWorker), config=config),
+            ray_cls_with_init=create_colocated_worker_cls(roles),
             device_name="cpu",
         )
-        workers.reset()
-        workers.set_loss_fn(actor_loss("megasync"))
-        data = jagged_batch(compute_loss=False)
-        scored = wait(workers.infer_batch(data))
-        options = {"global_batch_size": SEQUENCES, "mini_batch_size": SEQUENCES}
-        trained = [tu.get(wait(workers.train_mini_batch(jagged_batch(**options))), "metrics") for _ in range(2)]
-        scores = {name: no_padding_2_padding(scored[name], data) for name in ("log_probs", "entropy")}
-        torch.save({"dp": 0, "infer": scores, "train": trained[0], "next": trained[1]}, result)
+        workers = group.spawn(prefix_set=roles.keys())
+        torch.save({role: drive(role, workers[role]) for role in roles}, folder / "result.pt")
     finally:
         ray.shutdown()
 

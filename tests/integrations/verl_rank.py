@@ -1,6 +1,6 @@
 """A rank under verl's own TrainingWorker: `verl_rank.py RANK WORLD FOLDER`.
 
-FOLDER/request.json is a list of runs; FOLDER/result-RANK.pt gets what `run` returned of each, by name.
+FOLDER/request.json has runs by name; FOLDER/result-RANK.pt gets what `run` returned of each, by the same names.
 """
 
 import json
@@ -14,12 +14,12 @@ os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch
 import torch.distributed as dist
+import verl.utils.model
 from megatron.core import parallel_state
-from tensordict import TensorDict
+from transformers import AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
-    ActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
@@ -27,13 +27,25 @@ from verl.workers.config import (
     TrainingWorkerConfig,
 )
 from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl.workers.utils.losses import sft_loss
+from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 from megasync.integrations.verl import MegasyncEngineConfig
 
-PROMPT, RESPONSE, SEQUENCES, VOCAB = 9, 12, 8, 300
+MODEL_TYPES = {"actor": "language_model", "critic": "value_model"}
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+# In which the minibatches of two data-parallel ranks come one after the other.
+BY_MINIBATCH = [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def load_eager_value_model(local_path, torch_dtype, model_config, trust_remote_code):
+    """verl's own way to load a critic asks for flash attention, which no CPU has."""
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, attn_implementation="eager"
+    )
+
+
+verl.utils.model.load_valuehead_model = load_eager_value_model
 
 
 def join(name):
@@ -42,59 +54,7 @@ def join(name):
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
-def padded_batch(seed=0):
-    """Prompts padded on the left, responses on the right, as verl's trainer has them. Some response tokens are masked."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator)
-
-    prompts = torch.randint(2, PROMPT + 1, (SEQUENCES,), generator=generator)
-    responses = torch.randint(1, RESPONSE + 1, (SEQUENCES,), generator=generator)
-    attention = torch.cat(
-        [
-            torch.arange(PROMPT) >= PROMPT - prompts[:, None],
-            torch.arange(RESPONSE) < responses[:, None],
-        ],
-        dim=1,
-    ).long()
-    ids = torch.randint(3, VOCAB, (SEQUENCES, PROMPT + RESPONSE), generator=generator) * attention
-    mask = attention[:, PROMPT:].clone()
-    mask[::3, 0] = 0
-    return {
-        "input_ids": ids,
-        "prompts": ids[:, :PROMPT],
-        "responses": ids[:, PROMPT:],
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": mask,
-        "old_log_probs": -5.7 + 0.1 * random(SEQUENCES, RESPONSE),
-        "advantages": random(SEQUENCES, 1).expand(-1, RESPONSE).contiguous(),
-    }
-
-
-def share(engine, **options):
-    """This data-parallel rank's sequences, as verl hands them to a worker."""
-    each = SEQUENCES // engine.get_data_parallel_size()
-    first = engine.get_data_parallel_rank() * each
-    return jagged_batch(slice(first, first + each), **options)
-
-
-def jagged_batch(rows=slice(None), **options):
-    """Some of the sequences without padding, as verl's trainer sends them to its workers."""
-    mine = {name: tensor[rows].clone() for name, tensor in padded_batch().items()}
-    data = left_right_2_no_padding(TensorDict(mine, batch_size=len(mine["input_ids"])))
-    tu.assign_non_tensor(data, temperature=0.8, calculate_entropy=True, **options)
-    return data
-
-
-def temperatures(engine):
-    """One for each of this rank's sequences, all different."""
-    each = SEQUENCES // engine.get_data_parallel_size()
-    return torch.linspace(0.5, 1.5, SEQUENCES).split(each)[engine.get_data_parallel_rank()]
-
-
-def worker_config(model, strategy, settings, padding):
+def worker_config(role, model, strategy, settings, padding, saves=True):
     sizes = {
         "max_token_len_per_gpu": 40,
         "infer_max_token_len_per_gpu": 48,
@@ -116,7 +76,7 @@ def worker_config(model, strategy, settings, padding):
         config = MegasyncEngineConfig(**{"dtype": "float32", **sizes})
         optimizer = McoreOptimizerConfig(lr_decay_style="constant", **adam)
     return TrainingWorkerConfig(
-        model_type="language_model",
+        model_type=MODEL_TYPES[role],
         model_config=HFModelConfig(
             path=model,
             load_tokenizer=False,
@@ -125,72 +85,101 @@ def worker_config(model, strategy, settings, padding):
         ),
         engine_config=config,
         optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"])
+        if saves
+        else None,
     )
 
 
-def actor_loss(strategy):
-    actor = ActorConfig(
-        strategy=strategy, rollout_n=1, ppo_mini_batch_size=SEQUENCES, use_dynamic_bsz=True, entropy_coeff=0.01
-    )
-    return partial(ppo_loss, config=actor)
+class Rank:
+    """A worker of one role, asked as verl's driver asks all of them."""
+
+    def __init__(self, role, model, strategy, settings, padding):
+        self.role = role
+        self.worker = TrainingWorker(worker_config(role, model, strategy, settings, padding))
+        self.worker.reset()
+        self.loss = loss_of(role, strategy)
+        self.worker.set_loss_fn(self.loss)
+        self.engine = self.worker.engine
+
+    def share(self, order=range(SEQUENCES), **options):
+        """This data-parallel rank's sequences, as verl hands them to a worker."""
+        each = SEQUENCES // self.engine.get_data_parallel_size()
+        first = self.engine.get_data_parallel_rank() * each
+        return jagged_batch(self.role, list(order[first : first + each]), **options)
+
+    def infer(self, each_its_own=False):
+        """Padded results for this rank's responses, None where verl collects nothing."""
+        data = self.share(compute_loss=False)
+        if each_its_own:
+            data.pop("temperature")
+            mine = self.engine.get_data_parallel_rank()
+            data["temperature"] = torch.linspace(0.5, 1.5, SEQUENCES).split(len(data))[mine]
+        found = self.worker.infer_batch(data.clone())
+        return padded_output(self.role, found, data) if self.engine.is_mp_src_rank_with_outputs() else None
+
+    def supervised_loss(self):
+        """verl's loss of fine-tuning, over whole sequences that do not say which tokens are their responses."""
+        data = self.share().select("input_ids", "position_ids")
+        offsets = data["input_ids"].offsets()
+        mask = torch.ones(int(offsets[-1]))
+        mask[offsets[:-1]] = 0
+        data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, offsets)
+        tu.assign_non_tensor(data, temperature=1.0)
+        self.worker.set_loss_fn(partial(sft_loss, config=None))
+        found = self._metrics(self.worker.infer_batch(data))
+        self.worker.set_loss_fn(self.loss)
+        return found
+
+    def train_batch(self):
+        """Metrics of one optimizer step over all sequences."""
+        return self._metrics(self.worker.train_batch(self.share(global_batch_size=SEQUENCES)))
+
+    def train_mini_batch(self):
+        """Metrics of two optimizer steps, over half of the sequences each."""
+        order = range(SEQUENCES) if self.engine.get_data_parallel_size() == 2 else BY_MINIBATCH
+        data = self.share(order, global_batch_size=MINIBATCH, mini_batch_size=MINIBATCH)
+        return self._metrics(self.worker.train_mini_batch(data))
+
+    def _metrics(self, found):
+        return None if found is None else tu.get(found, "metrics")
+
+    def weights(self):
+        tensors, adapter = self.engine.get_per_tensor_param()
+        assert adapter is None
+        return {name: tensor.detach().clone() for name, tensor in tensors}
+
+    def go_away(self):
+        """Empties this rank's memory, exports all the same, and fills it again; the export, and bytes in between."""
+        from megasync.trainer.offload import KINDS  # Only now: it takes names from Megatron.
+
+        offload = self.engine._computation.offload
+        before = offload.nbytes()
+        offload.leave(*KINDS)
+        weights = self.weights()
+        away = offload.nbytes()
+        offload.enter(*KINDS)
+        return weights, (before, away, offload.nbytes())
 
 
-def make_worker(model, strategy, settings, padding):
-    worker = TrainingWorker(worker_config(model, strategy, settings, padding))
-    worker.reset()
-    worker.set_loss_fn(actor_loss(strategy))
-    return worker
-
-
-def infer(worker, each_its_own=False):
-    """Padded log-probs and entropies of this rank's responses, None where verl collects nothing."""
-    data = share(worker.engine, compute_loss=False)
-    if each_its_own:
-        data.pop("temperature")
-        data["temperature"] = temperatures(worker.engine)
-    found = worker.infer_batch(data.clone())
-    if not worker.engine.is_mp_src_rank_with_outputs():
-        return None
-    return {name: no_padding_2_padding(found[name], data) for name in ("log_probs", "entropy")}
-
-
-def train(worker):
-    """Metrics of one optimizer step over all sequences."""
-    data = share(worker.engine, global_batch_size=SEQUENCES, mini_batch_size=SEQUENCES)
-    found = worker.train_mini_batch(data)
-    return None if found is None else tu.get(found, "metrics")
-
-
-def weights(worker):
-    tensors, adapter = worker.engine.get_per_tensor_param()
-    assert adapter is None
-    return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def run(model, strategy, settings=None, padding=True, save=None):
-    worker = make_worker(model, strategy, settings or {}, padding)
-    found = {
-        "dp": worker.engine.get_data_parallel_rank(),
-        "before": weights(worker),
-        "infer": infer(worker),
-        "each_its_own": infer(worker, each_its_own=True),
-    }
+def run(model, strategy, role="actor", settings=None, padding=True, save=None):
+    rank = Rank(role, model, strategy, settings or {}, padding)
+    found = {"dp": rank.engine.get_data_parallel_rank(), "before": rank.weights(), "infer": rank.infer()}
+    if role == "actor":
+        found |= {"each_its_own": rank.infer(each_its_own=True), "supervised": rank.supervised_loss()}
     if strategy != "fsdp2":
-        reference = make_worker(model, strategy, {**(settings or {}), "forward_only": True}, padding)
-    found |= {
-        "train": train(worker),
-        "after": weights(worker),
-    }
+        reference = Rank(role, model, strategy, {**(settings or {}), "forward_only": True}, padding)
+    found |= {"train": rank.train_batch(), "after": rank.weights(), "infer_after": rank.infer()}
     if save:
-        worker.save_checkpoint(save, global_step=1)
-    found |= {"next": train(worker), "last": weights(worker)}
+        rank.worker.save_checkpoint(save, global_step=1)
+        found["away"], found["held"] = rank.go_away()
+    found |= {"next": rank.train_mini_batch(), "last": rank.weights()}
     if save:
-        worker.reset()
-        worker.load_checkpoint(save)
-        found |= {"restored": weights(worker), "again": train(worker), "end": weights(worker)}
+        rank.worker.reset()
+        rank.worker.load_checkpoint(save)
+        found |= {"restored": rank.weights(), "again": rank.train_mini_batch(), "end": rank.weights()}
     if strategy != "fsdp2":
-        found["reference"] = infer(reference)
+        found["reference"] = reference.infer()
         parallel_state.destroy_model_parallel()
     return found
 

@@ -1,68 +1,95 @@
-"""A trainer rank or a rollout worker of a weight transfer: `verl_transfer.py trainer|rollout`.
+"""A trainer rank or a rollout worker of a weight transfer: `verl_transfer.py trainer|rollout RANK MODEL FILE`.
 
-Each line of standard input is a JSON object. "prepare" answers with the metadata of `prepare`; any other is the arguments
-of `init_process_group` and, for a trainer, after how many tensors to `fail`; it answers with a fingerprint of each tensor
-by name, or with the error.
+MODEL is a Hugging Face folder, which the trainer ranks hold in tensor-parallel shards. Each line of standard input is a
+JSON object. "prepare" answers with the metadata of `prepare`; any other is the arguments of `init_process_group` and a
+`fault` or none. It answers with the number of tensors that a rollout worker received and wrote to FILE, or with the error.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 os.environ["VERL_PLATFORM"] = "cpu"
 
-import torch
+from safetensors.torch import save_file
 
 from megasync.errors import SyncError
-from megasync.integrations.verl.checkpoint_engine import MegasyncCheckpointEngine
+from megasync.integrations.verl import checkpoint_engine
+from megasync.integrations.verl.weights import Weights
+from megasync.sync.layout import Layout
+from megasync.sync.shards import load_shards
+from megasync.sync.stream import Shards
+from megasync.sync.topology import Topology
 
-TRAINS = sys.argv[1] == "trainer"
-# Two buckets of several tensors, one tensor above the limit, one scalar.
-SHAPES = {"a": (7, 5), "b": (13,), "large": (40, 30), "scalar": (), "c": (9, 11), "d": (3, 3)}
-BUCKET = 1000
-
-
-def weights():
-    generator = torch.Generator().manual_seed(3)
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        dtype = torch.bfloat16 if index % 2 else torch.float32
-        yield name, torch.randn(shape, generator=generator).to(dtype)
+TRAINERS = 2
+# Many tensors fit into one bucket, the vocabulary's do not.
+BUCKET = 40_000
+LATE = "decoder.layers.1.self_attention.linear_proj.weight"
 
 
-def fingerprint(tensor):
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
+class FailingParams(dict):
+    """Gives no parameter of the second layer's projection: a rank that breaks down when half of its share is sent."""
 
-
-def failing(after):
-    for index, item in enumerate(weights()):
-        if index == after:
+    def __getitem__(self, name):
+        if name == LATE:
             raise ValueError("no more tensors")
-        yield item
+        return super().__getitem__(name)
 
 
-async def transfer(engine, fail):
-    if TRAINS:
-        await engine.send_weights(weights() if fail is None else failing(fail), global_steps=4)
-        return {name: fingerprint(tensor) for name, tensor in weights()}
-    return {name: fingerprint(tensor) async for name, tensor in engine.receive_weights(global_steps=4)}
+class Trainer:
+    def __init__(self, rank, model):
+        config = json.loads((Path(model) / "config.json").read_text())
+        self.layout = Layout(config, Topology(tensor=TRAINERS))
+        self.rank, self.params = rank, load_shards(model, self.layout, rank)
+
+    async def transfer(self, engine, fault):
+        params = FailingParams(self.params) if fault == "breaks down" else self.params
+
+        @contextmanager
+        def held():
+            yield Shards(self.layout, "bfloat16", self.rank, params)
+
+        if fault == "is damaged":
+            checkpoint_engine.signed = lambda value: 5
+        await engine.send_weights(Weights(held), global_steps=4)
+        return 0
+
+
+class Rollout:
+    def __init__(self, file):
+        self.file = file
+
+    async def transfer(self, engine, fault):
+        found = {}
+        async for name, tensor in engine.receive_weights(global_steps=4):
+            found[name] = tensor.clone()
+            if fault == "breaks down" and len(found) == 10:
+                raise ValueError("no room")
+        save_file(found, self.file)
+        return len(found)
 
 
 def main():
-    engine = MegasyncCheckpointEngine(BUCKET, is_master=TRAINS, timeout=60.0, host="127.0.0.1")
+    role, rank, model, file = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+    side = Trainer(rank, model) if role == "trainer" else Rollout(file)
+    is_master = (role, rank) == ("trainer", 0)
+    engine = checkpoint_engine.MegasyncCheckpointEngine(BUCKET, is_master=is_master, timeout=60.0, host="127.0.0.1")
+    signed = checkpoint_engine.signed
     for line in sys.stdin:
         request = json.loads(line)
         if request == "prepare":
             answer = engine.prepare()
         else:
-            fail = request.pop("fail", None)
+            fault = request.pop("fault")
             engine.init_process_group(**request)
             try:
-                answer = {"tensors": asyncio.run(transfer(engine, fail))}
+                answer = {"tensors": asyncio.run(side.transfer(engine, fault))}
             except (SyncError, ValueError) as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
+            checkpoint_engine.signed = signed
             engine.finalize()
         print(f"answer {json.dumps(answer)}", flush=True)
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
-LOCK = [
-    Requirement(line)
-    for line in (ROOT / "launch" / "cpu.lock").read_text().splitlines()
-    if line and not line.startswith("#")
-]
+
+
+def requirements_of(lock: str) -> list[Requirement]:
+    lines = (ROOT / "launch" / lock).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+LOCK = requirements_of("cpu.lock")
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_a_failed_set_up_shows_the_logs_end_and_is_tried_again(checkout):
 
 
 def test_quickstart_and_tests_pass_their_arguments_on(checkout):
-    program(checkout / "launch" / "setup.sh", "exit 0")
+    program(checkout / "launch" / "setup.sh", "echo made > .venv/.installed")
     program(checkout / ".venv" / "bin" / "megasync", 'echo "megasync $*"')
     program(checkout / ".venv" / "bin" / "python", 'echo "python $*"')
     result = bash(checkout / "launch" / "quickstart.sh", "schedule.total_steps=3")
@@ -117,6 +121,25 @@ def test_quickstart_and_tests_pass_their_arguments_on(checkout):
     ]
     assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == "python -m pytest -k x\n"
     assert bash(checkout / ".ci" / "run").stdout == "python -m pytest\n"
+
+
+def test_the_tests_add_verl_to_the_environment_once(checkout):
+    python = fake_python(checkout, "true")
+    run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))
+    assert run().returncode == run().returncode == 0
+    *_, project, verl = (checkout / "pip.txt").read_text().splitlines()
+    assert "--editable" in project
+    assert "--no-deps" in verl and verl.endswith("launch/verl.lock")
+    with (checkout / "launch" / "verl.lock").open("a") as lock:
+        lock.write("another==1\n")
+    run()
+    assert (checkout / "pip.txt").read_text().splitlines()[-2:] == [verl, verl]
+
+
+def test_verls_lock_pins_nothing_a_second_time():
+    pins = requirements_of("verl.lock")
+    assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
+    assert not {requirement.name for requirement in pins} & {requirement.name for requirement in LOCK}
 
 
 def test_the_lock_pins_exactly_and_fits_the_projects_requirements():

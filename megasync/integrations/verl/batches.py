@@ -1,7 +1,8 @@
 """verl's batches as megasync's samples and microbatches, and per-token results back as verl's jagged tensors.
 
-verl decides what is in a microbatch. Position i of a jagged result belongs to the log-prob of token i + 1, so the last
-position of a sequence has none; it is zero, as are the positions that nobody reads (those before the last of a prompt).
+verl decides what is in a microbatch. Position i of a jagged result belongs to the log-prob of token i + 1, or is the value
+of what stands before it. So the last position of a sequence has none; it is zero, as are the positions that nobody reads
+(those before the last of a prompt).
 """
 
 from __future__ import annotations

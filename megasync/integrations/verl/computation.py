@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,27 +22,30 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from megasync.errors import TrainingError
 from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures
 from megasync.integrations.verl.checkpoints import Checkpoints
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.stream import stream_tensors
+from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.offload import OPTIMIZER, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
 
-# Bytes of whole tensors that an export holds at a time.
-EXPORT_BYTES = 256 * 2**20
-
 
 class Computation:
-    """What one rank computes; every method but `learning_rate` is a collective. Initialises the engine it is given."""
+    """What one rank computes; every method but `learning_rate` is a collective. Initialises the engine it is given.
+
+    What of the engine's memory is away on the host (`offload`) comes back for an export or a checkpoint; before anything
+    else it must be brought back.
+    """
 
     def __init__(self, engine: MegatronEngine, exports: bool) -> None:
         engine.initialize()
         self._engine = engine
         self._ranks = engine.topology.data
         self._losses_are_finite = True
+        self._outputs = self._values if engine.layout.value_head else self._scores
         self.data_group: dist.ProcessGroup = engine.data_group
-        self.checkpoints = Checkpoints(engine, exports)
+        self.offload = Offload(engine.memory, engine.device)
+        self._checkpoints = Checkpoints(engine, exports)
 
     def forward_backward(self, data: TensorDict, loss: Callable | None, forward_only: bool) -> dict[str, Any]:
         """See `MegasyncEngine.forward_backward_batch`."""
@@ -79,24 +83,30 @@ class Computation:
         return mine, int(tokens)
 
     def _evaluate(
-        self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, logits: torch.Tensor
+        self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, found: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """From a microbatch's logits to its loss and to what verl wants reported."""
+        """From a microbatch's logits or values to its loss and to what verl wants reported."""
         part = batch.part(packed)
-        temperature = temperatures(part)
-        if isinstance(temperature, torch.Tensor):
-            logits, temperature = logits / temperature[packed.segments, None], 1.0
-        logprobs, entropy = self._engine.score_logits(logits, packed, temperature)
-        output = {"log_probs": batch.jagged(logprobs, packed)}
-        if tu.get_non_tensor_data(part, key="calculate_entropy", default=False):
-            output["entropy"] = batch.jagged(entropy, packed)
-        value, metrics = torch.ones((), device=logits.device), {}
+        output = {name: batch.jagged(tokens, packed) for name, tokens in self._outputs(part, packed, found).items()}
+        value, metrics = torch.ones((), device=found.device), {}
         if loss is not None:
             value, metrics = loss(model_output=output, data=part, dp_group=self.data_group)
         report = {"loss": value.detach().item(), "metrics": detach_tree(metrics)}
         if forward_only or tu.get_non_tensor_data(part, key="return_model_output", default=False):
             report["model_output"] = detach_tree(output)
         return value / self._ranks, report
+
+    def _scores(self, part: TensorDict, packed: Batch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        temperature = temperatures(part)
+        if isinstance(temperature, torch.Tensor):
+            logits, temperature = logits / temperature[packed.segments, None], 1.0
+        logprobs, entropy = self._engine.score_logits(logits, packed, temperature)
+        if tu.get_non_tensor_data(part, key="calculate_entropy", default=False):
+            return {"log_probs": logprobs, "entropy": entropy}
+        return {"log_probs": logprobs}
+
+    def _values(self, part: TensorDict, packed: Batch, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"values": values.squeeze(1).float()}
 
     def zero_grad(self) -> None:
         self._engine.zero_grad()
@@ -113,7 +123,19 @@ class Computation:
         """Of an optimizer step, from 1."""
         return learning_rate(self._engine.trainer_config.optimizer, step, self._engine.total_steps)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `MegasyncEngine.get_per_tensor_param`."""
-        plan = plan_broadcast(self._engine.layout, EXPORT_BYTES, self._engine.model_config.dtype)
-        return stream_tensors(plan, self._engine.rank, self._engine.params())
+    @contextmanager
+    def shards(self) -> Iterator[Shards]:
+        """This rank's weights, on their device within the context."""
+        engine = self._engine
+        with self.offload.present(WEIGHTS):
+            yield Shards(engine.layout, engine.model_config.dtype, engine.rank, engine.params())
+
+    def save(self, path: str, state: dict[str, Any], keep: int | None) -> None:
+        """See `Checkpoints.save`."""
+        with self.offload.present(WEIGHTS, OPTIMIZER):
+            self._checkpoints.save(path, state, keep)
+
+    def load(self, path: str) -> dict[str, Any]:
+        """See `Checkpoints.load`."""
+        with self.offload.present(WEIGHTS, OPTIMIZER):
+            return self._checkpoints.load(path)

@@ -38,7 +38,7 @@ WHOLE = frozenset({"model", "optimizer", "extra"})
 @dataclass
 class MegasyncEngineConfig(McoreEngineConfig):
     """verl's Megatron configuration with megasync behind it: set `actor_rollout_ref.actor.megatron._target_` to this
-    class, and the reference policy's too.
+    class, and the reference policy's and the critic's too.
 
     Raises:
         ConfigError: a setting that megasync does not have.
@@ -50,7 +50,7 @@ class MegasyncEngineConfig(McoreEngineConfig):
         VerlEngineConfig.__post_init__(self)
         _allow("strategy", self.strategy, STRATEGY)
         _allow("dtype", self.dtype, *DTYPES)
-        for name in ("param_offload", "optimizer_offload", "full_determinism", "use_megatron_fsdp", "pad_to_length"):
+        for name in ("full_determinism", "use_megatron_fsdp", "pad_to_length"):
             _allow(name, getattr(self, name), False)
         _allow("context_parallel_size", self.context_parallel_size, 1)
         _allow("dynamic_context_parallel", self.dynamic_context_parallel, False)
@@ -150,7 +150,7 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     _allow("model.use_liger", model.use_liger, False)
     _allow("model.enable_activation_offload", model.enable_activation_offload, False)
     _allow("model.tiled_mlp.enabled", model.tiled_mlp.get("enabled", False), False)
-    _allow("model.hf_config_path", model.hf_config_path, model.path)
+    _allow("model.hf_config_path", model.hf_config_path, model.path, model.local_path)
     # verl itself wants to be told the attention of the Hugging Face model, which this engine does not build.
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})

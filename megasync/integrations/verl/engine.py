@@ -5,18 +5,20 @@ This module imports nothing of Megatron, so that verl can load it in any process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megasync.device import resolve_device
 from megasync.errors import ConfigError
 from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer
+from megasync.integrations.verl.weights import Weights
 from megasync.sync.topology import Topology
 
 
@@ -30,6 +32,8 @@ class MegasyncEngine(BaseEngine):
         ConfigError: a setting, an architecture or a world size that megasync does not have.
     """
 
+    value_head = False
+
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
     ) -> None:
@@ -37,6 +41,8 @@ class MegasyncEngine(BaseEngine):
         # Set by verl's contexts: "train", "eval" or None.
         self.mode: str | None = None
         self._trains = not engine_config.forward_only
+        # verl leaves it out where nothing is saved.
+        checkpoint_config = checkpoint_config or CheckpointConfig()
         if self._trains:
             check_contents(checkpoint_config)
         self._saves_hf = self._trains and "hf_model" in checkpoint_config.save_contents
@@ -66,10 +72,13 @@ class MegasyncEngine(BaseEngine):
                 total_steps=self._total_steps,
                 seed=self.engine_config.seed,
                 trains=self._trains,
+                value_head=self.value_head,
             ),
             exports=self._saves_hf,
         )
         self._step = 1
+        weights, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        self.to("cpu", model=weights, optimizer=optimizer, grad=weights)
 
     # Where this rank stands
 
@@ -93,11 +102,11 @@ class MegasyncEngine(BaseEngine):
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        return False
+        return self.engine_config.param_offload
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        return False
+        return self.engine_config.optimizer_offload
 
     def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
         return BaseEngineCtx(self, mode="train", **kwargs)
@@ -106,16 +115,22 @@ class MegasyncEngine(BaseEngine):
         return BaseEngineCtx(self, mode="eval", **kwargs)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Everything stays where it was made.
+        """Moves this rank's memory to the host ("cpu") or back to its device. On a CPU these are one and the same.
+
+        Gradients are not kept; they come back as zeros.
 
         Raises:
-            ConfigError: asked to move something to another device.
+            ConfigError: another kind of device.
         """
-        if device != get_device_name() and (model or optimizer or grad):
-            raise ConfigError(
-                f"megasync's engine does not offload, and was asked to move to {device!r}; serve from other devices than "
-                f"those that train"
-            )
+        own = get_device_name()
+        if device not in ("cpu", own):
+            raise ConfigError(f"megasync's engine moves between {own!r} and 'cpu', and was asked to move to {device!r}")
+        if own == "cpu":
+            return
+        wanted = {"weights": model, "gradients": grad, "optimizer": optimizer}
+        kinds = [kind for kind, moves in wanted.items() if moves]
+        offload = self._computation.offload
+        (offload.leave if device == "cpu" else offload.enter)(*kinds)
 
     # Computation
 
@@ -141,7 +156,7 @@ class MegasyncEngine(BaseEngine):
         """verl's contract: ``data`` holds this data-parallel rank's sequences, as jagged ``input_ids``.
 
         Returns:
-            ``model_output`` (jagged ``log_probs``, and ``entropy`` if it is asked for; when training only with
+            ``model_output`` (jagged ``log_probs``, and ``entropy`` if it is asked for; while training only with
             ``return_model_output``), ``loss`` and ``metrics`` of each microbatch; nothing before the last stage.
 
         Raises:
@@ -151,12 +166,9 @@ class MegasyncEngine(BaseEngine):
 
     # Weights
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """The model under Hugging Face names, tensor by tensor, whole on every rank; all ranks must take all of them.
-
-        There is no adapter, so the second is always None.
-        """
-        return self._computation.tensors(), None
+    def get_per_tensor_param(self, **_: Any) -> tuple[Weights, None]:
+        """The model as an iterator of whole tensors, see `Weights`. There is no adapter, so the second is always None."""
+        return Weights(self._computation.shards), None
 
     def save_checkpoint(
         self,
@@ -168,9 +180,7 @@ class MegasyncEngine(BaseEngine):
     ) -> None:
         """See `Checkpoints.save`. Raises CheckpointError, and ConfigError for a remote path."""
         self._check_stored(hdfs_path)
-        self._computation.checkpoints.save(
-            local_path, {"global_step": global_step, "step": self._step}, max_ckpt_to_keep
-        )
+        self._computation.save(local_path, {"global_step": global_step, "step": self._step}, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
@@ -183,7 +193,7 @@ class MegasyncEngine(BaseEngine):
         if local_path is None:
             return
         self._check_stored(hdfs_path)
-        self._step = self._computation.checkpoints.load(local_path)["step"]
+        self._step = self._computation.load(local_path)["step"]
 
     def _check_stored(self, hdfs_path: str | None) -> None:
         if hdfs_path is not None:
@@ -193,13 +203,12 @@ class MegasyncEngine(BaseEngine):
 
 
 class MegasyncValueEngine(MegasyncEngine):
-    """A critic, which megasync does not have: the name is taken so that verl's user is told so."""
+    """One rank of a critic: `forward_backward_batch` gives jagged ``values`` in place of log-probs and entropy.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "megasync's engine has no value head; train the critic with one of verl's own strategies "
-            "(critic.strategy=fsdp2), or use an advantage estimator that needs none, such as grpo"
-        )
+    The model folder is a language model's, which gets a new head, or a token classifier's of one label.
+    """
+
+    value_head = True
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import torch
+from megasync_patches import verl_cpu_group
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
@@ -41,7 +42,10 @@ class CpuPlatform(PlatformBase):
 
     @classmethod
     def install(cls) -> None:
+        """Makes it known to verl; once per process, before verl's workers are imported."""
         PlatformRegistry.register("cpu")(cls)
+        if verl_cpu_group.PATCH.needed():
+            verl_cpu_group.PATCH.apply()
 
     @property
     def device_name(self) -> str:

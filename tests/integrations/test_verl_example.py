@@ -1,0 +1,77 @@
+"""The example of GRPO in verl: verl's own entry point, real SGLang servers, and megasync's engine as actor and reference."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "verl" / "grpo_cpu.sh"
+# Seconds; several times what it needs on two busy cores.
+TIMEOUT = 500
+SETTINGS = [
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=2",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.calculate_log_probs=true",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list[dict[str, float]]]:
+    """(folder, metrics of each step) of two steps."""
+    folder = tmp_path_factory.mktemp("grpo")
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            ["bash", SCRIPT, *SETTINGS],
+            env={**os.environ, "FOLDER": str(folder)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(TIMEOUT) == 0, log.read_text()[-6000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    steps = [line.split(" - ") for line in log.read_text().splitlines() if "actor/grad_norm:" in line]
+    return folder, [dict(map(_metric, step[1:])) for step in steps]
+
+
+def _metric(text: str) -> tuple[str, float]:
+    """Of verl's console: "name:0.5" or "name:np.float64(0.5)"."""
+    name, _, value = text.rpartition(":")
+    return name, float(re.sub(r"np\.\w+\(|\)", "", value))
+
+
+def test_verls_trainer_trains(run):
+    _, (first, second) = run
+    for step in (first, second):
+        assert step["actor/grad_norm"] > 0
+        assert step["actor/lr"] == 1.3e-3
+    # The policy leaves the reference, which stays as it was.
+    assert abs(first["actor/kl_loss"]) < 1e-6 < second["actor/kl_loss"]
+
+
+def test_the_servers_sample_with_the_weights_that_were_trained(run):
+    """Probabilities of the sampled tokens, by the server and by the engine; the second step's are of new weights."""
+    _, steps = run
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_verl_finds_its_checkpoint(run):
+    folder, _ = run
+    actor = folder / "checkpoints" / "global_step_2" / "actor"
+    assert (actor / "megasync" / "COMPLETE").is_file()
+    assert (actor / "huggingface" / "model.safetensors").is_file()

@@ -1,0 +1,71 @@
+"""Batches as verl's trainer sends them to its workers, and the losses with which it trains actor and critic."""
+
+from functools import partial
+
+import torch
+from verl import DataProto
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, CriticConfig
+from verl.workers.utils.losses import ppo_loss, value_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+PROMPT, RESPONSE, SEQUENCES, VOCAB = 9, 12, 8, 300
+MINIBATCH = SEQUENCES // 2
+TEMPERATURE = 0.8
+# What a forward pass of each kind of model gives for every token.
+OUTPUTS = {"actor": ("log_probs", "entropy"), "critic": ("values",)}
+
+
+def padded_batch(seed=0):
+    """Prompts padded on the left, responses on the right, as verl's trainer has them. Some response tokens are masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    prompts = torch.randint(2, PROMPT + 1, (SEQUENCES,), generator=generator)
+    responses = torch.randint(1, RESPONSE + 1, (SEQUENCES,), generator=generator)
+    attention = torch.cat(
+        [
+            torch.arange(PROMPT) >= PROMPT - prompts[:, None],
+            torch.arange(RESPONSE) < responses[:, None],
+        ],
+        dim=1,
+    ).long()
+    ids = torch.randint(3, VOCAB, (SEQUENCES, PROMPT + RESPONSE), generator=generator) * attention
+    mask = attention[:, PROMPT:].clone()
+    mask[::3, 0] = 0
+    return {
+        "input_ids": ids,
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask,
+        "old_log_probs": -5.7 + 0.1 * random(SEQUENCES, RESPONSE),
+        "advantages": random(SEQUENCES, 1).expand(-1, RESPONSE).contiguous(),
+        "values": 0.3 * random(SEQUENCES, RESPONSE),
+        "returns": random(SEQUENCES, RESPONSE),
+    }
+
+
+def jagged_batch(role, rows=slice(None), **options):
+    """Some of the sequences without padding, as verl's trainer sends them to its workers."""
+    # A critic's batch has a temperature, too, which says nothing to it.
+    asked = {"temperature": TEMPERATURE, "calculate_entropy": role == "actor"}
+    mine = {name: tensor[rows].clone() for name, tensor in padded_batch().items()}
+    data = left_right_2_no_padding(DataProto.from_single_dict(mine, meta_info=asked).to_tensordict())
+    tu.assign_non_tensor(data, **options)
+    return data
+
+
+def padded_output(role, found, data):
+    """What was computed for the response tokens, [sequences, RESPONSE], by name."""
+    return {name: no_padding_2_padding(found[name], data) for name in OUTPUTS[role]}
+
+
+def loss_of(role, strategy):
+    options = {"strategy": strategy, "rollout_n": 1, "ppo_mini_batch_size": SEQUENCES, "use_dynamic_bsz": True}
+    if role == "actor":
+        return partial(ppo_loss, config=ActorConfig(entropy_coeff=0.01, **options))
+    return partial(value_loss, config=CriticConfig(**options))
