@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megasync.errors import ConfigError, MegasyncError
+from megasync.launch.remote import SSH
 
 INTERRUPTED = 130
 
@@ -28,7 +29,7 @@ def launch(
     slurm: Annotated[bool, typer.Option("--slurm", help="Take the machines of the Slurm job around this.")] = False,
     shell: Annotated[
         str, typer.Option(metavar="COMMAND", help="Runs a command on a machine, which is named behind it.")
-    ] = "ssh -o BatchMode=yes -o ConnectTimeout=15",
+    ] = SSH,
     interface: Annotated[
         str, typer.Option(help="Network interface of all machines; the one that leads to the others when not given.")
     ] = "",

@@ -27,7 +27,7 @@ from megasync.config import Config
 from megasync.errors import MegasyncError
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
-from megasync.launch.remote import Remote, shell_command
+from megasync.launch.remote import SSH, Remote, shell_command
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Job:
     # `key=value`, as `config` has them already.
     changes: list[str]
     folder: Path
-    shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+    shell: str = SSH
     interface: str = ""
     python: str = sys.executable
     # Names the run to go on with; null begins a new one.
