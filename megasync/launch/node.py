@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from megasync.cluster.marks import PLENTY, mark_of
 from megasync.config.host import HOST_VARIABLE
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError
+from megasync.launch import ray_logs
 from megasync.launch.interface import address_of, address_towards, interface_of
 from megasync.launch.leash import Leash
 from megasync.rollout.ports import free_port
@@ -74,18 +76,29 @@ def _ray(args: argparse.Namespace, leash: Leash, address: str) -> int:
     node = ManagedProcess(ray_command(address, args.head, port, cpus, args.pool), os.environ, args.log)
     node.start()
     leash.hold()
-    if args.head or _listens(address, port, node, leash):
+    ready = args.head or _listens(address, port, node, leash)
+    if ready:
         where = {"head": args.head or f"{address}:{port}", "address": address, "interface": interface_of(address)}
         print(READY + json.dumps(where), flush=True)
-        while node.alive() and not leash.ended.wait(LOOK_SECONDS):
-            pass
+    folder = None
+    while ready and node.alive() and not leash.ended.wait(LOOK_SECONDS):
+        folder = folder or ray_logs.log_folder(node.pid)
     asked = leash.ended.is_set()
     asyncio.run(node.stop(STOP_SECONDS))
+    if folder is not None:
+        _keep_logs(folder, Path(args.log))
     if not asked:
         print(
             f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{node.tail()}", flush=True
         )
     return 0 if asked else 1
+
+
+def _keep_logs(folder: Path, log: Path) -> None:
+    try:
+        ray_logs.keep(folder, log)
+    except OSError as error:
+        print(f"Ray's logs stay in {folder}: {error}", flush=True)
 
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:

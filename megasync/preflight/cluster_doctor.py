@@ -208,7 +208,7 @@ def _ways(probes: Mapping[str, Any], looks: Looks) -> Iterator[Finding]:
     if broken or lost or len(probes) < 2:
         return
     first = next(iter(probes))
-    meeting, lost = _ask({first: probes[first]}, "meeting_point", REACH_SECONDS)
+    meeting, lost = _ask({first: probes[first]}, "meeting_point", LOOK_SECONDS, COLLECTIVE_SECONDS)
     yield from lost
     if lost:
         return

@@ -11,10 +11,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.config.host import resolve_host
-from megasync.rollout.ports import free_port
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 # What the processes of a run speak to each other in.
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")
@@ -25,6 +27,7 @@ class NodeProbe:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._store: TCPStore | None = None
 
     def look(self) -> dict[str, Any]:
         from megasync.preflight.doctor import examine
@@ -56,9 +59,13 @@ class NodeProbe:
         self._listener.listen(256)
         return self._listener.getsockname()[:2]
 
-    def meeting_point(self) -> tuple[str, int]:
+    def meeting_point(self, seconds: float) -> tuple[str, int]:
+        """Opens the store of `all_reduce`, on rank 0's node."""
+        from megasync.sync.groups import open_store
+
         host = resolve_host("auto")
-        return host, free_port(host)
+        self._store = open_store(host, seconds)
+        return host, self._store.port
 
     def connect(self, places: dict[str, tuple[str, int]], seconds: float) -> dict[str, str]:
         """The places that this node could not reach, and why."""
@@ -71,13 +78,15 @@ class NodeProbe:
         return failures
 
     def all_reduce(self, host: str, port: int, rank: int, world: int, seconds: float) -> None:
-        """Adds one up over all nodes. Raises what the process group raises, RuntimeError for a wrong sum."""
+        """Adds one up over all nodes, which meet at rank 0's `meeting_point`. Raises what the process group raises, RuntimeError for a wrong sum."""
         import torch
         import torch.distributed as dist
 
+        from megasync.sync.groups import join_store
+
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{host}:{port}",
+            store=join_store(host, port, seconds) if rank else self._store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=seconds),

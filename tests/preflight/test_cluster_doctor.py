@@ -53,7 +53,7 @@ def test_a_node_reaches_another_or_says_why_not(monkeypatch: pytest.MonkeyPatch,
     assert list(failures) == ["nowhere"]
     (tmp_path / "note").write_text("seen")
     assert here.reads(str(tmp_path / "note")) == "seen" and here.reads(str(tmp_path / "missing")) is None
-    here.all_reduce(*here.meeting_point(), rank=0, world=1, seconds=20.0)
+    here.all_reduce(*here.meeting_point(20.0), rank=0, world=1, seconds=20.0)
 
 
 def test_the_digest_of_the_code_is_stable() -> None:
