@@ -65,6 +65,11 @@ class FakeHosts:
         return f"{self._net}.{10 + self.names.index(name)}"
 
     @property
+    def outside(self) -> Path:
+        """The network namespace of a machine that is none of the hosts, and reaches them all."""
+        return Path("/run/netns") / self._switch
+
+    @property
     def shell(self) -> str:
         """A remote shell for `--shell`: the host's name follows it, then the command."""
         path = self.root / "on_host"
@@ -108,6 +113,19 @@ class FakeHosts:
     def cut(self, name: str) -> None:
         """The cable is out."""
         self._ip("link", "set", f"to-{name}", "down", inside=self._switch)
+
+    def processes(self, name: str) -> list[str]:
+        """What runs on a host, but for what makes it a host, and the look itself."""
+        look = [self.shell, name, "ps", "-e", "-o", "comm="]
+        found = subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [command for command in found if command not in ("bash", "sleep", "ps", "sshd")]
+
+    def listening(self, name: str) -> set[tuple[str, str]]:
+        """Addresses on which a host's processes listen by TCP, each with a process that does."""
+        look = [self.shell, name, "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes"]
+        lines = subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+        places = ((line.split()[3].rpartition(":")[0], line.partition('(("')[2].partition('"')[0]) for line in lines)
+        return {(address.partition("%")[0], process) for address, process in places if process != "sshd"}
 
     def heal(self, name: str) -> None:
         self._ip("link", "set", f"to-{name}", "up", inside=self._switch)

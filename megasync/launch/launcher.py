@@ -5,7 +5,8 @@ step                     waits for                    until
 head                     its line                     HEAD_SECONDS; an error ends the job
 other nodes              nothing: the doctor does
 doctor                   all nodes, then its checks   `wait` seconds for the nodes; a failure ends the job
-run                      its end                      it ends; a node that is lost meanwhile is started again
+run                      its end                      it ends; a node that is lost meanwhile is started again,
+                                                      but for the head, with which the run ends
 taking down              each machine                 END_SECONDS each, all at once, the head last
 """
 
@@ -115,13 +116,15 @@ class Launcher:
         self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()
+        # Why the run ended, where that was not its own doing.
+        self._lost = ""
         # What the machines have said of themselves, by host.
         self._places: dict[str, dict[str, str]] = {}
 
     async def run(self) -> int:
         """The driver's exit status. Whatever happens, every machine has put its part away when this returns or raises.
 
-        Raises MegasyncError when the nodes do not come up or the doctor finds something.
+        Raises MegasyncError when the nodes do not come up, the doctor finds something, or the head is lost.
         """
         async with AsyncExitStack() as stack:
             head = await self._start_head(stack)
@@ -131,17 +134,22 @@ class Launcher:
             for keeper in keepers:
                 keeper.add_done_callback(self._report)
             stack.push_async_callback(_cancel, keepers)
-            if code := await self._on_head(self._job.doctor(head), STOP_SECONDS):
-                if self._stopping.is_set():
-                    return code
-                raise MegasyncError(
-                    "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
-                    f"{self._job.logs} of each machine"
-                )
-            if self._stopping.is_set():
-                return STOPPED
-            self._say("starting the run")
-            return await self._on_head(self._job.driver(head), self._job.patience)
+            code = await self._work(head)
+            if self._lost:
+                raise MegasyncError(self._lost)
+            return code
+
+    async def _work(self, head: str) -> int:
+        code = await self._on_head(self._job.doctor(head), STOP_SECONDS)
+        if self._stopping.is_set():
+            return code or STOPPED
+        if code:
+            raise MegasyncError(
+                "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
+                f"{self._job.logs} of each machine"
+            )
+        self._say("starting the run")
+        return await self._on_head(self._job.driver(head), self._job.patience)
 
     async def request_stop(self, number: signal.Signals) -> None:
         """Passes a signal on to the run; once more makes it leave at once."""
@@ -168,7 +176,19 @@ class Launcher:
                 )
             await asyncio.sleep(0.05)
         ended.cancel()
+        mourner = asyncio.create_task(self._mourn(node), name="head")
+        stack.push_async_callback(_cancel, [mourner])
         return self._places[host.name]["head"]
+
+    async def _mourn(self, head: Remote) -> None:
+        """Without its head nothing of the Ray cluster answers any more: the run is told to leave at once."""
+        code = await head.wait()
+        self._lost = (
+            f"Ray's head on {head.host} was lost (status {code}), and the run with it; `megasync resume`, or the same "
+            "command where it has --continue, goes on from the last checkpoint"
+        )
+        for _ in range(2):
+            await self.request_stop(signal.SIGINT)
 
     async def _start_node(self, host: Host, head: str) -> Remote:
         def said(line: str) -> None:

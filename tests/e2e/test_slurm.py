@@ -1,4 +1,5 @@
-"""`sbatch launch/slurm.sbatch`: a run on the nodes of a job, which makes room and goes on later."""
+"""`sbatch launch/slurm.sbatch` and its heterogeneous sister under real Slurm: a run on the nodes of a job, which makes room,
+loses a node, and goes on later."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from slurm import FakeSlurm, installed
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+SMALL = {"rollout": {"servers": 1}, "cluster": {"devices_per_node": 2}, "checkpoint": {"every_steps": 2}}
 
 pytestmark = [
     pytest.mark.real,
@@ -22,44 +24,79 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[FakeSlurm]:
-    for folder in ("hosts", "slurm"):
-        (tmp_path / folder).mkdir()
-    hosts = FakeHosts(tmp_path / "hosts", 3)
-    try:
-        made = FakeSlurm(tmp_path / "slurm", hosts)
-        try:
-            yield made
-        finally:
-            made.close()
-    finally:
-        hosts.close()
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    made = FakeHosts(tmp_path_factory.mktemp("hosts"), 4)
+    yield made
+    made.close()
 
 
-def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.5)
+@pytest.fixture(scope="module")
+def cluster(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSlurm]:
+    """Three nodes, n1 to n3."""
+    made = FakeSlurm(tmp_path_factory.mktemp("slurm"), hosts)
+    yield made
+    made.close()
+
+
+class Batch:
+    """A job, and what its script has said in all of its starts."""
+
+    def __init__(self, cluster: FakeSlurm, out: Path, *words: str | Path) -> None:
+        self._cluster, self._out = cluster, out
+        options = ("--parsable", f"--chdir={ROOT}", f"--output={out}")
+        self.job = cluster.command("sbatch", *options, *words).strip().partition(";")[0]
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text(errors="replace") if self._out.exists() else ""
+
+    def wait_for(self, text: str, since: str = "") -> None:
+        """Behind the first `since`, where one is named."""
+        self._until(lambda: text in self.output.partition(since)[2] if since else text in self.output, text)
+
+    def wait(self) -> None:
+        self._until(lambda: not self._cluster.command("squeue", "-h", "-j", self.job), "its end")
+
+    def signal(self, name: str) -> None:
+        """To the script alone, as Slurm does by itself before the time is up."""
+        self._cluster.command("scancel", "--batch", f"--signal={name}", self.job)
+
+    def _until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            queue = self._cluster.command("squeue", "-l")
+            assert time.monotonic() < deadline, f"waited in vain for {what!r}:\n{self.output}\n{queue}"
+            time.sleep(0.5)
 
 
 def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, miniature, tmp_path) -> None:
-    config = miniature(schedule=ENDLESS, rollout={"servers": 1}, cluster={"devices_per_node": 2})
-    out = tmp_path / "job.out"
-    words = ["--parsable", f"--chdir={ROOT}", f"--output={out}", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config]
-    job = cluster.command("sbatch", *words).strip()
+    config = miniature(schedule=ENDLESS, **SMALL)
+    batch = Batch(cluster, tmp_path / "job.out", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config)
+    batch.wait_for("step 3/")
+    batch.signal("USR1")
+    requeued = "the job goes back into the queue"
+    batch.wait_for(requeued)
+    saved = int(re.findall(r"trained (\d+) steps", batch.output)[-1])
+    batch.wait_for(f"step {saved + 2}/", requeued)
+    assert "over 2 nodes" in batch.output
+    assert f"step {saved}/" not in batch.output.partition(requeued)[2], "it went on from there"
+    batch.signal("TERM")
+    batch.wait()
+    assert batch.output.count("published version") == 2, batch.output
 
-    def output() -> str:
-        return out.read_text(errors="replace") if out.exists() else ""
 
-    until(lambda: "step 3/" in output(), output)
-    cluster.command("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: "the job goes back into the queue" in output(), output)
-    saved = int(re.findall(r"trained (\d+) steps", output())[-1])
-    until(lambda: f"step {saved + 2}/" in output().split("goes back into the queue")[1], output)
-    assert "over 2 nodes" in output()
-    assert f"step {saved}/" not in output().split("goes back into the queue")[1], "it went on from there"
-    cluster.command("scancel", "--batch", "--signal=TERM", job)
-    until(lambda: output().count("published version") == 2, output)
-    until(lambda: not cluster.command("squeue", "-h", "-j", job), output)
+def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
+    config = miniature(schedule=ENDLESS | {"total_steps": 40}, **SMALL)
+    script = ROOT / "launch" / "slurm_het.sbatch"
+    batch = Batch(cluster, tmp_path / "job.out", "--nodes=1", ":", "--nodes=1", script, config)
+    batch.wait_for("step 5/")
+    places = [batch.output.count(f"Ray node at {hosts.address(name)}") for name in ("host1", "host2", "host3")]
+    assert places == [1, 1, 0]
+    assert f"http://{hosts.address('host2')}" in batch.output
+
+    cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    batch.wait_for("going on as ")
+    batch.wait()
+    assert "trained 40 steps" in batch.output
+    cluster.command("scontrol", "update", "nodename=n2", "state=resume")
