@@ -114,16 +114,24 @@ class FakeHosts:
         """The cable is out."""
         self._ip("link", "set", f"to-{name}", "down", inside=self._switch)
 
+    def run(self, name: str, *words: str) -> str:
+        """What a command on a host printed."""
+        return subprocess.run([self.shell, name, *words], capture_output=True, text=True, check=True).stdout
+
     def processes(self, name: str) -> list[str]:
         """What runs on a host, but for what makes it a host, and the look itself."""
-        look = [self.shell, name, "ps", "-e", "-o", "comm="]
-        found = subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+        found = self.run(name, "ps", "-e", "-o", "comm=").splitlines()
         return [command for command in found if command not in ("bash", "sleep", "ps", "sshd")]
+
+    def kill(self, name: str, process: str) -> None:
+        """The processes of this name on a host."""
+        table = [line.split(maxsplit=1) for line in self.run(name, "ps", "-e", "-o", "pid=,comm=").splitlines()]
+        self.run(name, "kill", "-KILL", *(pid for pid, command in table if command == process))
 
     def listening(self, name: str) -> set[tuple[str, str]]:
         """Addresses on which a host's processes listen by TCP, each with a process that does."""
-        look = [self.shell, name, "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes"]
-        lines = subprocess.run(look, capture_output=True, text=True, check=True).stdout.splitlines()
+        look = ("ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes")
+        lines = self.run(name, *look).splitlines()
         places = ((line.split()[3].rpartition(":")[0], line.partition('(("')[2].partition('"')[0]) for line in lines)
         return {(address.partition("%")[0], process) for address, process in places if process != "sshd"}
 

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 END_SECONDS = STOP_SECONDS + 15.0
 # The status of a job that was stopped before its run began.
 STOPPED = 130
+# With which `megasync train` ends by itself: done, refused or failed with a reason, stopped.
+OWN_ENDS = (0, 2, STOPPED)
 # Between two tries to bring a lost node back: the first, and at most.
 AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
 # Stands for what is known only when the head is up.
@@ -127,7 +129,7 @@ class Launcher:
         Raises MegasyncError when the nodes do not come up, the doctor finds something, or the head is lost.
         """
         async with AsyncExitStack() as stack:
-            head = await self._start_head(stack)
+            head, mourner = await self._start_head(stack)
             keepers = [
                 asyncio.create_task(self._keep(host, head), name=f"node {host.name}") for host in self._job.hosts[1:]
             ]
@@ -135,6 +137,9 @@ class Launcher:
                 keeper.add_done_callback(self._report)
             stack.push_async_callback(_cancel, keepers)
             code = await self._work(head)
+            if code not in OWN_ENDS and not self._stopping.is_set():
+                # Ray takes the driver with it; which of the two is heard of first is chance.
+                await asyncio.wait([mourner], timeout=END_SECONDS)
             if self._lost:
                 raise MegasyncError(self._lost)
             return code
@@ -157,7 +162,8 @@ class Launcher:
         if self._driver is not None:
             await self._driver.send(number)
 
-    async def _start_head(self, stack: AsyncExitStack) -> str:
+    async def _start_head(self, stack: AsyncExitStack) -> tuple[str, asyncio.Task]:
+        """Its address, and the task that ends when it is lost."""
         host = self._job.hosts[0]
         node = await self._start_node(host, "")
         stack.push_async_callback(node.end, END_SECONDS)
@@ -178,7 +184,7 @@ class Launcher:
         ended.cancel()
         mourner = asyncio.create_task(self._mourn(node), name="head")
         stack.push_async_callback(_cancel, [mourner])
-        return self._places[host.name]["head"]
+        return self._places[host.name]["head"], mourner
 
     async def _mourn(self, head: Remote) -> None:
         """Without its head nothing of the Ray cluster answers any more: the run is told to leave at once."""

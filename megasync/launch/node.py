@@ -23,6 +23,7 @@ from megasync.config.host import HOST_VARIABLE
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError
 from megasync.launch import ray_logs
+from megasync.launch.family import children_of, end_all
 from megasync.launch.interface import address_of, address_towards, interface_of
 from megasync.launch.leash import Leash
 from megasync.rollout.ports import free_port
@@ -34,6 +35,8 @@ READY = "megasync-node "
 STOP_SECONDS = 20.0
 HEAD_SECONDS = 90.0
 LOOK_SECONDS = 0.1
+# Workers end by themselves when they find Ray gone.
+GONE_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:
@@ -84,13 +87,15 @@ def _ray(args: argparse.Namespace, leash: Leash, address: str) -> int:
     while ready and node.alive() and not leash.ended.wait(LOOK_SECONDS):
         folder = folder or ray_logs.log_folder(node.pid)
     asked = leash.ended.is_set()
+    family = children_of(node.pid)
     asyncio.run(node.stop(STOP_SECONDS))
+    end_all(family, GONE_SECONDS)
     if folder is not None:
         _keep_logs(folder, Path(args.log))
     if not asked:
-        print(
-            f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{node.tail()}", flush=True
-        )
+        # Without the counters that Ray's processes write when they end.
+        words = "\n".join(line for line in node.tail().splitlines() if "[state-dump]" not in line)
+        print(f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{words}", flush=True)
     return 0 if asked else 1
 
 
@@ -103,7 +108,9 @@ def _keep_logs(folder: Path, log: Path) -> None:
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:
     """Starts a Ray node in the foreground; without `head` the head, at this port."""
-    where = [f"--address={head}"] if head else ["--head", f"--port={port}", "--include-dashboard=false"]
+    # A head without what nobody uses here and what listens for everybody: dashboard, autoscaler, Ray's own client.
+    bare = ("--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0")
+    where = [f"--address={head}"] if head else ["--head", f"--port={port}", *bare]
     return [
         sys.executable,
         *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"),

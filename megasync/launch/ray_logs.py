@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from megasync.launch.family import children_of
+
 # Of each file its end, where it is longer.
 MOST_BYTES = 4 * 2**20
 _OPTIONS = ("--log_dir=", "--log-dir=")
@@ -14,11 +16,7 @@ _OPTIONS = ("--log_dir=", "--log-dir=")
 
 def log_folder(pid: int) -> Path | None:
     """The folder that Ray's processes below this one were told to log to; None while there are none."""
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return None
-    for child in children:
+    for child in children_of(pid):
         try:
             words = child.cmdline()
         except psutil.NoSuchProcess:

@@ -11,8 +11,8 @@ from megasync.cluster.marks import POOLS
 from megasync.errors import ConfigError
 from megasync.launch.hosts import Host
 
-# Runs one command on a node of the allocation, beside what else runs there, on all cores that the job has on that node.
-SHELL = "srun --overlap --quiet --nodes=1 --ntasks=1 --cpu-bind=none --kill-on-bad-exit=0 --nodelist"
+# Runs one command on a node of the allocation, beside what else runs there.
+SHELL = "srun --overlap --quiet --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --nodelist"
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:

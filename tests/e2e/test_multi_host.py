@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ssh
 from namespaces import FakeHosts, permitted
+from processes import living
 from ssh import Ssh
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
@@ -37,12 +39,48 @@ def real_ssh(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Ssh:
 
 
 @pytest.fixture
+def shell(hosts: FakeHosts, request: pytest.FixtureRequest) -> str | Path:
+    """As real as there is."""
+    return request.getfixturevalue("real_ssh").program if ssh.installed() else hosts.shell
+
+
+@pytest.fixture
 def small(miniature) -> Path:
     return miniature(schedule=ENDLESS, rollout={"servers": 1}, cluster={"devices_per_node": 2})
 
 
-def kill(hosts: FakeHosts, name: str, process: str) -> None:
-    subprocess.run([hosts.shell, name, "pkill", "--signal", "KILL", "--exact", process], check=True)
+def secrets(run) -> set[str]:
+    """Ray's token and the servers' key, found where only the same user looks."""
+    found = set()
+    for process in living(run.family()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(process.environ().get("RAY_AUTH_TOKEN", ""))
+            words = process.cmdline()
+            found.update(words[place + 1] for place, word in enumerate(words) if word == "--admin-api-key")
+    return found - {""}
+
+
+def files_with(words: Iterable[str], folder: Path) -> list[Path]:
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and any(word.encode() in path.read_bytes() for word in words)
+    ]
+
+
+def beyond(hosts: FakeHosts) -> set[tuple[str, str]]:
+    """Who listens on more than loopback and the interface that was chosen."""
+    return {
+        (address, process)
+        for name in hosts.names
+        for address, process in hosts.listening(name)
+        if address.strip("[]").removeprefix("::ffff:") not in (hosts.address(name), "127.0.0.1", "::1")
+    }
+
+
+def power_cycle(hosts: FakeHosts, name: str) -> None:
+    hosts.crash(name)
+    hosts.switch_on(name)
 
 
 def goes_on(run) -> None:
@@ -65,6 +103,9 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
     run = execute(*command)
     run.wait_for("over 2 nodes")
     run.wait_for("step 2/")
+    print("BEYOND", beyond(hosts), {n: sorted(hosts.listening(n)) for n in hosts.names})
+    hidden = secrets(run)
+    assert len(hidden) == 2
     # A cable that is out for a moment costs nothing but that moment.
     hosts.cut("host1")
     hosts.heal("host1")
@@ -72,15 +113,15 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
 
     back = ("[host1] its node ended", "joined at version")
     # The launcher brings the Ray node back, the fleet its server, the next sync its weights.
-    after(run, lambda: kill(hosts, "host1", "raylet"), *back)
+    after(run, lambda: hosts.kill("host1", "raylet"), *back)
     goes_on(run)
-    hosts.crash("host1")
-    after(run, lambda: hosts.switch_on("host1"), *back)
+    after(run, lambda: power_cycle(hosts, "host1"), *back)
     goes_on(run)
 
+    print("LISTENING", {name: hosts.listening(name) for name in hosts.names})
     # The driver is on the head: without that the run ends, and goes on when it is started again.
     trained = run.last_step()
-    kill(hosts, "host0", "gcs_server")
+    hosts.kill("host0", "gcs_server")
     assert run.wait() not in (0, None), run.output
     assert hosts.processes("host0") == hosts.processes("host1") == []
 
@@ -88,7 +129,36 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
     again.wait_for("going on as ")
     goes_on(again)
     assert again.last_step() <= trained + 4, "it went on from a checkpoint or the ledger"
+    hidden |= secrets(again)
     again.signal(signal.SIGINT)
     assert again.wait() == 0, again.output
     assert "published version" in again.output and f"http://{hosts.address('host1')}" in again.output
     assert hosts.processes("host0") == hosts.processes("host1") == []
+    assert files_with(hidden, tmp_path) == []
+
+
+def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_was_away(
+    hosts: FakeHosts, shell: str | Path, small: Path, execute
+) -> None:
+    run = execute("bash", SCRIPT, small, "--hosts", APART, "--shell", shell)
+    run.wait_for("step 2/")
+    assert beyond(hosts) == set()
+    after(run, lambda: hosts.cut("host1"), "[host1] its node ended", "its actor is gone")
+    after(run, lambda: hosts.heal("host1"), "[host1] Ray node at", "joined at version")
+    goes_on(run)
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    assert hosts.processes("host0") == hosts.processes("host1") == []
+
+
+@pytest.mark.parametrize("way", ["namespaces", "ssh"])
+def test_machines_that_are_not_ready_are_named_and_nothing_stays(
+    hosts: FakeHosts, way: str, small: Path, execute, request: pytest.FixtureRequest
+) -> None:
+    shell = hosts.shell if way == "namespaces" else request.getfixturevalue("real_ssh").program
+    hosts.cut("host1")
+    run = execute("bash", SCRIPT, small, "--hosts", "host0,host1", "--shell", shell, "--wait", "5")
+    assert run.wait() == 2, run.output
+    assert "1 of 2 within 5 s" in run.output and "[host1]" in run.output
+    hosts.heal("host1")
+    assert hosts.processes("host0") == []
