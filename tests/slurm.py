@@ -42,10 +42,10 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=3
 MpiDefault=none
 SwitchType=switch/none
-ReturnToService=2
+ReturnToService=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=60
-KillWait=60
+KillWait=15
 JobRequeue=1
 """
 

@@ -108,8 +108,9 @@ def _keep_logs(folder: Path, log: Path) -> None:
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:
     """Starts a Ray node in the foreground; without `head` the head, at this port."""
-    # A head without what nobody uses here and what listens for everybody: dashboard, autoscaler, Ray's own client.
-    bare = ("--include-dashboard=false", "--no-monitor", "--ray-client-server-port=0")
+    # Without what nobody uses here; the autoscaler's monitor would listen on all interfaces. Ray's own client cannot be left
+    # out, but has a port that all heads on a machine would share.
+    bare = ("--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={free_port(address)}")
     where = [f"--address={head}"] if head else ["--head", f"--port={port}", *bare]
     return [
         sys.executable,

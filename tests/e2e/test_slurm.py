@@ -70,9 +70,13 @@ class Batch:
         self._cluster.command("scancel", "--batch", f"--signal={name}", self.job)
 
     def _until(self, condition: Callable[[], object], what: str) -> None:
-        until(
-            condition, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}"
-        )
+        def met() -> bool:
+            there = self._cluster.command("squeue", "-h", "-j", self.job)
+            found = condition()
+            assert found or there, f"the job ended before {what!r}:\n{self.output}"
+            return bool(found)
+
+        until(met, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}")
 
 
 def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, miniature, tmp_path) -> None:
@@ -92,7 +96,7 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
 
 
 def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
-    config = miniature(schedule=ENDLESS | {"total_steps": 40}, **SMALL)
+    config = miniature(schedule=ENDLESS | {"total_steps": 20}, **SMALL)
     script = ROOT / "launch" / "slurm_het.sbatch"
     batch = Batch(cluster, tmp_path / "job.out", "--nodes=1", ":", "--nodes=1", script, config)
     batch.wait_for("step 5/")
@@ -102,9 +106,13 @@ def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts,
     assert runs["host3"] == ["slurmd"]
 
     cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    # Slurm ends what is left of the job, and starts it anew on the nodes that are there.
     batch.wait_for("going on as ")
+    batch.wait_for(f"Ray node at {hosts.address('host3')}")
     batch.wait()
-    assert "trained 40 steps" in batch.output
+    resumed_after = int(re.findall(r"resuming after step (\d+)", batch.output)[-1])
+    assert resumed_after >= 4, batch.output
+    assert "trained 20 steps" in batch.output
     # What ran on the node that Slurm gave up was on a leash.
     until(lambda: set(hosts.processes("host2")) <= {"slurmd"}, lambda: str(hosts.processes("host2")))
     cluster.command("scontrol", "update", "nodename=n2", "state=resume")
