@@ -29,7 +29,7 @@ while :; do sleep 3600; done
 
 def permitted() -> bool:
     """Whether this process may make namespaces, and has what it takes."""
-    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter")):
+    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter", "setpriv")):
         return False
     name = f"mstry{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
@@ -93,6 +93,8 @@ class FakeHosts:
         # Not `ip netns exec`, which takes /sys/fs/cgroup away.
         self._first[name] = subprocess.Popen(
             [
+                # A test that is killed takes its hosts with it.
+                *("setpriv", "--pdeathsig", "KILL"),
                 *("nsenter", f"--net=/run/netns/{self._prefix}{name}"),
                 *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"),
                 *("bash", "-c", init),
@@ -101,7 +103,7 @@ class FakeHosts:
         )
         self._wait(lambda: (home / "up").exists())
         unshare = self._first[name].pid
-        # The host's first process is the child of unshare, which nsenter became.
+        # The host's first process is the child of unshare, which setpriv and nsenter became.
         children = Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()
         (home / "pid").write_text(children[0])
 
