@@ -43,6 +43,8 @@ class RayCluster:
                 ray.init(address=self._address, **quiet)
             else:
                 ray.init(
+                    # Otherwise it would join a cluster that somebody else has started on this machine.
+                    address="local",
                     num_cpus=self._devices + SPARE_CPUS,
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
