@@ -42,6 +42,8 @@ from megasync.sync.topology import Topology
 # Phases of a broadcast during which servers stand still.
 PAUSED = ("pause", "flush", "begin", "transfer", "end", "verify", "continue")
 CHANGED = (0.01, 0.1, 1.0)
+# Tokens of the request that times a decoding step.
+STEPS = 16
 
 # version -> (seconds in all, seconds of standing still)
 Publish = Callable[[int], Awaitable[tuple[float, float]]]
@@ -131,8 +133,8 @@ class Bench:
 
         async def by_shards(version: int) -> tuple[float, float]:
             report = await shards.publish(version)
-            for part in ("stage", "pack", "wire", "digest", "running_step", "copy", "resume"):
-                self.notes[f"p2p, {part}"].append(report.seconds[part])
+            for part in ("stage", "pack", "wire", "confirm", "digest", "running_step", "copy", "resume"):
+                self.notes[f"p2p, {part}"].append(report.seconds.get(part, 0.0))
             return report.seconds["stage"] + report.seconds["commit"], report.seconds["pause"]
 
         async def by_broadcast(version: int) -> tuple[float, float]:
@@ -173,6 +175,7 @@ class Bench:
                 for _ in range(self.args.traffic)
             ]
             await asyncio.sleep(2.0)
+            self.notes["a decoding step"].append(await self._step_seconds())
         pids = [process.pid for process in self.ranks.processes]
         before = peak_megabytes(pids, reset=True)
         found = await publish(version)
@@ -185,9 +188,15 @@ class Bench:
             await control.post("/abort_request", {"abort_all": True})
         return found
 
-    async def _generate(self, control: ServerControl) -> None:
-        parameters = {"temperature": 1.0, "max_new_tokens": 1500, "ignore_eos": True}
+    async def _generate(self, control: ServerControl, tokens: int = 1500) -> None:
+        parameters = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
         await control.post("/generate", {"input_ids": [1, 10, 11, 12], "sampling_params": parameters}, timeout=600)
+
+    async def _step_seconds(self) -> float:
+        """Of one decoding step beside the requests that are running, as one more request sees it."""
+        start = time.monotonic()
+        await self._generate(self.controls[0], STEPS)
+        return (time.monotonic() - start) / STEPS
 
     async def _deltas(self, version: int) -> None:
         sync = self._shard_sync(SyncConfig(pause_mode=self.args.pause, delta=True, delta_full_every=0))
@@ -255,7 +264,7 @@ def main() -> None:
     parser.add_argument("--random-gb", type=float, help="size of a random model, in 10^9 bytes")
     for name, default in (("servers", 1), ("engine-tensor", 1), ("tensor", 2), ("pipeline", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("bucket-mb", 64), ("rounds", 5), ("traffic", 0)):
+    for name, default in (("bucket-mb", 16), ("rounds", 5), ("traffic", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--pause", choices=["in_place", "retract", "abort"], default="in_place")

@@ -104,7 +104,8 @@ def plan(
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
 
-    The model need not be here: model.config may name a config.json that is read instead.
+    Status 2 when it cannot fit into the devices' memory; the nearest configuration that does is named then. The model
+    need not be here: model.config may name a config.json that is read instead.
     """
     from megasync.config import check_config, load_config
     from megasync.preflight.plan import resolve_plan
@@ -112,7 +113,10 @@ def plan(
 
     loaded = load_config(config, overrides or ())
     check_config(loaded, planning=True)
-    print_plan(resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9)), _console())
+    resolved = resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9))
+    print_plan(resolved, _console())
+    if resolved.refusals:
+        raise typer.Exit(REFUSED)
 
 
 @app.command(epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3")
@@ -296,10 +300,13 @@ app.command(
 )(launch)
 
 
-@app.command(epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor --cluster auto --nodes 4 my_run.yaml")
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor configs/quickstart.yaml\n\n"
+    "megasync doctor --cluster auto --nodes 4 my_run.yaml"
+)
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="With --cluster: also its model, folders and size.")
+        Path | None, typer.Argument(metavar="CONFIG", help="Also what it needs: model, folders, devices.")
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
@@ -308,7 +315,8 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the cluster should have.")] = 1,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for them.")] = 0.0,
 ) -> None:
-    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins. Status 1 on a failure.
+    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins; with CONFIG what that run needs.
+    Status 1 on a failure.
 
     With --cluster every node, what must be equal on all of them (code, versions, devices, clocks, folders), and the ways
     between them.
@@ -317,12 +325,12 @@ def doctor(
     from megasync.preflight.doctor import FAILURE, examine
     from megasync.preflight.render import findings_table
 
+    loaded = load_config(config, overrides or ()) if config else None
     if cluster is None:
-        findings = examine()
+        findings = examine(loaded)
     else:
         from megasync.preflight.cluster_doctor import examine_cluster
 
-        loaded = load_config(config, overrides or ()) if config else None
         findings = examine_cluster(cluster, nodes, wait, loaded)
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):

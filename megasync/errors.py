@@ -21,6 +21,14 @@ class ServerError(MegasyncError):
     """An SGLang server or router that died, refused, or did not answer in time."""
 
 
+class Refused(ServerError):
+    """The server answered, with an error `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class SyncError(MegasyncError):
     """A weight sync that failed: names the engine, the phase and the version."""
 

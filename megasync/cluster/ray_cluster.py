@@ -43,7 +43,7 @@ class RayCluster:
                 ray.init(address=self._address, **quiet)
             else:
                 ray.init(
-                    # Otherwise it would join a cluster that somebody else has started on this machine.
+                    # Not whatever other cluster runs here.
                     address="local",
                     num_cpus=self._devices + SPARE_CPUS,
                     object_store_memory=OBJECT_STORE_BYTES,

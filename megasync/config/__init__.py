@@ -1,7 +1,8 @@
 """Configuration: `schema` is what may be said, `load` reads YAML and overrides, `check` refuses contradictions.
 
-`limits` holds every key's range, `model_shape` what a model's config.json says, `pools` the nodes that a run asks for.
-No module here imports torch or Ray, so a bad configuration is refused before anything heavy is loaded.
+`limits` holds every key's range, `model_files` reads what is known of a model, `pools` counts the nodes that a run asks
+for, `reference` writes docs/configuration.md. No module here imports torch or Ray, so a bad configuration is refused before
+anything heavy is loaded.
 """
 
 from megasync.config.check import check_config

@@ -17,7 +17,7 @@ from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
 
-_RANGES = {
+RANGES = {
     "servers": AT_LEAST_ONE,
     "tensor_parallel": AT_LEAST_ONE,
     "mem_fraction": PART,
@@ -29,7 +29,7 @@ _RANGES = {
     "label": NOT_NEGATIVE,
     "temperature": NOT_NEGATIVE,
 }
-_CHOICES = {
+CHOICES = {
     "kind": ("classifier", "generative"),
     "pool": ("own", "rollout"),
     "dtype": ("float32", "bfloat16"),
@@ -60,7 +60,7 @@ def check_reward_models(config: Config, planning: bool) -> None:
         key = f"reward_models.{name}"
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"{key}: a reward model's name may have letters, digits, '_' and '-' only")
-        check_tables(model, f"{key}.", _RANGES, _CHOICES)
+        check_tables(model, f"{key}.", RANGES, CHOICES)
         if name not in asked:
             raise ConfigError(
                 f"{key} would be started and never asked; name it in a reward, such as rollout.rewards.{name}.model="

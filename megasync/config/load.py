@@ -72,7 +72,7 @@ def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any
     for item in fields(cls):
         key = f"{prefix}{item.name}"
         yield key, hints[item.name]
-        section = _section(hints[item.name])
+        section = section_of(hints[item.name])
         if section is not None:
             yield from schema_keys(section, f"{key}.")
 
@@ -163,7 +163,7 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
         if value is None or (isinstance(value, str) and value.startswith("${")):
             continue
         hint = hints[name]
-        below = _section(hint)
+        below = section_of(hint)
         keyed = below is not None or get_origin(hint) is dict
         if keyed != isinstance(value, Mapping) or isinstance(value, list) != _is_list(hint):
             raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
@@ -173,7 +173,7 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
             )
         if below is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
-        elif (entry := _entry(hint)) is not None:
+        elif (entry := entry_of(hint)) is not None:
             for name_below, values_below in value.items():
                 if not isinstance(values_below, Mapping):
                     raise ConfigError(
@@ -210,7 +210,7 @@ def _to_object(merged: DictConfig) -> Config:
 # Words
 
 
-def _section(hint: Any) -> type | None:
+def section_of(hint: Any) -> type | None:
     """The dataclass inside a type such as `DatasetConfig | None`; None for a plain value."""
     if get_origin(hint) is dict:
         return None
@@ -221,7 +221,7 @@ def _is_list(hint: Any) -> bool:
     return any(get_origin(t) is list for t in (hint, *get_args(hint)))
 
 
-def _entry(hint: Any) -> type | None:
+def entry_of(hint: Any) -> type | None:
     """The dataclass that every value of a dictionary is, in a type such as `dict[str, RewardConfig]`."""
     return next(filter(is_dataclass, get_args(hint)), None) if get_origin(hint) is dict else None
 

@@ -41,8 +41,14 @@ class EnvironmentPool:
         self._name = name_of(getattr(factory, "func", factory))
         self._free = asyncio.Semaphore(size)
         self._idle: list[Worker] = []
+        self._left: list[Worker] = []
         self.made = 0
-        self.left_behind = 0
+
+    @property
+    def left_behind(self) -> int:
+        """Environments that were given up in the middle of a call, and whose threads have not returned from it yet."""
+        self._left = [worker for worker in self._left if worker.busy]
+        return len(self._left)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Episode]:
@@ -73,9 +79,10 @@ class EnvironmentPool:
         return self._kind(self._factory)
 
     def _give_up(self, worker: Worker) -> None:
-        if not worker.end():
-            self.left_behind += 1
-            log.warning("an environment %s hangs, and its thread is left behind", self._name)
+        worker.end()
+        if worker.busy:
+            self._left.append(worker)
+            log.warning("an environment %s was given up in the middle of a call; its thread is left behind", self._name)
 
     async def _close(self, worker: Worker) -> None:
         try:

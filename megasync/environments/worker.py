@@ -25,8 +25,12 @@ class Worker(Protocol):
     async def call(self, method: str, *arguments: Any) -> Any:
         """Calls the environment, which the first call makes."""
 
-    def end(self) -> bool:
-        """Gives it up. False when a call was under way that cannot be ended."""
+    def end(self) -> None:
+        """Gives it up."""
+
+    @property
+    def busy(self) -> bool:
+        """A call is under way that cannot be ended."""
 
 
 class LoopWorker:
@@ -41,8 +45,12 @@ class LoopWorker:
             self._environment = self._factory()
         return await getattr(self._environment, method)(*arguments)
 
-    def end(self) -> bool:
-        return True
+    def end(self) -> None:
+        """A call is ended by its cancellation."""
+
+    @property
+    def busy(self) -> bool:
+        return False
 
 
 class ThreadWorker:
@@ -59,9 +67,12 @@ class ThreadWorker:
         self._orders.put((answer, method, arguments))
         return await asyncio.wrap_future(answer)
 
-    def end(self) -> bool:
+    def end(self) -> None:
         self._orders.put(None)
-        return not self._busy
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
 
     def _serve(self) -> None:
         environment = None
@@ -93,9 +104,12 @@ class ProcessWorker:
     async def call(self, method: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(self._pool.submit(_call, self._factory, method, arguments))
 
-    def end(self) -> bool:
+    def end(self) -> None:
         kill_pool(self._pool)
-        return True
+
+    @property
+    def busy(self) -> bool:
+        return False
 
 
 # The environment of a worker process.

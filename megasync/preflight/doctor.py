@@ -1,6 +1,7 @@
 """Examines this machine and environment before a run does: one line per check, and for each failure what to do.
 
-Every check is a function that returns findings and never raises; nothing is started, changed or downloaded.
+Every check is a function that yields findings and never raises; nothing is started, changed or downloaded. `run_doctor` has
+those that depend on a configuration, `cluster_doctor` those of several machines together.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import os
 import pkgutil
 import resource
-import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megasync.config import Config
 from megasync.config.host import LOOPBACK
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.run_doctor import examine_for
+from megasync.preflight.space import check_ports, check_space, writable
 from megasync.preflight.verl_plugin import check_verl
 
 LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
@@ -31,15 +33,18 @@ MEMORY_BYTES = 5 * 10**9
 DISK_BYTES = 2 * 10**9
 # Ray's object store, as `cluster.ray_cluster` asks for it.
 SHARED_MEMORY_BYTES = 512 * 2**20
-# Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
-PORTS = 16
 OPEN_FILES = 1024
 SERVER_PLUGINS = "sglang.srt.plugins"
+# Packages that patches/sglang_cpu_standins stands in for where they are missing.
+STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order of `CHECKS`."""
-    return [finding for check in CHECKS for finding in check()]
+def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]:
+    """All findings, in the order of `CHECKS`; with a `config` also what that one needs here. `host` is the address whose
+    ports are tried when no `config` names one.
+    """
+    found = [finding for check in CHECKS for finding in check()]
+    return [*found, *(check_ports(host) if config is None else examine_for(config))]
 
 
 def check_python() -> Iterator[Finding]:
@@ -99,21 +104,33 @@ def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Find
 
 
 def check_patches() -> Iterator[Finding]:
-    """Each upstream deviation against the versions that it was written for."""
+    """Each upstream deviation: whether it is active on this machine's device, and fits the installed version."""
     import megasync_patches
 
+    from megasync.device import resolve_device
+
+    kind = resolve_device("auto").kind
     for module in pkgutil.iter_modules(megasync_patches.__path__):
         patch = getattr(import_module(f"megasync_patches.{module.name}"), "PATCH", None)
         if patch is None:
             continue
         subject = f"patch {patch.name}"
+        if kind not in patch.kinds:
+            yield Finding(subject, OK, f"not active: for {' and '.join(patch.kinds)} only")
+            continue
         try:
             needed = patch.needed()
         except megasync_patches.PatchError as error:
             yield Finding(subject, FAILURE, str(error), f"{SETUP}, or install {patch.package} {patch.versions[-1]}")
-        else:
-            verdict = "fits" if needed else "is not needed by"
-            yield Finding(subject, OK, f"{verdict} {patch.package} {version(patch.package)}")
+            continue
+        upstream = f"{patch.package} {version(patch.package)}"
+        yield Finding(subject, OK, f"active for {upstream}: {patch.reason}" if needed else f"not needed by {upstream}")
+    absent = [name for name in STAND_INS if find_spec(name) is None]
+    active = kind == "cpu" and absent
+    detail = (
+        f"active in CPU servers, which import {', '.join(absent)} and call nothing in them" if active else "not active"
+    )
+    yield Finding("patch sglang_cpu_standins", OK, detail)
 
 
 def check_devices() -> Iterator[Finding]:
@@ -135,18 +152,6 @@ def check_devices() -> Iterator[Finding]:
         )
 
 
-def check_ports(host: str = LOOPBACK) -> Iterator[Finding]:
-    try:
-        with ExitStack() as held:
-            for _ in range(PORTS):
-                listener = held.enter_context(socket.socket())
-                listener.bind((host, 0))
-    except OSError as error:
-        yield Finding("ports", FAILURE, f"{host}: {error}", f"{PORTS} free ports are needed; check limits and firewall")
-    else:
-        yield Finding("ports", OK, f"{PORTS} free ports on {host}")
-
-
 def check_ray() -> Iterator[Finding]:
     """Ray's token authentication: a token must be there, or makeable, and it must not be turned off."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
@@ -164,7 +169,7 @@ def check_ray() -> Iterator[Finding]:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if path.is_file():
         yield Finding("ray token", OK, str(path))
-    elif _writable(path.parent):
+    elif writable(path.parent):
         yield Finding("ray token", OK, f"will be made at {path}")
     else:
         yield Finding(
@@ -185,13 +190,15 @@ def check_memory() -> Iterator[Finding]:
     )
     shared = Path("/dev/shm")
     if shared.is_dir():
-        yield _space("shared memory", shared, SHARED_MEMORY_BYTES, "enlarge /dev/shm (in a container: --shm-size=1g)")
+        yield check_space(
+            "shared memory", shared, SHARED_MEMORY_BYTES, "enlarge /dev/shm (in a container: --shm-size=1g)"
+        )
 
 
 def check_disk() -> Iterator[Finding]:
     here = Path.cwd()
-    yield _space("disk", here, DISK_BYTES, "free some space: checkpoints and logs go under run_root")
-    if not _writable(here):
+    yield check_space("disk", here, DISK_BYTES, "free some space: checkpoints and logs go under run_root")
+    if not writable(here):
         yield Finding("run folder", FAILURE, f"{here} is not writable", "run from another folder or set run_root")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < OPEN_FILES:
@@ -218,23 +225,11 @@ def check_plugins() -> Iterator[Finding]:
         yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
 
 
-def _space(subject: str, path: Path, wanted: int, fix: str) -> Finding:
-    free = shutil.disk_usage(path).free
-    enough = free >= wanted
-    return Finding(subject, OK if enough else FAILURE, f"{free / 1e9:.1f} GB free at {path}", "" if enough else fix)
-
-
-def _writable(path: Path) -> bool:
-    present = next(p for p in (path, *path.parents) if p.exists())
-    return present.is_dir() and os.access(present, os.W_OK)
-
-
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_versions,
     check_patches,
     check_devices,
-    check_ports,
     check_ray,
     check_memory,
     check_disk,

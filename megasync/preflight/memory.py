@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 
 from megasync.config.check_reward_models import read_reward_model
-from megasync.config.schema import Config, RewardModelConfig, RolloutConfig
-from megasync.sync.broadcast_plan import ITEM_BYTES, BroadcastPlan
+from megasync.config.schema import Config, RewardModelConfig, RolloutConfig, SyncConfig
+from megasync.sync.broadcast_plan import ITEM_BYTES
 from megasync.sync.layout import Layout
 
 # Megatron keeps gradients in float32 whatever the parameters are, and Adam two float32 moments per parameter.
@@ -49,14 +49,18 @@ class ServerMemory:
     kv_tokens: int | None
     # Where `kv_tokens` comes from, in words.
     kv_source: str
+    # Where the next version is kept until it is committed, if that is on the device.
+    arena: int = 0
 
     @property
     def kv_room(self) -> int | None:
         return None if self.kv_tokens is None else self.kv_tokens * self.kv_bytes_per_token
 
 
-def stage_memory(config: Config, layout: Layout, buckets: BroadcastPlan, stage: int) -> RankMemory:
-    """Memory of the fullest rank of a pipeline stage: the one that also sends the stage's buckets."""
+def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
+    """Memory of the fullest rank of a pipeline stage: the one that also sends its weights, at most `bucket` bytes a
+    message.
+    """
     trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
     topology = layout.topology
     rank = topology.rank(0, 0, stage)
@@ -69,21 +73,32 @@ def stage_memory(config: Config, layout: Layout, buckets: BroadcastPlan, stage: 
         kept = -(-(elements - experts) // topology.data) - (-experts // topology.expert_data)
     state = ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
     last = stage == trainer.pipeline_parallel - 1
-    largest = max(bucket.nbytes for bucket in buckets.of_stage(stage))
     return RankMemory(
         weights=elements * item,
         gradients=elements * GRAD_BYTES,
         optimizer=kept * state,
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
-        sync_buckets=BUCKETS * largest,
+        sync_buckets=BUCKETS * bucket,
     )
+
+
+def checkpoint_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of one training checkpoint: the weights once, and every rank's share of the optimizer."""
+    weights = sum(prod(shape) for shape in layout.hf_tensors.values()) * ITEM_BYTES[config.model.dtype]
+    ranks = layout.topology.tensor * layout.topology.data
+    stages = range(layout.topology.pipeline)
+    return weights + sum(stage_memory(config, layout, 0, stage).optimizer * ranks for stage in stages)
 
 
 def microbatch_tokens(config: Config) -> int:
     """Tokens of the largest microbatch: the budget, or one longest sequence where that is longer."""
-    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
-    return max(config.trainer.tokens_per_microbatch, longest)
+    return max(config.trainer.tokens_per_microbatch, longest_sequence(config))
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
 
 
 def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
@@ -109,9 +124,7 @@ def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
 
 def _logits(config: Config, layout: Layout, item: int) -> int:
     """Logits of response tokens only: a prompt's rows never reach the output layer."""
-    prompt, response = config.data.prompt.max_tokens, config.rollout.sampling.max_new_tokens
-    longest = prompt + response
-    rows = microbatch_tokens(config) * response // longest
+    rows = microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
     columns = layout.padded_vocab // config.trainer.tensor_parallel
     return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
 
@@ -124,7 +137,14 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
     per_token = sizes.layers * channels * item
-    return _kv_cache("rollout", rollout, -(-total // tensor), per_token, device_bytes)
+    weights = -(-total // tensor)
+    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, weights))
+
+
+def _arena(sync: SyncConfig, weights: int) -> int:
+    if sync.arena == "host" or sync.transport not in ("auto", "p2p"):
+        return 0
+    return weights if sync.arena_mb is None else sync.arena_mb * 2**20
 
 
 def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
@@ -147,12 +167,20 @@ def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: 
 
 
 def _kv_cache(
-    key: str, servers: RolloutConfig | RewardModelConfig, weights: int, per_token: int, device_bytes: int | None
+    key: str,
+    servers: RolloutConfig | RewardModelConfig,
+    weights: int,
+    per_token: int,
+    device_bytes: int | None,
+    arena: int = 0,
 ) -> ServerMemory:
-    if servers.max_total_tokens is not None:
-        return ServerMemory(weights, per_token, servers.max_total_tokens, f"{key}.max_total_tokens")
     if device_bytes is None:
-        return ServerMemory(weights, per_token, None, "decided by SGLang at start")
+        tokens = servers.max_total_tokens
+        source = "decided by SGLang at start" if tokens is None else f"{key}.max_total_tokens"
+        return ServerMemory(weights, per_token, tokens, source, arena)
     room = int(device_bytes * servers.mem_fraction) - weights
-    source = f"{key}.mem_fraction={servers.mem_fraction:g} of {device_bytes / 1e9:.0f} GB, less the weights"
-    return ServerMemory(weights, per_token, max(0, room // per_token), source)
+    tokens = max(0, room // per_token)
+    source = f"{key}.mem_fraction={servers.mem_fraction:g} of {device_bytes / 1e9:.0f} GB"
+    if servers.max_total_tokens is not None and servers.max_total_tokens <= tokens:
+        tokens, source = servers.max_total_tokens, f"{key}.max_total_tokens"
+    return ServerMemory(weights, per_token, tokens, source, arena)

@@ -7,16 +7,15 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megasync.config import Config
 from megasync.config.host import resolve_host
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from megasync.rollout.ports import free_port
 
 # What the processes of a run speak to each other in.
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")
@@ -27,9 +26,9 @@ class NodeProbe:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
-        self._store: TCPStore | None = None
 
-    def look(self) -> dict[str, Any]:
+    def look(self, config: Config | None) -> dict[str, Any]:
+        """The node's facts, which others are compared with, and what it finds of itself."""
         from megasync.preflight.doctor import examine
 
         gpus = _gpus()
@@ -39,7 +38,8 @@ class NodeProbe:
             "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
             "devices": ", ".join(gpus) or "no GPU",
         }
-        return {"facts": facts, "gpus": len(gpus), "findings": [asdict(finding) for finding in examine()]}
+        findings = examine(None if config is None else _on_a_node(config), resolve_host("auto"))
+        return {"facts": facts, "gpus": len(gpus), "findings": [asdict(finding) for finding in findings]}
 
     def clock(self) -> float:
         return time.time()
@@ -59,13 +59,14 @@ class NodeProbe:
         self._listener.listen(256)
         return self._listener.getsockname()[:2]
 
-    def meeting_point(self, seconds: float) -> tuple[str, int]:
-        """Opens the store of `all_reduce`, on rank 0's node."""
-        from megasync.sync.groups import open_store
+    def close(self) -> None:
+        """Nobody need reach this node any more."""
+        if self._listener is not None:
+            self._listener.close()
 
+    def meeting_point(self) -> tuple[str, int]:
         host = resolve_host("auto")
-        self._store = open_store(host, seconds)
-        return host, self._store.port
+        return host, free_port(host)
 
     def connect(self, places: dict[str, tuple[str, int]], seconds: float) -> dict[str, str]:
         """The places that this node could not reach, and why."""
@@ -77,27 +78,32 @@ class NodeProbe:
                 failures[name] = f"{host}:{port} {error}"
         return failures
 
-    def all_reduce(self, host: str, port: int, rank: int, world: int, seconds: float) -> None:
-        """Adds one up over all nodes, which meet at rank 0's `meeting_point`. Raises what the process group raises, RuntimeError for a wrong sum."""
+    def all_reduce(self, backend: str, host: str, port: int, rank: int, world: int, seconds: float) -> None:
+        """Adds one up over all nodes, by nccl on their first GPU. Raises what the process group raises, RuntimeError for
+        a wrong sum.
+        """
         import torch
         import torch.distributed as dist
 
-        from megasync.sync.groups import join_store
-
         dist.init_process_group(
-            "gloo",
-            store=join_store(host, port, seconds) if rank else self._store,
+            backend,
+            init_method=f"tcp://{host}:{port}",
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=seconds),
         )
         try:
-            total = torch.ones(1)
+            total = torch.ones(1, device="cuda:0" if backend == "nccl" else "cpu")
             dist.all_reduce(total)
             if int(total.item()) != world:
                 raise RuntimeError(f"the sum over {world} nodes was {total.item():g}")
         finally:
             dist.destroy_process_group()
+
+
+def _on_a_node(config: Config) -> Config:
+    """The configuration as a run over several machines has it."""
+    return replace(config, cluster=replace(config.cluster, address=config.cluster.address or "auto", host="auto"))
 
 
 def code_digest() -> str:

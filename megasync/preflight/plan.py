@@ -14,9 +14,12 @@ from megasync.buffer.pacing import Pacing
 from megasync.config.check import model_layout
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
 from megasync.config.schema import Config
+from megasync.errors import ConfigError
+from megasync.preflight.fit import nearest_fit, refusals
 from megasync.preflight.memory import (
     RankMemory,
     ServerMemory,
+    longest_sequence,
     microbatch_tokens,
     reward_memory,
     server_memory,
@@ -24,7 +27,8 @@ from megasync.preflight.memory import (
 )
 from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.families import Sizes
-from megasync.sync.topology import Coords, Topology
+from megasync.sync.layout import Layout
+from megasync.sync.topology import Coords, ExpertCoords
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9
 
@@ -59,6 +63,8 @@ class Rank:
     rank: int
     node: int
     coords: Coords
+    # Its place among the experts; None for a model without any.
+    experts: ExpertCoords | None
     layers: tuple[range, ...]
 
 
@@ -111,28 +117,35 @@ class Plan:
     stages: tuple[RankMemory, ...]
     server: ServerMemory
     device_bytes: int | None
+    devices_per_node: int
     warnings: tuple[str, ...]
+    # What cannot fit, and then the overrides that bring the nearest configuration that does; None where none was found.
+    refusals: tuple[str, ...]
+    nearest: tuple[str, ...] | None
 
 
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     """The plan of a checked configuration.
 
     `device_bytes` is the memory of one GPU, 80 GB when not given; a run on `cluster.device=cpu` has no such limit.
-    Raises ConfigError as `check_config` does.
+    Raises ConfigError as `check_config` does, and for a device's memory where there is no device.
     """
     layout, source = model_layout(config, planning=True)
     topology = layout.topology
     schedule = config.schedule
-    if config.cluster.device == "cpu":
-        device_bytes = None
-    elif device_bytes is None:
+    if config.cluster.device == "cpu" and device_bytes is not None:
+        raise ConfigError("--device-memory is of one GPU, but cluster.device=cpu; leave one of them out")
+    if config.cluster.device != "cpu" and device_bytes is None:
         device_bytes = DEFAULT_DEVICE_BYTES
     nodes, pools = _place(config)
     trainer, rollout = pools["trainer"], pools["rollout"]
     reward_models = tuple(_reward_model(config, name, pools, device_bytes) for name in config.reward_models)
     buckets = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-    stages = tuple(stage_memory(config, layout, buckets, stage) for stage in range(topology.pipeline))
+    largest = [max(bucket.nbytes for bucket in buckets.of_stage(stage)) for stage in range(topology.pipeline)]
+    stages = tuple(stage_memory(config, layout, size, stage) for stage, size in enumerate(largest))
     server = server_memory(config, layout, device_bytes)
+    judged = {model.name: model.memory for model in reward_models if model.memory is not None}
+    refused = refusals(config, stages, server, judged, device_bytes)
     pacing = Pacing.of(schedule)
     return Plan(
         name=config.name,
@@ -144,7 +157,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         trainer=trainer,
         rollout=rollout,
         reward_models=reward_models,
-        ranks=tuple(_rank(rank, trainer, topology, layout.stages) for rank in range(topology.world)),
+        ranks=tuple(_rank(rank, trainer, layout) for rank in range(topology.world)),
         responses_per_step=schedule.groups_per_step * schedule.samples_per_group,
         microbatch_tokens=microbatch_tokens(config),
         capacity=pacing.capacity,
@@ -161,14 +174,17 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         sync=Sync(
             nbytes=buckets.nbytes,
             buckets=len(buckets.buckets),
-            largest=max(bucket.nbytes for bucket in buckets.buckets),
+            largest=max(largest),
             senders=buckets.senders,
             every_steps=schedule.weight_sync_steps,
         ),
         stages=stages,
         server=server,
         device_bytes=device_bytes,
-        warnings=_warnings(config, stages, server, device_bytes, reward_models),
+        devices_per_node=config.cluster.devices_per_node,
+        warnings=_warnings(config),
+        refusals=refused,
+        nearest=nearest_fit(config, max(largest), device_bytes) if refused else None,
     )
 
 
@@ -194,9 +210,10 @@ def _reward_model(config: Config, name: str, pools: dict[str, Pool], device_byte
     return RewardModel(name, model.kind, model.path, pool, shared, memory)
 
 
-def _rank(rank: int, pool: Pool, topology: Topology, stages: list[list[range]]) -> Rank:
-    coords = topology.coords(rank)
-    return Rank(rank, pool.node_of(rank), coords, tuple(stages[coords.pp]))
+def _rank(rank: int, pool: Pool, layout: Layout) -> Rank:
+    coords = layout.topology.coords(rank)
+    experts = layout.topology.expert_coords(rank) if layout.sizes.experts else None
+    return Rank(rank, pool.node_of(rank), coords, experts, tuple(layout.stages[coords.pp]))
 
 
 def _model_name(config: Config, source: Path) -> str:
@@ -204,39 +221,9 @@ def _model_name(config: Config, source: Path) -> str:
     return config.model.path if source.parent == folder.expanduser() else f"{config.model.path} (sizes from {source})"
 
 
-def _warnings(
-    config: Config,
-    stages: tuple[RankMemory, ...],
-    server: ServerMemory,
-    device_bytes: int | None,
-    reward_models: tuple[RewardModel, ...],
-) -> tuple[str, ...]:
-    found = []
-    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
-    if longest > config.trainer.tokens_per_microbatch:
-        found.append(
-            f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch="
-            f"{config.trainer.tokens_per_microbatch}; such a sequence gets a microbatch of its own"
-        )
-    if device_bytes is None:
-        return tuple(found)
-    for stage, memory in enumerate(stages):
-        if memory.total > device_bytes:
-            found.append(
-                f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
-                f"{device_bytes / 1e9:.0f} GB; raise trainer.tensor_parallel, pipeline_parallel or data_parallel, set "
-                f"trainer.recompute=full, or lower trainer.tokens_per_microbatch"
-            )
-    if server.kv_tokens is not None and server.kv_tokens < longest:
-        found.append(
-            f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence ({longest}); raise "
-            f"rollout.tensor_parallel or rollout.mem_fraction"
-        )
-    for model in reward_models:
-        if model.memory is not None and model.memory.kv_tokens == 0:
-            key = f"reward_models.{model.name}"
-            found.append(
-                f"{key}.mem_fraction={config.reward_models[model.name].mem_fraction:g} leaves no room beside weights of "
-                f"{model.memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
-            )
-    return tuple(found)
+def _warnings(config: Config) -> tuple[str, ...]:
+    longest, budget = longest_sequence(config), config.trainer.tokens_per_microbatch
+    if longest <= budget:
+        return ()
+    words = f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}"
+    return (f"{words}; such a sequence gets a microbatch of its own",)

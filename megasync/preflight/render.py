@@ -13,6 +13,8 @@ from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, Pool, Rank
 
+# Devices of a node that are drawn one by one.
+CELLS = 16
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "sync buckets", "total")
 
 
@@ -35,6 +37,8 @@ def plan_tables(plan: Plan) -> RenderableType:
         "",
         _pools(plan),
         "",
+        _nodes(plan),
+        "",
         _ranks(plan),
         "",
         _memory(plan),
@@ -43,6 +47,12 @@ def plan_tables(plan: Plan) -> RenderableType:
     ]
     for warning in plan.warnings:
         parts += ["", Text(f"warning: {warning}", style="yellow")]
+    for refusal in plan.refusals:
+        parts += ["", Text(f"does not fit: {refusal}", style="bold red")]
+    if plan.refusals and plan.nearest is None:
+        parts += ["", Text("no split that was tried fits either: it takes devices with more memory", style="bold red")]
+    elif plan.nearest:
+        parts += ["", Text(f"the nearest that fits: {' '.join(plan.nearest)}", style="bold")]
     return Group(*parts)
 
 
@@ -97,10 +107,41 @@ def _pool_row(name: str, what: str, pool: Pool, shared: bool = False) -> tuple[s
     return name, f"{pool.spec.slots} {what}", str(pool.spec.devices), total, nodes
 
 
+def _nodes(plan: Plan) -> Table:
+    """Each node's devices side by side, and whose they are. Which of a node's devices a process gets is Ray's choice."""
+    owners = [("t", "trainer rank", plan.trainer), ("s", "server", plan.rollout)]
+    judges = [model for model in plan.reward_models if not model.shared]
+    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(judges)]
+    title = ", ".join(f"{sign} {what}" for sign, what, _ in owners)
+    table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
+    for node in range(plan.nodes):
+        held = [cell for sign, _, pool in owners for cell in _held(sign, pool, node)]
+        held += ["."] * (plan.devices_per_node - len(held))
+        table.add_row(f"node {node}", *_cells(held))
+    return table
+
+
+def _held(sign: str, pool: Pool, node: int) -> list[str]:
+    """A cell for each device of the pool on this node."""
+    slots = [slot for slot in range(pool.spec.slots) if pool.node_of(slot) == node]
+    return [f"{sign}{slot}" for slot in slots for _ in range(pool.spec.devices)]
+
+
+def _cells(held: list[str]) -> list[str]:
+    """One cell a device, or where a node has many, one for each run of the same kind."""
+    if len(held) <= CELLS:
+        return held
+    runs = [[*run] for _, run in groupby(held, key=lambda cell: cell.rstrip("0123456789"))]
+    return [run[0] if run[0] == run[-1] else f"{run[0]} to {run[-1]}" for run in runs]
+
+
 def _ranks(plan: Plan) -> Table:
-    """One row per tensor-parallel group: its ranks are neighbours and differ in nothing else."""
+    """One row per tensor-parallel group: its ranks are neighbours and differ in nothing else, but for their experts."""
     table = Table(title="Trainer ranks", title_justify="left")
-    for column in ("ranks", "node", "tensor", "data", "pipeline", "layers"):
+    experts = plan.ranks[0].experts is not None
+    for column in ("ranks", "node", "tensor", "data", "pipeline"):
+        table.add_column(column)
+    for column in ("expert", "expert tensor", "layers") if experts else ("layers",):
         table.add_column(column)
 
     def place(rank: Rank) -> tuple[int, int, int]:
@@ -114,17 +155,26 @@ def _ranks(plan: Plan) -> Table:
             _span(ranks[0].coords.tp, ranks[-1].coords.tp),
             str(dp),
             str(pp),
+            *(_places(ranks) if experts else ()),
             ", ".join(_span(layers[0], layers[-1]) for layers in ranks[0].layers),
         )
     return table
 
 
+def _places(ranks: Sequence[Rank]) -> tuple[str, str]:
+    """Where these ranks stand among the experts: which share of them each has, and which slice of each."""
+    found = [rank.experts for rank in ranks]
+    return _span(found[0].ep, found[-1].ep), _span(min(place.etp for place in found), max(place.etp for place in found))
+
+
 def _memory(plan: Plan) -> Table:
     limit = "" if plan.device_bytes is None else f" of {bytes_text(plan.device_bytes)}"
-    table = Table(title=f"Memory of a trainer rank{limit} (activations and logits are estimates)", title_justify="left")
+    title = f"Memory of a trainer rank{limit} (activations and logits are estimates)"
+    # Close together, so that a terminal of 80 columns shows all of it.
+    table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
     for column in MEMORY_COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace(" ", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):
         values = (getattr(memory, column.replace(" ", "_")) for column in MEMORY_COLUMNS)
         table.add_row(str(stage), *map(bytes_text, values))
@@ -137,8 +187,8 @@ def _server(plan: Plan) -> Table:
     of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.reward_models)]
     if len(of) > 1:
         table.add_column("of")
-    for column in ("weights", "KV per token", "KV room", "KV tokens", "from"):
-        table.add_column(column, justify="left" if column == "from" else "right")
+    for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):
+        table.add_column(column, justify="left" if column == "from" else "right", overflow="fold")
     for name, server in of:
         cells = _server_cells(server)
         table.add_row(*([name, *cells] if len(of) > 1 else cells))
@@ -147,10 +197,11 @@ def _server(plan: Plan) -> Table:
 
 def _server_cells(server: ServerMemory | None) -> list[str]:
     if server is None:
-        return ["-", "-", "-", "-", "the model is not on this machine"]
+        return ["-", "-", "-", "-", "-", "the model is not on this machine"]
     room = "-" if server.kv_room is None else bytes_text(server.kv_room)
     tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
-    return [bytes_text(server.weights), bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
+    arena = bytes_text(server.arena) if server.arena else "-"
+    return [bytes_text(server.weights), arena, bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
 
 
 def _span(first: int, last: int) -> str:

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from typing import Any
 
-from megasync.errors import DataError, ServerError
-from megasync.rollout.control import Refused, ServerControl
+from megasync.errors import DataError, Refused, ServerError
+from megasync.rollout.control import ServerControl
 from megasync.rollout.waits import Waits
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """Worker processes for reward functions that burn CPU, or that need a main thread for their own timeouts.
 
 Invariant: a call that runs past its deadline is ended with its process, and at most `processes` calls are handed over at
-once, so that no call's deadline runs while it waits behind others.
+once, so that no call's deadline runs while it waits behind others. A process that dies takes the whole pool with it; whose
+call killed it shows when each of them is made again in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class RewardProcesses:
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._pool: ProcessPoolExecutor | None = None
+        # Pools of one process, for calls that are made again.
+        self._alone: set[ProcessPoolExecutor] = set()
         self._free = asyncio.Semaphore(processes)
 
     async def call(
@@ -32,32 +35,32 @@ class RewardProcesses:
     ) -> Any:
         """Raises TimeoutError after `timeout` seconds of the call's own, BrokenProcessPool when it ends its process."""
         async with self._free:
-            for attempt in (1, 2):
-                pool = self._open()
-                try:
-                    call = asyncio.wrap_future(pool.submit(_invoke, function, completions, arguments))
-                    return await asyncio.wait_for(call, timeout)
-                except TimeoutError:
-                    # A running call cannot be taken back, so its process goes, and with it the pool.
-                    self._end(pool)
-                    raise
-                except BrokenProcessPool:
-                    # Another group's call may have ended the pool; this one is to blame only if it does so again.
-                    self._end(pool)
-                    if attempt == 2:
-                        raise
-        raise AssertionError("unreachable: the second attempt returns or raises")
+            if self._pool is None:
+                self._pool = _pool_of(self._processes)
+            pool = self._pool
+            try:
+                return await _within(timeout, pool, function, completions, arguments)
+            except TimeoutError:
+                # A running call cannot be taken back, so its process goes, and with it the pool.
+                self._end(pool)
+                raise
+            except BrokenProcessPool:
+                # Another group's call may have ended the pool, and will do so again.
+                self._end(pool)
+            alone = _pool_of(1)
+            self._alone.add(alone)
+            try:
+                return await _within(timeout, alone, function, completions, arguments)
+            finally:
+                self._alone.discard(alone)
+                kill_pool(alone)
 
     def close(self) -> None:
         """Ends the processes, also those in the middle of a call."""
         if self._pool is not None:
             self._end(self._pool)
-
-    def _open(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            # spawn: a fork of this process would copy its threads' locks and its sockets.
-            self._pool = ProcessPoolExecutor(self._processes, multiprocessing.get_context("spawn"))
-        return self._pool
+        for alone in self._alone:
+            kill_pool(alone)
 
     def _end(self, pool: ProcessPoolExecutor) -> None:
         """Kills the pool, unless another call has replaced it already."""
@@ -76,6 +79,22 @@ def check_picklable(function: Callable[..., Any]) -> None:
             f"rollout.reward_processes sends the reward function to other processes, but {name_of(function)} cannot be "
             f"pickled ({error}); define it at the top level of a module, or set rollout.reward_processes=0"
         ) from error
+
+
+def _pool_of(processes: int) -> ProcessPoolExecutor:
+    # spawn: a fork of this process would copy its threads' locks and its sockets.
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+
+
+async def _within(
+    seconds: float,
+    pool: ProcessPoolExecutor,
+    function: Callable[..., Any],
+    completions: list[str],
+    arguments: dict[str, list],
+) -> Any:
+    call = asyncio.wrap_future(pool.submit(_invoke, function, completions, arguments))
+    return await asyncio.wait_for(call, seconds)
 
 
 def _invoke(function: Callable[..., Any], completions: list[str], arguments: dict[str, list]) -> Any:

@@ -22,6 +22,7 @@ from megasync.errors import DataError, ServerError
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
+from megasync.rollout.failures import asked_to_end
 from megasync.rollout.workflow import name_of
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,9 @@ class RewardRunner:
         except BrokenProcessPool as error:
             problem = "ended its worker process (out of memory, or a crash in native code)"
             raise _error(function, uid, problem) from error
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, asyncio.CancelledError) as error:  # whatever a user's function raises
+            if asked_to_end(error):
+                raise
             raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
         return _checked(function, answer, count, uid)
 

@@ -12,18 +12,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megasync.errors import ServerError
+from megasync.errors import Refused, ServerError
 
 # Characters of a refused answer that go into the error.
 _BODY_SHOWN = 500
-
-
-class Refused(ServerError):
-    """The server answered, with an error `status`."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ServerControl:

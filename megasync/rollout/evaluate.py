@@ -17,6 +17,7 @@ from typing import Any
 from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError
 from megasync.rewards import RewardRunner
+from megasync.rollout.failures import asked_to_end
 from megasync.rollout.pass_at_k import counted, pass_at_k
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.workflow import Workflow, as_trajectories
@@ -147,7 +148,10 @@ class _Evaluator:
             try:
                 text, reward = await self._answer(held_out, temperature, prompt, repeat)
                 answer = Answer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
-            except Exception as error:  # a user's workflow or reward, or a server: one answer less, said below
+            except (Exception, asyncio.CancelledError) as error:
+                # A user's workflow or reward, or a server: one answer less, said below.
+                if asked_to_end(error):
+                    raise
                 log.debug("evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
                 answer = Answer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)
             self._tallies.setdefault((held_out.name, temperature), _Tally()).add(answer)

@@ -11,6 +11,7 @@ Nothing but the run's own watchdog ends the tries of the first kind: a fleet tha
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ LOUD = 3
 def is_infrastructure(error: BaseException) -> bool:
     """Also when a workflow has wrapped the error in one of its own with `raise ... from`."""
     return any(isinstance(cause, ServerError) for cause in _chain(error))
+
+
+def asked_to_end(error: BaseException) -> bool:
+    """Whether somebody has cancelled this very task.
+
+    Other cancellations come out of what it awaits, such as a task that users' code shares and that another one cancelled.
+    They are failures like any other: a task that ended by them would end without a word.
+    """
+    return isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling() > 0
 
 
 class UnknownErrors:

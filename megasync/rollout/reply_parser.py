@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.errors import DataError, ServerError
-from megasync.rollout.control import Refused, ServerControl
+from megasync.errors import DataError, Refused, ServerError
+from megasync.rollout.control import ServerControl
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
 

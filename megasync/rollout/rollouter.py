@@ -34,14 +34,14 @@ from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
-from megasync.rollout.failures import UnknownErrors, is_infrastructure
+from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.waits import Waits
-from megasync.rollout.workflow import Workflow, as_trajectories, name_of
+from megasync.rollout.workflow import Workflow, as_trajectories, check_trainable, name_of
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +327,9 @@ class Rollouter:
         while True:
             try:
                 trajectories = await self._attempt(prompt, index)
-            except Exception as error:  # whatever a user's workflow raises
+            except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
+                if asked_to_end(error):
+                    raise
                 if is_infrastructure(error):
                     await self._after_servers(f"sample {index} of group {prompt.uid}", error, waits)
                     continue
@@ -347,7 +349,9 @@ class Rollouter:
         partials = self._partials.sample(prompt.uid, index)
         client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        return as_trajectories(await self._workflow(client, sample), self._workflow)
+        trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
+        check_trainable(trajectories)
+        return trajectories
 
 
 def _succeeded(sample: asyncio.Task) -> bool:

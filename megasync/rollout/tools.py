@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from megasync.errors import ConfigError, DataError
+from megasync.rollout.failures import asked_to_end
 from megasync.rollout.workflow import name_of
 from megasync.threads import DaemonThreads
 
@@ -166,7 +167,9 @@ class Toolbox:
         except _Late:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
-        except Exception as error:  # whatever a user's tool raises
+        except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
+            if asked_to_end(error):
+                raise
             self.counts["errors"] += 1
             log.debug("the tool %s failed", call.name, exc_info=error)
             return f"Error: {self._cut(f'{type(error).__name__}: {error}')}"

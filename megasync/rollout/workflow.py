@@ -7,7 +7,9 @@ template, "messages"; it is the workflow's own copy. It returns a Trajectory, or
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
@@ -30,6 +32,21 @@ def as_trajectories(result: Any, workflow: Workflow) -> list[Trajectory]:
             f"the workflow {name_of(workflow)} must return a Trajectory or a list of them, not {result!r:.200}"
         )
     return trajectories
+
+
+def check_trainable(trajectories: Sequence[Trajectory]) -> None:
+    """Raises DataError where a trained token's log-prob is no finite number; servers write NaN as null.
+
+    One of them would spoil the whole batch that it is trained in, again and again after each resume.
+    """
+    for trajectory in trajectories:
+        trained = list(compress(trajectory.logprobs, trajectory.loss_mask))
+        try:
+            finite = all(map(math.isfinite, trained))
+        except TypeError:
+            finite = False
+        if not finite:
+            raise DataError(f"a response has a log-prob that is no finite number, among {trained!r:.200}")
 
 
 def load_function(reference: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megasync.errors import ServerError, SyncError
 from megasync.sync.attempt import NOT_RECEIVED, Attempt, Standing, SyncReport, chosen, each
 from megasync.sync.broadcast_plan import BroadcastPlan, group_name
-from megasync.sync.served import RECOVERY_SECONDS, flush_cache
+from megasync.sync.served import RECOVERY_SECONDS, begin_update, flush_cache
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -212,7 +212,7 @@ class BroadcastSync:
     async def _begin(self, attempt: Attempt) -> None:
         for standing in attempt.standing.values():
             standing.begun = True
-        await self._each(lambda server: self._post(server, "/begin_weight_update"))
+        await self._each(lambda server: begin_update(server, self._seconds))
 
     async def _transfer(self, attempt: Attempt) -> None:
         """Ranks send while each server takes the buckets, in the same order everywhere."""

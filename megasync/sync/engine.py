@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.errors import ServerError, SyncError
 from megasync.rollout.engine_protocol import REFUSED
 from megasync.sync.attempt import Attempt
-from megasync.sync.served import RECOVERY_SECONDS, Served
+from megasync.sync.served import RECOVERY_SECONDS, Served, begin_update
 
 if TYPE_CHECKING:
     from megasync.rollout.engine_control import EngineControl
@@ -74,20 +74,25 @@ class Engine(Served):
         """Starts to receive; returns at once."""
         await self.control.call("stage", dict(request), self._seconds)
 
-    async def staged(self, name: str, sending: asyncio.Future) -> list[dict[str, Any]]:
-        """Waits until each rank holds the attempt; their reports. Raises SyncError with a rank's own reason.
+    async def staged(self, name: str, ranks: int, sending: asyncio.Future) -> list[int]:
+        """Waits until each of its ``ranks`` holds the attempt; their digests. Raises SyncError with a rank's own reason.
 
-        A question costs the server a moment between two decoding steps, so there are few while ``sending`` goes on.
+        The senders hear of it and say so at the end of ``sending``. A question to the server itself is answered just
+        before a decoding step, which a commit that follows at once has to wait for; so there are few.
         """
         while True:
-            if not sending.done():
-                await asyncio.wait([sending], timeout=SENDING_POLL_SECONDS)
+            await asyncio.wait([sending], timeout=SENDING_POLL_SECONDS)
+            if sending.done() and not sending.exception():
+                heard = (entry for result in sending.result() for entry in result["confirmed"])
+                confirmed = {tp: value for url, tp, value, _ in heard if url == self.url}
+                if len(confirmed) == ranks:
+                    return [confirmed[tp] for tp in range(ranks)]
             reports = await self.control.call("poll", {}, self._seconds)
             for tp, report in enumerate(reports):
                 if report["attempt"] != name or report["state"] == "failed":
                     raise SyncError(f"rank {tp} of the server could not stage: {report['error'] or report['state']}")
             if all(report["state"] == "staged" for report in reports):
-                return reports
+                return [report["digest"] for report in reports]
             await asyncio.sleep(POLL_SECONDS)
 
     # Commit
@@ -97,7 +102,7 @@ class Engine(Served):
         await super().pause(attempt)
         standing = attempt.standing[self.url]
         standing.begun = True
-        await self._post("/begin_weight_update")
+        await begin_update(self.server, self._seconds)
         attempt.note("running_step", time.monotonic() - standing.since)
 
     async def load(self, body: Mapping[str, Any], attempt: Attempt) -> None:

@@ -13,6 +13,9 @@ from megasync.sync.engine_layout import Fill
 FULL, DELTA = 0, 1
 # The tag of the table of digests that ends a transfer without headers.
 TABLE = 2**30
+# The tag of a receiver's answer to a whole version: its digest (signed), and microseconds that it spent on digests.
+CONFIRMED = TABLE + 1
+CONFIRMED_WORDS = 2
 
 
 class Header(NamedTuple):
@@ -86,6 +89,11 @@ class Program:
                 )
             )
             self.nbytes += parcel["nbytes"]
+
+    @property
+    def confirmed_to(self) -> int:
+        """The trainer rank that hears when all of a version is here and right."""
+        return min(parcel.source for parcel in self.parcels)
 
     @property
     def largest(self) -> int:

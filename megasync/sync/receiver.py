@@ -24,9 +24,9 @@ import torch
 
 from megasync.errors import SyncError
 from megasync.sync import delta
-from megasync.sync.digest import MASK, combine, digest
+from megasync.sync.digest import MASK, combine, digest, signed
 from megasync.sync.groups import Deadline, Links, join_store
-from megasync.sync.inbound import DELTA, FULL, TABLE, Header, Inbound, Place, Program
+from megasync.sync.inbound import CONFIRMED, DELTA, FULL, TABLE, Header, Inbound, Place, Program
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,12 @@ class Receiver:
         def run() -> None:
             start = time.monotonic()
             try:
-                self._fill_arena(program, given, stage)
+                links = self._fill_arena(program, given, stage)
                 stage.seconds["total"] = time.monotonic() - start
                 self._base = stage.attempt
+                # First, since the commit may follow at once.
                 stage.state = "staged"
+                self._confirm(links, program, given, stage)
             except Exception as error:  # noqa: BLE001 - whatever it is, the driver has to hear of it
                 self._leave()
                 stage.error = f"{type(error).__name__}: {error}"
@@ -176,8 +178,8 @@ class Receiver:
         if links is not None:
             links.close()
 
-    def _fill_arena(self, program: Program, given: Mapping[str, Any], stage: Stage) -> None:
-        """Brings the whole arena to what the senders have now, parcel by parcel."""
+    def _fill_arena(self, program: Program, given: Mapping[str, Any], stage: Stage) -> Links:
+        """Brings the whole arena to what the senders have now, parcel by parcel; over these links."""
         direct = not given["base"] and self._arena.device == self._wire
         ring = None if direct else self._ring(program)
         landing = (lambda index, parcel: self._slice(parcel)) if direct else (lambda index, parcel: ring[index % 2])
@@ -198,6 +200,7 @@ class Receiver:
                 stage.digests[parcel.tag] = found
         if not given["headers"]:
             self._compare_all(program, given, stage, links, deadline)
+        return links
 
     def _compare_all(
         self, program: Program, given: Mapping[str, Any], stage: Stage, links: Links, deadline: Deadline
@@ -210,6 +213,17 @@ class Receiver:
                 _wait(links.receive(table, index, TABLE), deadline, given["stall"], parcels[-1])
                 for parcel, expected in zip(parcels, table.tolist(), strict=True):
                     _compare(parcel, stage.digests[parcel.tag], expected & MASK)
+
+    def _confirm(self, links: Links, program: Program, given: Mapping[str, Any], stage: Stage) -> None:
+        """Tells a sender that everything is here. A driver that does not hear of it asks, so a failure is only logged."""
+        microseconds = int(1e6 * stage.seconds.get("digest", 0.0))
+        words = torch.tensor([signed(combine(stage.digests)), microseconds], device=self._wire)
+        try:
+            links.send(words, given["sources"].index(program.confirmed_to), CONFIRMED).wait(
+                timedelta(seconds=given["stall"])
+            )
+        except RuntimeError as error:
+            log.warning("attempt %s is staged, but no sender heard of it: %s", stage.attempt, error)
 
     def _connect(self, given: Mapping[str, Any], stage: Stage) -> tuple[Links, Deadline]:
         start, deadline = time.monotonic(), Deadline(given["timeout"])

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from megasync.errors import ServerError, SyncError
+from megasync.errors import Refused, ServerError, SyncError
 from megasync.sync.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -83,6 +83,16 @@ class Served:
 
     async def _post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
         return await self.server.post(path, body or {}, timeout=seconds or self._seconds)
+
+
+async def begin_update(server: ServerControl, seconds: float) -> None:
+    """Opens a weight update. One that is open already was left by a driver that is gone, and is closed. Raises ServerError."""
+    try:
+        await server.post("/begin_weight_update", {}, timeout=seconds)
+    except Refused as error:
+        log.warning("%s may have been left inside a weight update, which is closed now: %s", server.url, error)
+        await server.post("/end_weight_update", {}, timeout=seconds)
+        await server.post("/begin_weight_update", {}, timeout=seconds)
 
 
 async def flush_cache(server: ServerControl, seconds: float) -> None:

@@ -103,6 +103,13 @@ class ShardPlan:
     def of_target(self, tp: int) -> list[tuple[int, Parcel]]:
         return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.target == tp]
 
+    def confirmed_to(self, source: int) -> list[int]:
+        """The engine ranks that tell this trainer rank, the lowest of their sources, when they hold a whole version."""
+        lowest: dict[int, int] = {}
+        for parcel in self.parcels:
+            lowest[parcel.target] = min(parcel.source, lowest.get(parcel.target, parcel.source))
+        return [tp for tp, rank in lowest.items() if rank == source]
+
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each sending trainer rank puts on the wire."""
         found: dict[int, int] = defaultdict(int)

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from megasync.errors import SyncError
 from megasync.sync import delta
-from megasync.sync.digest import digest, signed
+from megasync.sync.digest import MASK, digest, signed
 from megasync.sync.engine_layout import EngineRank
 from megasync.sync.groups import Deadline, Links, join_store, open_store
-from megasync.sync.inbound import DELTA, FULL, TABLE, Header
+from megasync.sync.inbound import CONFIRMED, CONFIRMED_WORDS, DELTA, FULL, TABLE, Header
 from megasync.sync.layout import Box, Layout
 from megasync.sync.shard_plan import Parcel, ShardPlan, plan_shards
 from megasync.sync.shards import box_of
@@ -130,6 +130,9 @@ class ShardSender:
             packed = (parcel.nbytes for _, parcel in mine if not self._goes_as_it_is(parcel))
             self._allocate(max(packed, default=0))
             self._transmit(kind, mine, plan, links, given, deadline, outcome)
+            if not given["stream"]:
+                with outcome.clock("confirm"):
+                    self._await_confirmations(plan, links, given, deadline, outcome)
         if given["keep"]:
             self._base[kind] = given["attempt"]
         else:
@@ -201,6 +204,30 @@ class ShardSender:
             under_way.append(_start(links, to, [(TABLE, table)], TABLE, None))
         for message in under_way:
             self._settle(message, deadline, given["stall"], outcome)
+
+    def _await_confirmations(
+        self,
+        plan: ShardPlan,
+        links: Mapping[str, Links],
+        given: Mapping[str, Any],
+        deadline: Deadline,
+        outcome: Outcome,
+    ) -> None:
+        """Hears which engine ranks hold the whole version. Those that do not say so are left for the driver to ask."""
+        awaited = []
+        for tp in plan.confirmed_to(self._rank):
+            for url, link in links.items():
+                words = torch.zeros(CONFIRMED_WORDS, dtype=torch.int64, device=self._device.torch_device)
+                work = link.receive(words, len(plan.sources) + tp, CONFIRMED)
+                awaited.append((url, tp, words, work))
+        for url, tp, words, work in awaited:
+            try:
+                work.wait(min(deadline.left(), timedelta(seconds=given["stall"])))
+            except (RuntimeError, SyncError) as error:
+                log.warning("rank %d of %s did not confirm %s: %s", tp, url, given["attempt"], error)
+                continue
+            value, microseconds = words.tolist()
+            outcome.confirmed.append((url, tp, value & MASK, microseconds / 1e6))
 
     def _settle(self, message: _Message, deadline: Deadline, stall: float, outcome: Outcome) -> None:
         with outcome.clock("wire"):
@@ -282,7 +309,9 @@ class Outcome:
 
     # (kind of engine, engine rank, tag, digest) of each parcel.
     digests: list[tuple[str, int, int, int]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"join": 0.0, "pack": 0.0, "wire": 0.0})
+    # (URL of an engine, engine rank, digest of all that it received, seconds that it spent on digests).
+    confirmed: list[tuple[str, int, int, float]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"join": 0.0, "pack": 0.0, "wire": 0.0, "confirm": 0.0})
     bytes: int = 0
 
     @contextmanager

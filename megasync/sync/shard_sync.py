@@ -216,15 +216,15 @@ class ShardSync:
         await self._start_sending(engines, name, bases, attempt, stream=False)
         await each(engines, lambda engine: engine.stage(self._request(engine, name, bases, stream=False)))
         for engine in engines:
-            attempt.tasks[engine.url] = asyncio.ensure_future(engine.staged(name, attempt.tasks["trainer"]))
+            attempt.tasks[engine.url] = asyncio.ensure_future(
+                engine.staged(name, self._plans[engine.kind].engine_ranks, attempt.tasks["trainer"])
+            )
         await attempt.together(self._seconds + 2 * GRACE_SECONDS)
         sent = self._note_sent(name, attempt)
         for engine in engines:
-            reports = attempt.tasks[engine.url].result()
-            received = [report["digest"] for report in reports]
+            received = attempt.tasks[engine.url].result()
             if received != (expected := list(sent[engine.kind].values())):
                 raise PhaseFailed({engine.url: SyncError(f"it received digests {received}, but {expected} were sent")})
-            attempt.note("digest", max(report["seconds"].get("digest", 0.0) for report in reports))
             engine.base = name if self._config.delta else ""
         return _bytes_sent(attempt)
 
@@ -290,8 +290,11 @@ class ShardSync:
     def _note_sent(self, name: str, attempt: Attempt) -> dict[str, dict[int, int]]:
         """Keeps times and bases of a finished `send`; kind -> engine rank -> digest of all that was sent to it."""
         results = attempt.tasks["trainer"].result()
-        for activity in ("pack", "wire"):
+        for activity in ("pack", "wire", "confirm"):
             attempt.note(activity, max(result["seconds"][activity] for result in results))
+        for result in results:
+            for *_, seconds in result["confirmed"]:
+                attempt.note("digest", seconds)
         found: dict[str, dict[int, dict[int, int]]] = {}
         for result in results:
             for kind, tp, tag, value in result["digests"]:

@@ -71,6 +71,10 @@ def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
         "grader": grader == "rollout",
         "judge": judge == "rollout",
     }
+    apart = [model.name for model in plan.reward_models if not model.shared]
+    drawn = " ".join(text.getvalue().split())
+    for number, name in enumerate(apart):
+        assert f"m{number}. server of {name}" in drawn and f"│ m{number}.0 " in drawn
     for model in plan.reward_models:
         assert model.memory.kv_tokens > 0
         assert (model.pool.spec.name == "rollout") == model.shared
@@ -148,7 +152,7 @@ def test_a_plan_needs_no_reward_model_on_this_machine(judged):
     assert [model.memory is None for model in resolve_plan(config).reward_models] == [False, True]
 
 
-def test_a_share_that_the_weights_alone_exceed_is_a_warning(judged, folders):
+def test_a_share_that_the_weights_alone_exceed_is_refused(judged, folders):
     config = judged()
-    (warning,) = [text for text in resolve_plan(config, 1000).warnings if "reward_models.grader" in text]
-    assert "mem_fraction=0.8 leaves no room" in warning
+    (refusal,) = [text for text in resolve_plan(config, 1000).refusals if "reward_models.grader" in text]
+    assert "mem_fraction=0.8 leaves no room" in refusal

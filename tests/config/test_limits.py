@@ -7,10 +7,10 @@ import pytest
 
 from megasync.config import load_config
 from megasync.config.limits import CHOICES, FREE, PATTERNS, RANGES, Range, check_limits, value_of
-from megasync.config.load import _section, schema_keys
+from megasync.config.load import schema_keys, section_of
 from megasync.errors import ConfigError
 
-LEAVES = {key for key, hint in schema_keys() if _section(hint) is None}
+LEAVES = {key for key, hint in schema_keys() if section_of(hint) is None}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from functools import partial
 
 import envs
@@ -102,6 +103,30 @@ async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make
     stuck.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stuck
+    await play(pool, "up")
+    assert pool.made == 2
+
+
+async def test_a_thread_that_returns_after_all_is_no_longer_left_behind(make_pool):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(envs.Counter):
+        def step(self, action):
+            entered.set()
+            go_on.wait(20)
+            return super().step(action)
+
+    pool = make_pool(environment=Slow, size=1)
+    surplus = asyncio.create_task(play(pool, "up"))
+    await asyncio.to_thread(entered.wait, 20)
+    surplus.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await surplus
+    assert pool.left_behind == 1
+    go_on.set()
+    async with asyncio.timeout(20):
+        while pool.left_behind:
+            await asyncio.sleep(0.01)
     await play(pool, "up")
     assert pool.made == 2
 

@@ -102,8 +102,8 @@ def test_training_refuses_before_anything_starts(tmp_path):
 
 def test_plan_prints_the_plan_with_overrides_applied():
     result = run("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
-    assert result.returncode == 0
-    assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "warning" in result.stdout
+    assert result.returncode == 2
+    assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "the nearest that fits" in result.stdout
 
 
 @pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])
@@ -152,9 +152,12 @@ def test_doctor_ends_with_status_1_on_a_failure(monkeypatch):
     from megasync.preflight import doctor
 
     findings = [doctor.Finding("disk", doctor.FAILURE, "full", "free some space")]
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    asked = []
+    monkeypatch.setattr(doctor, "examine", lambda config: asked.append(config) or findings)
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1 and "free some space" in result.output
+    CliRunner().invoke(cli.app, ["doctor", "configs/quickstart.yaml", "name=other"])
+    assert asked[0] is None and asked[1].name == "other"
     findings[:] = [doctor.Finding("disk", doctor.WARNING, "nearly full", "watch it")]
     assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == 0
 

@@ -1,48 +1,244 @@
-"""What is said of several nodes together; the nodes themselves are real ones in the multi-host test."""
+"""What is said of several machines together: each thing put wrong on one of them, one by one.
+
+The machines are `NodeProbe`s in this process with sockets and files of their own; real ones are in the multi-host test.
+"""
 
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 
 from megasync.config import load_config
-from megasync.preflight.cluster_doctor import _equal, _sizes
-from megasync.preflight.doctor import FAILURE, OK
+from megasync.errors import MegasyncError
+from megasync.preflight import cluster_doctor
+from megasync.preflight.cluster_checks import examine_nodes
+from megasync.preflight.finding import FAILURE, OK, WARNING
 from megasync.preflight.node_probe import NodeProbe, code_digest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+USUAL = {"python": "3.11.7", "megasync's code": "abc", "packages": "torch 2, ray 2", "devices": "no GPU"}
 
 
-def look(**facts: str) -> dict:
-    usual = {"python": "3.11.7", "megasync's code": "abc", "packages": "torch 2, ray 2", "devices": "no GPU"}
-    return {"facts": usual | facts, "gpus": 0, "findings": []}
+class FakeNode(NodeProbe):
+    """Looks, meets and adds as it is told; listens, connects and reads for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts, self.gpus, self.findings = (
+            dict(USUAL),
+            0,
+            [{"subject": "disk", "status": OK, "detail": "room", "fix": ""}],
+        )
+        self.skew, self.folder, self.reduced = 0.0, None, []
+
+    def look(self, config):
+        self.config = config
+        return {"facts": self.facts, "gpus": self.gpus, "findings": self.findings}
+
+    def clock(self):
+        return time.time() + self.skew
+
+    def reads(self, path):
+        return super().reads(path if self.folder is None else str(self.folder / Path(path).name))
+
+    def all_reduce(self, backend, host, port, rank, world, seconds):
+        self.reduced.append((backend, rank, world))
 
 
-def test_nodes_that_are_alike_pass() -> None:
-    found = list(_equal({"a": look(), "b": look()}))
-    assert [finding.status for finding in found] == [OK] * 4
+class FakeNodes:
+    """Asks all nodes at once, each on a thread; `silent` names those that do not answer a method."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.nodes = {f"h{number}": FakeNode() for number in range(count)}
+        self.silent: set[tuple[str, str]] = set()
+
+    @property
+    def names(self):
+        return tuple(self.nodes)
+
+    def ask(self, method: str, seconds: float, arguments: Mapping[str, tuple]):
+        lost = {name: "no answer" for name in arguments if (name, method) in self.silent}
+        with ThreadPoolExecutor() as pool:
+            asked = {
+                n: pool.submit(getattr(self.nodes[n], method), *given)
+                for n, given in arguments.items()
+                if n not in lost
+            }
+        answers = {}
+        for name, future in asked.items():
+            if error := future.exception():
+                lost[name] = str(error)
+            else:
+                answers[name] = future.result()
+        return answers, lost
 
 
-def test_the_odd_node_is_named_with_what_differs() -> None:
-    looks = {"a": look(), "b": look(packages="torch 2, ray 3"), "c": look()}
-    (odd,) = [finding for finding in _equal(looks) if finding.status == FAILURE]
-    assert odd.subject == "same packages" and odd.detail == "b has ray 3, others ray 2" and odd.fix
+@pytest.fixture
+def nodes(monkeypatch):
+    monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
+    made = FakeNodes()
+    yield made
+    for node in made.nodes.values():
+        node.close()
 
 
-def test_too_few_nodes_and_too_few_gpus_are_found() -> None:
-    one_each = ["cluster.device=cpu", "cluster.devices_per_node=2"]
-    config = load_config(CONFIG, one_each)
-    (size,) = _sizes({"a": look()}, config)
-    assert size.status == FAILURE and "take 2 node(s) of 2 devices; there are 1" in size.detail
-    assert [finding.status for finding in _sizes({"a": look(), "b": look()}, config)] == [OK]
-    config = load_config(CONFIG, ["cluster.device=cuda"])
-    *_, few = _sizes({"a": look() | {"gpus": 4}}, config)
-    assert few.status == FAILURE and "cluster.devices_per_node=4" in few.fix
+@pytest.fixture
+def config(tmp_path):
+    return load_config(CONFIG, [f"run_root={tmp_path / 'runs'}", "cluster.device=cpu", "cluster.devices_per_node=2"])
 
 
-def test_a_node_reaches_another_or_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def examine(nodes, config=None):
+    """All that is not well; and every line that is not says what to do."""
+    found = list(examine_nodes(nodes, config))
+    assert all((finding.status == OK) == (finding.fix == "") for finding in found)
+    return [finding for finding in found if finding.status != OK]
+
+
+def only(findings):
+    (found,) = findings
+    return found
+
+
+def test_machines_that_are_well_and_alike(nodes, config, tmp_path):
+    assert examine(nodes, config) == []
+    assert [node.reduced for node in nodes.nodes.values()] == [[("gloo", rank, 3)] for rank in range(3)]
+    assert list((tmp_path / "runs").iterdir()) == []
+    subjects = [finding.subject for finding in examine_nodes(nodes, config)]
+    assert subjects[:3] == ["h0", "h1", "h2"] and "size" in subjects and "clocks" in subjects
+
+
+def test_a_machine_looks_for_the_same_files_from_whatever_folder(nodes, config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config.model.path = "models/digits"
+    examine(nodes, config)
+    assert {node.config.model.path for node in nodes.nodes.values()} == {str(tmp_path / "models" / "digits")}
+    assert config.model.path == "models/digits"
+
+
+def test_what_a_machine_finds_of_itself_is_told_with_its_name(nodes):
+    nodes.nodes["h1"].findings.append(
+        {"subject": "patch x", "status": FAILURE, "detail": "other version", "fix": "install"}
+    )
+    found = only(examine(nodes))
+    assert (found.subject, found.status, found.fix) == ("h1: patch x", FAILURE, "install")
+
+
+def test_a_machine_that_does_not_answer(nodes):
+    nodes.silent.add(("h2", "look"))
+    found = only(examine(nodes))
+    assert (found.subject, found.status) == ("h2", FAILURE) and "look: no answer" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("subject", "value", "detail"),
+    [
+        ("python", "3.12.1", "h1 has 3.12.1, others 3.11.7"),
+        ("megasync's code", "xyz", "h1 has xyz, others abc"),
+        ("packages", "torch 2, ray 3", "h1 has ray 3, others ray 2"),
+    ],
+)
+def test_a_machine_with_another_version(nodes, subject, value, detail):
+    nodes.nodes["h1"].facts[subject] = value
+    found = only(examine(nodes))
+    assert (found.subject, found.status, found.detail) == (f"same {subject}", FAILURE, detail)
+
+
+def test_machines_of_two_kinds_are_a_warning(nodes):
+    nodes.nodes["h2"].facts["devices"] = "H100"
+    found = only(examine(nodes))
+    assert (found.subject, found.status) == ("same devices", WARNING) and "--hosts" in found.fix
+
+
+def test_a_clock_that_goes_wrong(nodes):
+    nodes.nodes["h1"].skew = -30.0
+    found = only(examine(nodes))
+    assert (found.subject, found.status) == ("clocks", WARNING)
+    assert "at h1" in found.detail and "30.0 s" in found.detail and "NTP" in found.fix
+
+
+def test_a_run_folder_that_is_another_one_on_some_machine(nodes, config, tmp_path):
+    nodes.nodes["h1"].folder = tmp_path
+    found = only(examine(nodes, config))
+    assert (found.subject, found.status) == ("shared run folder", FAILURE)
+    assert "not the same folder on h1" in found.detail and "run_root" in found.fix
+
+
+def test_a_run_folder_that_cannot_be_written(nodes, config, tmp_path):
+    (tmp_path / "file").touch()
+    config.run_root = str(tmp_path / "file" / "runs")
+    assert only(examine(nodes, config)).subject == "shared run folder"
+
+
+def test_too_few_machines(config, monkeypatch):
+    monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
+    one = FakeNodes(1)
+    found = only(examine(one, config))
+    one.nodes["h0"].close()
+    assert found.subject == "size" and "take 2 node(s) of 2 devices; there are 1" in found.detail
+
+
+def test_too_few_gpus_on_a_machine(nodes, config):
+    config.cluster.device = "cuda"
+    for name, gpus in (("h0", 8), ("h1", 1), ("h2", 0)):
+        nodes.nodes[name].gpus = gpus
+    one, none = examine(nodes, config)
+    assert (one.subject, one.status) == ("h1: gpus", FAILURE) and "cluster.devices_per_node=1" in one.fix
+    assert none.subject == "h2: gpus" and "driver" in none.fix
+
+
+def test_a_way_that_is_closed(nodes):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        place = closed.getsockname()
+        nodes.nodes["h1"].listen = lambda: place
+        found = only(examine(nodes))
+    assert (found.subject, found.status) == ("ways between nodes", FAILURE)
+    assert "h0 to h1" in found.detail and "firewall" in found.fix
+    assert nodes.nodes["h0"].reduced == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_collective_that_fails(nodes, backend):
+    for node in nodes.nodes.values():
+        node.gpus = 8
+
+    def fail(kind, *rest):
+        if kind == backend:
+            raise RuntimeError("no route to host")
+
+    nodes.nodes["h2"].all_reduce = fail
+    found = only(examine(nodes))
+    assert (found.subject, found.status) == (f"all-reduce over {backend}", FAILURE)
+    assert "h2: no route to host" in found.detail and f"{backend.upper()}_SOCKET_IFNAME" in found.fix
+
+
+def test_no_cluster_at_the_address(monkeypatch):
+    def refuse(**options):
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(
+        MegasyncError, match="no Ray cluster can be joined at 192.0.2.1:1.*nobody there.*RAY_AUTH_TOKEN"
+    ):
+        cluster_doctor.examine_cluster("192.0.2.1:1", 1, 0.0)
+
+
+def test_machines_that_do_not_come(monkeypatch):
+    there = [{"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0", "NodeID": "0"}]
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "nodes", lambda: there)
+    found = only(cluster_doctor.examine_cluster("auto", 2, 0.0))
+    assert (found.subject, found.status) == ("nodes", FAILURE) and "1 of 2 within 0 s: h0 (192.0.2.1)" in found.detail
+
+
+def test_a_probe_reads_reaches_and_adds_for_real(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
     here, there = NodeProbe(), NodeProbe()
     place = there.listen()
@@ -51,10 +247,20 @@ def test_a_node_reaches_another_or_says_why_not(monkeypatch: pytest.MonkeyPatch,
         closed.bind(("127.0.0.1", 0))
         failures = here.connect({"there": place, "nowhere": closed.getsockname()}, 5.0)
     assert list(failures) == ["nowhere"]
+    there.close()
     (tmp_path / "note").write_text("seen")
     assert here.reads(str(tmp_path / "note")) == "seen" and here.reads(str(tmp_path / "missing")) is None
-    here.all_reduce(*here.meeting_point(20.0), rank=0, world=1, seconds=20.0)
+    here.all_reduce("gloo", *here.meeting_point(), rank=0, world=1, seconds=20.0)
 
 
-def test_the_digest_of_the_code_is_stable() -> None:
+def test_a_probe_examines_its_machine_for_the_configuration(config, monkeypatch):
+    monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
+    config.model.path = "/absent"
+    look = NodeProbe().look(config)
+    assert set(look["facts"]) == set(USUAL) and look["gpus"] == 0
+    wrong = [finding["subject"] for finding in look["findings"] if finding["status"] == FAILURE]
+    assert wrong == ["model"]
+
+
+def test_the_digest_of_the_code_is_stable():
     assert code_digest() == code_digest() and len(code_digest()) == 12

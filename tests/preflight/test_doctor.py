@@ -1,13 +1,22 @@
 """The doctor reports what is there, and each failure comes with something to do."""
 
 import os
+import pkgutil
 import socket
+from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
+from packaging.version import Version
 
+from megasync import device
 from megasync.preflight import doctor
-from megasync.preflight.doctor import FAILURE, OK, WARNING
+from megasync.preflight.finding import FAILURE, OK, WARNING
+from megasync.preflight.space import check_ports
 
 
 def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
@@ -16,6 +25,53 @@ def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
     for finding in findings:
         assert finding.subject and finding.detail
         assert (finding.status == OK) == (finding.fix == "")
+
+
+def test_an_old_python_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 1))
+    found = next(iter(doctor.check_python()))
+    assert found.status == FAILURE and "needs 99.1 or newer" in found.fix
+
+
+def test_an_old_system_is_a_failure(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    *_, found = doctor.check_python()
+    assert (found.subject, found.status) == ("system", FAILURE) and "5.3" in found.fix
+
+
+def test_a_single_core_is_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    found = next(iter(doctor.check_devices()))
+    assert (found.subject, found.status) == ("cpu", WARNING) and found.fix
+
+
+def test_a_gpu_that_others_use_is_a_warning(monkeypatch):
+    memory = {0: (20 * 10**9, 80 * 10**9), 1: (79 * 10**9, 80 * 10**9)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.get)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    _, busy, free = doctor.check_devices()
+    assert busy.status == WARNING and "20 of 80 GB" in busy.detail and "CUDA_VISIBLE_DEVICES" in busy.fix
+    assert free.status == OK
+
+
+def test_little_memory_is_a_warning(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    found = next(iter(doctor.check_memory()))
+    assert (found.subject, found.status) == ("memory", WARNING) and "1.0 GB" in found.detail and found.fix
+
+
+def test_little_shared_memory_is_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor, "SHARED_MEMORY_BYTES", 10**18)
+    *_, found = doctor.check_memory()
+    assert (found.subject, found.status) == ("shared memory", FAILURE) and "--shm-size" in found.fix
+
+
+def test_few_open_files_are_a_failure(monkeypatch):
+    monkeypatch.setattr(doctor, "OPEN_FILES", 10**12)
+    *_, found = doctor.check_disk()
+    assert (found.subject, found.status) == ("open files", FAILURE) and "ulimit -n" in found.fix
 
 
 def test_another_version_than_the_locks_is_a_failure(tmp_path):
@@ -45,8 +101,8 @@ def test_a_patch_for_another_version_is_a_failure(monkeypatch):
     import megasync_patches
 
     monkeypatch.setattr(megasync_patches, "version", lambda package: "99.0")
-    findings = list(doctor.check_patches())
-    assert findings and all(finding.status == FAILURE and "99.0" in finding.detail for finding in findings)
+    findings = [found for found in doctor.check_patches() if found.subject != "patch sglang_cpu_standins"]
+    assert findings and all(found.status == FAILURE and "99.0" in found.detail and found.fix for found in findings)
 
 
 def test_every_patch_file_is_examined():
@@ -54,15 +110,51 @@ def test_every_patch_file_is_examined():
 
     subjects = {finding.subject for finding in doctor.check_patches()}
     assert {f"patch {patch.name}" for patch in megasync_patches.registered()} <= subjects
+    files = {path.stem for path in Path(megasync_patches.__path__[0]).iterdir() if path.stem[0] not in "_."}
+    assert {subject.removeprefix("patch ").replace("-", "_") for subject in subjects} == files
+
+
+def test_every_patch_has_exact_versions_a_reason_and_a_test():
+    import megasync_patches
+
+    # Those of trainer ranks are tried one by one, whatever their names are; the others are named in their test.
+    tests = (Path(__file__).parents[1] / "rollout_servers" / "test_sglang_on_cpu.py").read_text(encoding="utf-8")
+    for module in pkgutil.iter_modules(megasync_patches.__path__):
+        patch = import_module(f"megasync_patches.{module.name}").PATCH
+        assert patch.reason and all(Version(exact).release for exact in patch.versions) and patch.versions
+        assert module.name in megasync_patches.MODULES or f"megasync_patches.{module.name}" in tests
+    assert "stand_ins" in tests
+
+
+def test_active_patches_are_listed_with_their_reason(monkeypatch):
+    import megasync_patches
+
+    patch = megasync_patches.registered()[0]
+    listed = {finding.subject: finding.detail for finding in doctor.check_patches()}
+    assert listed[f"patch {patch.name}"] == f"active for torch {version('torch')}: {patch.reason}"
+    monkeypatch.setattr(device, "resolve_device", lambda kind: device.Device("cuda"))
+    listed = {finding.subject: finding.detail for finding in doctor.check_patches()}
+    assert listed[f"patch {patch.name}"] == "not active: for cpu only"
+    assert listed["patch sglang_cpu_standins"] == "not active"
+
+
+def test_a_patch_that_upstream_made_superfluous_is_told(monkeypatch):
+    import megasync_patches
+
+    versions = {"megatron-core": "0.19.2"}
+    monkeypatch.setattr(megasync_patches, "version", lambda package: versions.get(package) or version(package))
+    listed = {finding.subject: finding for finding in doctor.check_patches()}
+    assert listed["patch megatron-latent-te"].detail.startswith("not needed by megatron-core")
+    assert listed["patch megatron-latent-te"].status == OK
 
 
 def test_an_address_of_another_machine_has_no_ports():
-    (finding,) = doctor.check_ports("192.0.2.1")
+    (finding,) = check_ports("192.0.2.1")
     assert finding.status == FAILURE and "192.0.2.1" in finding.detail
 
 
 def test_free_ports_are_given_back():
-    (finding,) = doctor.check_ports()
+    (finding,) = check_ports("127.0.0.1")
     assert finding.status == OK
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -103,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path):
 
 def test_the_servers_plugin_is_registered_and_its_absence_is_told(monkeypatch):
     found = {finding.subject: finding.status for finding in doctor.check_plugins()}
-    assert found["plugin sglang.srt.plugins:megasync"] == doctor.OK
+    assert found["plugin sglang.srt.plugins:megasync"] == OK
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     (finding,) = doctor.check_plugins()
     assert finding.status == FAILURE and "by broadcast only" in finding.detail and finding.fix

@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from megasync.config import check_config, load_config
+from megasync.config.check import model_layout
+from megasync.errors import ConfigError
 from megasync.preflight.memory import server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import print_plan
-from megasync.sync.broadcast_plan import plan_broadcast
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 
@@ -80,24 +81,25 @@ def test_the_sync_moves_every_weight_once():
     assert resolve_plan(load("qwen3_32b_math")).sync.senders == (0, 8)
 
 
-def parts(config):
-    from megasync.config.check import model_layout
+# Bytes of the largest message of a weight sync.
+BUCKET = 10**9
 
-    layout, _ = model_layout(config, planning=True)
-    return layout, plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+
+def layout_of(config):
+    return model_layout(config, planning=True)[0]
 
 
 def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     config = load("qwen3_8b_math", "trainer.tensor_parallel=2", "trainer.data_parallel=2")
-    layout, buckets = parts(config)
+    layout = layout_of(config)
     elements = sum(prod(shape) for shape in layout.params(0).values())
-    memory = stage_memory(config, layout, buckets, 0)
+    memory = stage_memory(config, layout, BUCKET, 0)
     assert memory.weights == 2 * elements
     assert memory.gradients == 4 * elements
     assert memory.optimizer == 12 * elements // 2  # float32 weights and two moments, over two data-parallel ranks
-    assert memory.sync_buckets == 2 * max(bucket.nbytes for bucket in buckets.buckets)
+    assert memory.sync_buckets == 2 * BUCKET
     config.trainer.distributed_optimizer = False
-    assert stage_memory(config, layout, buckets, 0).optimizer == 12 * elements
+    assert stage_memory(config, layout, BUCKET, 0).optimizer == 12 * elements
 
 
 def test_experts_are_spread_over_their_own_ranks(tmp_path):
@@ -110,11 +112,11 @@ def test_experts_are_spread_over_their_own_ranks(tmp_path):
         "trainer.sequence_parallel=false",
     ]
     config = load("qwen3_8b_math", f"model.config={tmp_path / 'config.json'}", *overrides)
-    layout, buckets = parts(config)
+    layout = layout_of(config)
     shapes = layout.params(0)
     held = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
     assert held == 36 * 4 * 3 * 768 * 4096
-    memory = stage_memory(config, layout, buckets, 0)
+    memory = stage_memory(config, layout, BUCKET, 0)
     elements = sum(prod(shape) for shape in shapes.values())
     assert memory.weights == 2 * elements
     # Each expert has two copies, everything else four.
@@ -123,15 +125,15 @@ def test_experts_are_spread_over_their_own_ranks(tmp_path):
 
 def test_float32_weights_need_no_second_copy_in_the_optimizer():
     config = load("qwen3_8b_math", "model.dtype=float32")
-    layout, buckets = parts(config)
+    layout = layout_of(config)
     elements = sum(prod(shape) for shape in layout.params(0).values())
-    assert stage_memory(config, layout, buckets, 0).optimizer == 8 * elements
+    assert stage_memory(config, layout, BUCKET, 0).optimizer == 8 * elements
 
 
 def test_recomputation_sequence_parallelism_and_small_batches_save_activations():
     def activations(*overrides):
         config = load("qwen3_8b_math", *overrides)
-        return stage_memory(config, *parts(config), 0).activations
+        return stage_memory(config, layout_of(config), BUCKET, 0).activations
 
     assert activations() < activations("trainer.recompute=null") / 5
     assert activations() < activations("trainer.sequence_parallel=false")
@@ -146,27 +148,55 @@ def test_only_the_last_stage_holds_logits():
 
 def test_the_kv_cache_gets_what_the_weights_leave():
     config = load("qwen3_8b_math")
-    layout, _ = parts(config)
+    layout = layout_of(config)
     memory = server_memory(config, layout, 100 * 10**9)
     assert memory.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2
     assert memory.kv_tokens == (85 * 10**9 - memory.weights) // memory.kv_bytes_per_token
     config.rollout.max_total_tokens = 5000
-    assert server_memory(config, layout, None).kv_tokens == 5000
+    for device_bytes in (None, 100 * 10**9):
+        assert server_memory(config, layout, device_bytes).kv_tokens == 5000
+    assert server_memory(config, layout, 20 * 10**9).kv_tokens == 4194
 
 
-def test_what_does_not_fit_is_warned_about():
-    def warnings(*overrides, **kwargs):
-        return " ".join(resolve_plan(load("qwen3_8b_math", *overrides), **kwargs).warnings)
+def test_a_budget_below_one_sequence_is_warned_about():
+    plan = resolve_plan(load("qwen3_8b_math", "trainer.tokens_per_microbatch=1024"))
+    assert "tokens_per_microbatch=1024" in " ".join(plan.warnings) and plan.refusals == ()
 
-    assert warnings() == ""
-    assert "trainer.tensor_parallel" in warnings(device_bytes=24 * 10**9)
-    assert "KV cache" in warnings(device_bytes=20 * 10**9)
-    assert "tokens_per_microbatch=1024" in warnings("trainer.tokens_per_microbatch=1024")
+
+def test_the_next_version_takes_memory_of_a_server_where_it_is_kept_there():
+    def arena(*overrides):
+        config = load("qwen3_8b_math", *overrides)
+        return server_memory(config, layout_of(config), 80 * 10**9)
+
+    assert arena().arena == 0
+    kept = arena("sync.arena=device")
+    assert kept.arena == kept.weights
+    assert arena("sync.arena=device", "sync.arena_mb=100").arena == 100 * 2**20
+    assert arena("sync.transport=broadcast").arena == 0
+
+
+def test_each_device_is_drawn_where_it_is():
+    drawn = rendered(load("qwen3_8b_math", "rollout.tensor_parallel=2", "rollout.servers=1"))
+    assert "│ node 0 │ t0 │ t1 │ t2 │ t3 │ s0 │ s0 │ . │ . │" in drawn
+    many = ["cluster.device=cpu", "cluster.devices_per_node=32", "rollout.servers=20"]
+    assert "│ node 0 │ t0 to t3 │ s0 to s19 │ . │" in rendered(load("qwen3_8b_math", *many))
+
+
+def test_ranks_stand_among_experts_too(tmp_path):
+    values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))
+    overrides = ["tensor_parallel=2", "data_parallel=2", "expert_parallel=2", "expert_tensor_parallel=1"]
+    config = load("qwen3_8b_math", f"model.config={tmp_path / 'config.json'}", *(f"trainer.{key}" for key in overrides))
+    assert [rank.experts[:2] for rank in resolve_plan(config).ranks] == [(0, 0), (0, 1), (0, 0), (0, 1)]
+    assert "│ 2-3   │ 0    │ 0-1    │ 1    │ 0        │ 0-1    │ 0             │ 0-35   │" in rendered(config)
 
 
 def test_a_cpu_has_no_device_memory_to_compare_with():
     config = load("qwen3_8b_math", "cluster.device=cpu")
     assert resolve_plan(config).device_bytes is None
+    with pytest.raises(ConfigError, match="--device-memory"):
+        resolve_plan(config, 10**9)
     assert "decided by SGLang" in rendered(config)
 
 
@@ -184,7 +214,6 @@ def test_tied_embeddings_over_two_stages_are_counted_twice_in_memory_and_once_in
     }
     config = load("qwen3_8b_math", "trainer.tensor_parallel=1", "trainer.sequence_parallel=false")
     layout = Layout(values, Topology(pipeline=2))
-    buckets = plan_broadcast(layout, 2**20, "bfloat16")
     config.trainer.pipeline_parallel = 2
-    held = sum(stage_memory(config, layout, buckets, stage).weights for stage in range(2))
+    held = sum(stage_memory(config, layout, BUCKET, stage).weights for stage in range(2))
     assert held - sum(prod(s) for s in layout.hf_tensors.values()) * 2 == 128 * 64 * 2

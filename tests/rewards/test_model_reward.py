@@ -12,14 +12,13 @@ from tiny_models import byte_tokenizer
 from trajectories import trajectory
 
 from megasync.config.schema import RewardModelConfig
-from megasync.errors import ConfigError, DataError, ServerError
+from megasync.errors import ConfigError, DataError, Refused, ServerError
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rewards import model_client as module
 from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.verdict import ClassifierScore, NumberWritten, verdict_of
-from megasync.rollout.control import Refused
 
 TOKENIZER = byte_tokenizer()
 

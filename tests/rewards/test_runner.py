@@ -166,6 +166,16 @@ async def test_an_exception_is_a_data_error_with_its_cause(make_trajectory):
     assert isinstance(error.value.__cause__, KeyError)
 
 
+async def test_a_cancellation_of_the_functions_own_is_an_error_like_any_other(make_trajectory):
+    async def my_reward(completions, **columns):
+        shared = asyncio.ensure_future(asyncio.sleep(600))
+        shared.cancel()
+        await shared
+
+    with pytest.raises(DataError, match=r"my_reward raised CancelledError: .*\(prompt 0:7\)"):
+        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+
+
 async def test_a_nan_that_the_workflow_set_is_refused_too(make_trajectory):
     with pytest.raises(DataError, match="the workflow gave nan as a reward of prompt 0:7"):
         await RewardRunner(seen).score([make_trajectory(reward=float("nan"))], {}, "0:7")
@@ -217,5 +227,46 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
         runner._timeout = 20
         assert rewards(await runner.score(group, {"how": "go"})) != first
         assert time.monotonic() - started < 20
+    finally:
+        await runner.close()
+
+
+async def test_a_call_that_ends_its_process_is_told_from_those_that_ran_beside_it(
+    make_trajectory, tmp_path, monkeypatch
+):
+    (tmp_path / "neighbours.py").write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "def reward(completions, *, folder, **columns):\n"
+        "    if folder[0] is None: os._exit(3)\n"
+        "    (Path(folder[0]) / f'begun-{os.getpid()}').touch()\n"
+        "    while not (Path(folder[0]) / 'go_on').exists(): time.sleep(0.01)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from neighbours import reward
+
+    runner = RewardRunner(reward, processes=2, timeout=60)
+
+    async def begin(name, calls):
+        """Calls that wait for the file go_on in their folder, once each has begun."""
+        folder = tmp_path / name
+        folder.mkdir()
+        begun = [asyncio.create_task(runner.score([make_trajectory()], {"folder": str(folder)})) for _ in range(calls)]
+        async with asyncio.timeout(60):
+            while len(list(folder.glob("begun-*"))) < calls:
+                await asyncio.sleep(0.01)
+        return folder / "go_on", begun
+
+    try:
+        # Both processes are there before one of them dies.
+        go_on, calls = await begin("first", 2)
+        go_on.touch()
+        await asyncio.gather(*calls)
+        go_on, (innocent,) = await begin("second", 1)
+        with pytest.raises(DataError, match="ended its worker process"):
+            await runner.score([make_trajectory()], {"folder": None})
+        go_on.touch()
+        assert rewards(await innocent) == [1.0]
     finally:
         await runner.close()

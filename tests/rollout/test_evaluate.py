@@ -140,6 +140,19 @@ async def test_a_bad_prompt_costs_itself_only(fake_client, error, caplog):
     assert f"1 of 4 evaluation answers failed; the first: {type(error).__name__}: {error}" in caplog.text
 
 
+async def test_a_cancellation_that_nobody_asked_for_costs_one_answer(fake_client):
+    async def workflow(client, sample):
+        if sample["prompt_ids"] == [1]:
+            shared = asyncio.ensure_future(asyncio.sleep(600))
+            shared.cancel()
+            await shared
+        return await single_turn(client, sample)
+
+    found, answers = await score(fake_client(lambda ids, options: str(ids[0])), 4, workflow=workflow)
+    assert (found.score, found.failed) == (0.75, 1)
+    assert [answer.error for answer in answers if answer.reward is None] == ["CancelledError: "]
+
+
 async def test_a_reward_that_fails_or_declines_is_counted(fake_client):
     def picky(completions, *, answer, **columns):
         if answer[0] == "0":

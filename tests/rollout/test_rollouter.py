@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError, ServerError
 from megasync.rollout.inflight import InflightCap
 
@@ -245,6 +246,35 @@ async def test_a_workflow_that_raises_is_tried_as_often_as_allowed_then_its_prom
     await finish(bench)
     assert bench.buffer.dropped == {"0:1": "no_response"}
     assert calls.count(1) == 3 * 2
+
+
+@pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf")])
+async def test_a_response_whose_logprobs_cannot_be_trained_costs_itself_only(make_bench, logprob):
+    given = []
+
+    async def workflow(client, sample):
+        given.append(sample)
+        first = logprob if len(given) == 1 else -0.5
+        # What is not trained may have any.
+        return Trajectory([1], [1, 2], loss_mask=[1, 0], logprobs=[first, logprob], versions=[0, 0])
+
+    bench = make_bench(total=2, samples=3, workflow=workflow)
+    await finish(bench)
+    assert sorted(len(group.trajectories) for group in bench.buffer.committed.values()) == [2, 3]
+    assert bench.rollouter.metrics()["rollout/samples_failed"] == 1.0
+
+
+@pytest.mark.parametrize("where", ["workflow", "reward"])
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other(make_bench, where):
+    async def cancelled(*args, **columns):
+        shared = asyncio.ensure_future(asyncio.sleep(600))
+        shared.cancel()
+        await shared
+
+    bench = make_bench(**{where: cancelled})
+    with pytest.raises(DataError, match="raised CancelledError"):
+        await finish(bench)
+    assert set(bench.buffer.dropped.values()) == {"no_response" if where == "workflow" else "reward_error"}
 
 
 async def test_a_sample_that_fails_once_is_only_tried_again_itself(make_bench):

@@ -141,6 +141,18 @@ async def test_whatever_a_tool_raises_is_an_observation(error):
     assert (toolbox.counts["errors"], toolbox.counts["timeouts"]) == (2, 0)
 
 
+async def test_a_cancellation_of_a_tools_own_is_an_observation():
+    async def shared() -> str:
+        """Awaits what another call has cancelled."""
+        work = asyncio.ensure_future(asyncio.sleep(600))
+        work.cancel()
+        return await work
+
+    toolbox = Toolbox([shared])
+    assert await observe(toolbox, call("shared", {})) == ["Error: CancelledError: "]
+    assert toolbox.counts["errors"] == 1
+
+
 async def test_a_call_that_takes_too_long_is_left_behind():
     release = threading.Event()
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from processes import family, living, with_word
 from serving import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -147,6 +148,54 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
         await server.stop(5)
 
 
+@pytest.mark.parametrize(
+    ("phase", "quarantined"), [("stage", False), ("load", True)], ids=["while it stages", "inside its commit"]
+)
+async def test_a_server_that_stands_still_holds_nobody_up_and_comes_back(
+    world, models, tmp_path, monkeypatch, phase, quarantined
+):
+    sync, ranks, servers = await world(seconds=12.0, stall=2.0)
+    server = make_server(models[0][0][0], tmp_path / "server.log", 1)
+    url = await server.start(120)
+    control = ServerControl(url)
+    call, stopped = getattr(Engine, phase), []
+
+    async def still(engine, *given):
+        if engine.url == url:
+            stopped.extend(p for root in with_word(f"--port {url.rsplit(':', 1)[1]}") for p in family(root))
+            assert stopped
+            for process in stopped:
+                process.suspend()
+        return await call(engine, *given)
+
+    try:
+        sync.add(control)
+        await sync.publish(100)
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, phase, still)
+            with pytest.raises(
+                SyncError, match=rf"version 101 was not published: .*{url}.*(no answer|no links)"
+            ) as failure:
+                await asyncio.wait_for(sync.publish(101), 90)
+        assert url in failure.value.failed
+        assert list(sync.quarantined) == ([url] if quarantined else []), failure.value
+        # Whoever committed serves the new version whole, whoever did not the one before.
+        moved = set(failure.value.moved)
+        assert moved == ({other.url for other in servers} if quarantined else set())
+        await check_serves(servers, models[0][int(quarantined)][1], 101 if quarantined else 100)
+        for process in stopped:
+            process.resume()
+        await sync.publish(102)
+        assert sync.quarantined == {}
+        await check_serves([*servers, control], models[0][1][1], 102)
+    finally:
+        for process in living(stopped):
+            process.resume()
+        await control.close()
+        await server.stop(5)
+
+
 async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(world):
     sync, _, _ = await world()
     sync._parcel_bytes = 2 * PARCEL_BYTES
@@ -154,10 +203,14 @@ async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(
         await sync.publish(90)
 
 
-async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(world, models):
+@pytest.mark.parametrize("left", ["receiving", "inside a commit"])
+async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, models, monkeypatch, caplog, left):
     sync, ranks, servers = await world(seconds=10.0, stall=3.0)
     await sync.connect()
-    await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+    if left == "receiving":
+        await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+    else:
+        monkeypatch.setattr(sync, "_go_on", lambda *_: asyncio.sleep(60))
     publish = asyncio.create_task(sync.publish(80))
     await asyncio.sleep(1.0)
     # As if the process had gone: no clean-up at all.
@@ -167,6 +220,7 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left_receiving(wo
     sync, ranks, servers = await world()
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await sync.publish(81)
+    assert ("left inside a weight update" in caplog.text) == (left != "receiving")
     await check_serves(servers, models[0][1][1], 81)
 
 

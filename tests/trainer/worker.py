@@ -161,6 +161,43 @@ def main_weights(model, trainers):
     return found
 
 
+def held_bytes(model, runs, prompt, response, folder):
+    """Bytes that this rank holds after a step under each of `runs` (dtype, layout): by kind, what was saved for the
+    backward pass of one microbatch, a sequence of so many tokens, and all ranks' checkpoint."""
+    found = {}
+    sample = [Sample([1] * prompt, [2] * response, list(range(response)))]
+    for name, (dtype, trainer) in runs.items():
+        engine = make_engine(model, trainer, dtype=dtype)
+        weights = {tensor.untyped_storage().data_ptr() for tensor in engine.params().values()}
+        saved = {}
+
+        def keep(tensor, weights=weights, saved=saved):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.forward_backward(sample * trainer.get("data_parallel", 1), cross_entropy(response))
+        engine.update(1, loss_is_finite=True)
+        state = engine._optimizer.state()
+        moments = [value for group in state["moments"] for kept in group.values() for value in kept.values()]
+        moments = [value for value in moments if torch.is_tensor(value) and value.numel() > 1]
+        buffers = [buffer for part in engine._models for buffer in (*part.buffers, *part.expert_parallel_buffers)]
+        found[name] = {
+            "weights": sum(tensor.nbytes for tensor in engine.params().values()),
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "optimizer": sum(tensor.nbytes for tensor in [*moments, *state.get("main_weights", [])]),
+            "activations": sum(nbytes for nbytes, _ in saved.values()),
+        }
+        checkpoint = Path(folder) / name
+        engine.save(checkpoint)
+        dist.barrier()
+        found[name]["checkpoint"] = sum(file.stat().st_size for file in checkpoint.iterdir())
+        close(engine)
+    return found
+
+
 def by_hand(model, uniform):
     """One step of the plain on-policy gradient over *all* trajectories, and two minibatches of PPO, without PolicyTrainer."""
     from megasync.algorithms.advantages import group_advantages

@@ -1,0 +1,141 @@
+"""The reference of all keys as Markdown: the comments, types and defaults of `schema`, what `limits` allows.
+
+`python -m megasync.config.reference` writes it into docs/configuration.md, below the line `MARK`; a test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import MISSING as REQUIRED
+
+from megasync.config import check_evaluation, check_reward_models, limits
+from megasync.config.load import entry_of, section_of
+from megasync.config.schema import Config
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
+# Stands for a name that the configuration's author chooses.
+NAMED = "<name>"
+HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
+WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "value"}
+LINK = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
+COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
+
+RANGES = (
+    limits.RANGES
+    | {f"eval.sets.{NAMED}.{key}": value for key, value in check_evaluation.RANGES.items()}
+    | {f"reward_models.{NAMED}.{key}": value for key, value in check_reward_models.RANGES.items()}
+)
+CHOICES = limits.CHOICES | {f"reward_models.{NAMED}.{key}": value for key, value in check_reward_models.CHOICES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`prefix` ends with a dot, but for the whole configuration's, which is empty."""
+
+    prefix: str
+    cls: type
+
+
+def reference() -> str:
+    """All sections, each where its parent names it; a class that stands in several places is written out once.
+
+    Raises ValueError for a key without a comment.
+    """
+    first: dict[type, str] = {}
+    return "\n\n".join(part for section in _sections(Section("", Config)) for part in _written(section, first)) + "\n"
+
+
+def rewritten(page: str) -> str:
+    """The page with all below `MARK` as the schema has it now."""
+    above, mark, _ = page.partition(MARK)
+    if not mark:
+        raise ValueError(f"the page has no line {MARK!r}; put it where the reference shall stand")
+    return f"{above}{mark}\n\n{reference()}"
+
+
+def comments(cls: type) -> dict[str, str]:
+    """What stands above each key of a section."""
+    found = COMMENTED.findall(inspect.getsource(cls))
+    return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in found}
+
+
+def _sections(section: Section) -> Iterator[Section]:
+    yield section
+    hints = get_type_hints(section.cls)
+    for item in fields(section.cls):
+        below, entry = section_of(hints[item.name]), entry_of(hints[item.name])
+        if below is not None:
+            yield from _sections(Section(f"{section.prefix}{item.name}.", below))
+        elif entry is not None:
+            yield from _sections(Section(f"{section.prefix}{item.name}.{NAMED}.", entry))
+
+
+def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
+    name = section.prefix.rstrip(".")
+    yield f"### `{name}`" if name else "### The run"
+    if section.cls in first:
+        yield f"The keys of `{first[section.cls]}`."
+        return
+    first[section.cls] = name
+    yield _linked(" ".join(inspect.getdoc(section.cls).split()))
+    hints, said = get_type_hints(section.cls), comments(section.cls)
+    rows = []
+    for item in fields(section.cls):
+        key, hint = f"{section.prefix}{item.name}", hints[item.name]
+        if section_of(hint) is not None:
+            continue
+        if item.name not in said:
+            raise ValueError(f"{section.cls.__name__}.{item.name} has no comment above it; say what {key} is")
+        cells = (f"`{key}`", _value(key, hint), _default(item), _linked(said[item.name]))
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    if rows:
+        yield "\n".join((HEAD, *rows))
+
+
+def _value(key: str, hint: Any) -> str:
+    """What may stand there, in words."""
+    optional = NoneType in get_args(hint)
+    if key in CHOICES:
+        words = ", ".join(CHOICES[key])
+    elif key in limits.PATTERNS:
+        words = limits.PATTERNS[key][1]
+    else:
+        words = ", ".join(_kind(kind) for kind in (get_args(hint) if optional else (hint,)) if kind is not NoneType)
+    if key in RANGES:
+        words += f", {RANGES[key]}"
+    return f"{words}, or null" if optional else words
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is list:
+        return f"list of {WORDS[get_args(hint)[0]]}s"
+    if get_origin(hint) is dict:
+        return "sections by name" if entry_of(hint) else "keys and values"
+    return WORDS[hint]
+
+
+def _default(item: Field) -> str:
+    value = item.default if item.default is not MISSING else item.default_factory()
+    if value == REQUIRED:
+        return "required"
+    words = {"": '""', "None": "null", "True": "true", "False": "false"}
+    return f"`{words.get(str(value), str(value))}`".replace("\n", "\\n")
+
+
+def _linked(text: str) -> str:
+    """With links where the schema names a page of docs/."""
+    return LINK.sub(lambda found: f"[{found[1]}]({found[1]}{found[2] or ''})", text)
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")

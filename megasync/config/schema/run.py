@@ -1,0 +1,45 @@
+"""The whole configuration of a run, of all sections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megasync.config.schema.algorithm import AlgorithmConfig
+from megasync.config.schema.checkpoint import CheckpointConfig
+from megasync.config.schema.cluster import ClusterConfig
+from megasync.config.schema.data import DataConfig
+from megasync.config.schema.evaluation import EvalConfig
+from megasync.config.schema.model import ModelConfig
+from megasync.config.schema.observe import ObserveConfig
+from megasync.config.schema.reward_model import RewardModelConfig
+from megasync.config.schema.rollout import RolloutConfig
+from megasync.config.schema.schedule import ScheduleConfig
+from megasync.config.schema.sync import SyncConfig
+from megasync.config.schema.timeouts import TimeoutConfig
+from megasync.config.schema.trainer import TrainerConfig
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    # Names the run's directory.
+    name: str = "run"
+    # Seed of prompt order, servers and trainer ranks.
+    seed: int = 0
+    # Run directories are made here as `<name>-<time>`.
+    run_root: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    # Models that score responses, by names of your choice.
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,33 @@
+"""The section of deadlines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TimeoutConfig:
+    """Seconds; separate waits have separate knobs."""
+
+    # Until a server or the router answers.
+    server_start: float = 300.0
+    # Until every trainer rank has loaded its weights.
+    trainer_start: float = 300.0
+    # One generation request, or one to a reward model.
+    request: float = 600.0
+    # Each phase of a weight sync.
+    weight_sync: float = 300.0
+    # One call of a reward function.
+    reward: float = 60.0
+    # One call of an environment.
+    environment: float = 60.0
+    # One sample of `rollout.agent`, from its call to its return.
+    agent: float = 3600.0
+    # One message of a p2p sync that does not move.
+    sync_stall: float = 30.0
+    # One training step.
+    train_step: float = 1800.0
+    # No group finished and no step trained for this long: the run stops and says what each part waits for.
+    no_progress: float = 1800.0
+    # Until processes have ended on their own; then they are killed.
+    shutdown: float = 60.0

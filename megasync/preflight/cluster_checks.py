@@ -1,0 +1,213 @@
+"""What is examined of several machines together: each by itself, what must be equal on all, and the ways between them.
+
+Free of Ray: `Nodes` asks a `NodeProbe` on each machine, and every check is a function of the answers. A node that does not
+answer is a finding of its own, and the others are still examined.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megasync.config import Config
+from megasync.config.pools import nodes_needed, pool_specs
+from megasync.preflight.doctor import SETUP
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+
+# One look at a node imports torch there; the first one also starts a process.
+LOOK_SECONDS = 180.0
+REACH_SECONDS = 10.0
+COLLECTIVE_SECONDS = 60.0
+# Logs and deadlines of several nodes can be read together up to this.
+SKEW_SECONDS = 2.0
+
+Answers = dict[str, Any]
+
+
+class Nodes(Protocol):
+    """A `NodeProbe` on each of the machines that `names` tells, in a fixed order."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def ask(self, method: str, seconds: float, arguments: Mapping[str, tuple]) -> tuple[Answers, dict[str, str]]:
+        """Calls the method on all named nodes at once. What each answered within `seconds`, and of the others why not."""
+
+
+def examine_nodes(nodes: Nodes, config: Config | None) -> Iterator[Finding]:
+    """All findings. Without a `config` nothing is said of model, folders and sizes."""
+    looks, lost = _ask(nodes, "look", LOOK_SECONDS, None if config is None else _from_anywhere(config))
+    yield from lost
+    for name, look in looks.items():
+        yield from _own(name, look["findings"])
+    yield from _equal(looks)
+    yield from _clocks(nodes)
+    if config is not None:
+        yield from _shared(nodes, config)
+        yield from _sizes(looks, config)
+    yield from _ways(nodes, looks)
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The configuration with paths that do not depend on a process's folder."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    judges = {name: replace(model, path=absolute(model.path)) for name, model in config.reward_models.items()}
+    model = replace(config.model, path=absolute(config.model.path))
+    return replace(config, model=model, reward_models=judges, run_root=absolute(config.run_root))
+
+
+def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:
+    """The same question to all: answers by node, and a finding for each node without one."""
+    answers, lost = nodes.ask(method, seconds, dict.fromkeys(nodes.names, arguments))
+    return answers, [
+        Finding(name, FAILURE, f"{method}: {why}", f"look at that machine, or {SETUP} there")
+        for name, why in lost.items()
+    ]
+
+
+def _own(name: str, findings: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """What a machine found out about itself: all that is not well, or one line for all that is."""
+    wrong = [Finding(**found) for found in findings if found["status"] != OK]
+    for found in wrong:
+        yield Finding(f"{name}: {found.subject}", found.status, found.detail, found.fix)
+    if not wrong:
+        active = sum(
+            found["detail"].startswith("active") for found in findings if found["subject"].startswith("patch ")
+        )
+        yield Finding(name, OK, f"{len(findings)} checks of its own passed; {active} patches active")
+
+
+def _equal(looks: Answers) -> Iterator[Finding]:
+    """Versions and code that all nodes must have alike, by what most of them have. Nodes of two kinds are a choice."""
+    for subject, gravity in (
+        ("python", FAILURE),
+        ("megasync's code", FAILURE),
+        ("packages", FAILURE),
+        ("devices", WARNING),
+    ):
+        values = {name: look["facts"][subject] for name, look in looks.items()}
+        if len(counted := Counter(values.values())) <= 1:
+            yield Finding(f"same {subject}", OK, next(iter(counted), "nobody answered"))
+            continue
+        usual = counted.most_common(1)[0][0]
+        fix = "bring all machines to the same checkout and environment, best by a folder that they share"
+        if gravity == WARNING:
+            fix = "give each pool machines of one kind: --hosts h1=trainer,h2=rollout"
+        for name, value in values.items():
+            if value != usual:
+                yield Finding(f"same {subject}", gravity, f"{name} has {_difference(value, usual)}", fix)
+
+
+def _difference(value: str, usual: str) -> str:
+    """What one list of words has that the other has not."""
+    mine, theirs = value.split(", "), usual.split(", ")
+    odd = [word for word in mine if word not in theirs]
+    return f"{', '.join(odd) or 'less'}, others {', '.join(word for word in theirs if word not in mine) or 'less'}"
+
+
+def _clocks(nodes: Nodes) -> Iterator[Finding]:
+    """Each clock against this one's; the way there and back bounds the error."""
+    worst, where = 0.0, ""
+    for name in nodes.names:
+        before = time.time()
+        answers, _ = nodes.ask("clock", REACH_SECONDS, {name: ()})
+        after = time.time()
+        for there in answers.values():
+            worst, where = max((worst, where), (max(before - there, there - after, 0.0), name))
+    fix = "" if worst <= SKEW_SECONDS else "let all machines keep time by NTP or chrony"
+    at = f" at {where}" if where else ""
+    yield Finding("clocks", WARNING if fix else OK, f"at most {worst:.1f} s apart{at}", fix)
+
+
+def _shared(nodes: Nodes, config: Config) -> Iterator[Finding]:
+    """Whether every node sees the same folder of the runs; each looked by itself whether it can read the model."""
+    root = Path(config.run_root).expanduser().absolute()
+    note = root / f".doctor-{secrets.token_hex(8)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        note.write_text(note.name)
+    except OSError as error:
+        yield Finding("shared run folder", FAILURE, f"{root}: {error}", "set run_root to a folder that can be written")
+        return
+    try:
+        seen, lost = _ask(nodes, "reads", REACH_SECONDS * 3, str(note))
+    finally:
+        note.unlink(missing_ok=True)
+    yield from lost
+    blind = [name for name, text in seen.items() if text != note.name]
+    yield Finding(
+        "shared run folder",
+        FAILURE if blind else OK,
+        f"{root} is not the same folder on {', '.join(blind)}" if blind else f"{root}, the same on all nodes",
+        "set run_root to a folder on a file system that all machines share" if blind else "",
+    )
+
+
+def _sizes(looks: Answers, config: Config) -> Iterator[Finding]:
+    per_node = config.cluster.devices_per_node
+    needed = nodes_needed(pool_specs(config), per_node)
+    enough = needed <= len(looks)
+    yield Finding(
+        "size",
+        OK if enough else FAILURE,
+        f"the pools take {needed} node(s) of {per_node} devices; there are {len(looks)}",
+        "" if enough else "add machines, or lower trainer.data_parallel or rollout.servers",
+    )
+    if config.cluster.device == "cpu" or not any(look["gpus"] for look in looks.values()):
+        return
+    for name, look in looks.items():
+        if look["gpus"] < per_node:
+            fix = (
+                f"set cluster.devices_per_node={look['gpus']}" if look["gpus"] else "repair its driver, or leave it out"
+            )
+            yield Finding(f"{name}: gpus", FAILURE, f"{look['gpus']}, cluster.devices_per_node={per_node}", fix)
+
+
+def _ways(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
+    """Every node to every other by TCP, and a small all-reduce over all of them, on the addresses that runs use."""
+    listening, lost = _ask(nodes, "listen", REACH_SECONDS)
+    yield from lost
+    reached, lost_too = _ask(nodes, "connect", REACH_SECONDS * (len(listening) + 1), listening, REACH_SECONDS)
+    yield from lost_too
+    broken = [f"{name} to {to}: {why}" for name, failures in reached.items() for to, why in failures.items()]
+    yield Finding(
+        "ways between nodes",
+        FAILURE if broken else OK,
+        "; ".join(broken)
+        or f"{len(reached)} nodes reach each other at {', '.join(host for host, _ in listening.values())}",
+        "open the firewall between the machines for all ports, or name their network: --interface" if broken else "",
+    )
+    if broken or lost or lost_too or len(nodes.names) < 2:
+        return
+    yield from _all_reduce(nodes, "gloo")
+    if looks and all(look["gpus"] for look in looks.values()):
+        yield from _all_reduce(nodes, "nccl")
+
+
+def _all_reduce(nodes: Nodes, backend: str) -> Iterator[Finding]:
+    """`nccl` takes the first GPU of each node."""
+    first = nodes.names[0]
+    meeting, lost = nodes.ask("meeting_point", REACH_SECONDS, {first: ()})
+    if not lost:
+        world = len(nodes.names)
+        ranks = {
+            name: (backend, *meeting[first], rank, world, COLLECTIVE_SECONDS) for rank, name in enumerate(nodes.names)
+        }
+        _, lost = nodes.ask("all_reduce", COLLECTIVE_SECONDS * 2, ranks)
+    fix = f"the interface of {backend.upper()}_SOCKET_IFNAME must lead to all machines; name it: --interface"
+    if backend == "nccl":
+        fix += "; NCCL_DEBUG=INFO says more"
+    yield Finding(
+        f"all-reduce over {backend}",
+        FAILURE if lost else OK,
+        "; ".join(f"{name}: {why}" for name, why in lost.items()) or f"over {len(nodes.names)} nodes",
+        fix if lost else "",
+    )

@@ -1,0 +1,208 @@
+"""What of a configuration cannot fit into its devices' memory, and the nearest configuration that does.
+
+The search is small and honest: it goes through other splits, token budgets and fleets in the order of how far they are
+from what was asked for, and takes the first that fits with room to spare and that `check_config` admits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from math import log2
+
+from megasync.config.check import check_config, model_layout
+from megasync.config.limits import value_of
+from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.schema import Config, RolloutConfig, TrainerConfig
+from megasync.errors import ConfigError
+from megasync.preflight.memory import RankMemory, ServerMemory, longest_sequence, server_memory, stage_memory
+
+# Share of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and
+# fragments take their part.
+FILL = 0.9
+# Devices of the trainer are multiplied by up to this.
+MOST_DEVICES = 64
+# Parts of the token budget that are tried.
+BUDGETS = (1, 2, 4, 8, 16)
+MEM_FRACTIONS = (0.85, 0.9)
+# What a proposal may change, in the order in which it is said.
+KEYS = (
+    *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data")),
+    *(f"trainer.{key}" for key in ("sequence_parallel", "distributed_optimizer", "recompute", "tokens_per_microbatch")),
+    *(f"rollout.{key}" for key in ("tensor_parallel", "servers", "min_servers", "mem_fraction")),
+    "sync.arena",
+    "cluster.address",
+    "cluster.host",
+)
+
+
+def refusals(
+    config: Config,
+    stages: tuple[RankMemory, ...],
+    server: ServerMemory,
+    reward_models: Mapping[str, ServerMemory],
+    device_bytes: int | None,
+) -> tuple[str, ...]:
+    """Each thing that does not fit, with the keys that decide it. Nothing on a CPU, whose memory is not a rank's own."""
+    if device_bytes is None:
+        return ()
+    found = []
+    for stage, memory in enumerate(stages):
+        if memory.total > device_bytes:
+            found.append(
+                f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
+                f"{device_bytes / 1e9:.0f} GB; raise trainer.tensor_parallel, pipeline_parallel or data_parallel, set "
+                f"trainer.recompute=full, or lower trainer.tokens_per_microbatch"
+            )
+    if not _server_fits(config, server):
+        found.append(
+            f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence "
+            f"({longest_sequence(config)}); raise rollout.tensor_parallel or rollout.mem_fraction"
+        )
+    if not _arena_fits(config.rollout, server, device_bytes):
+        found.append(
+            f"sync.arena=device takes {server.arena / 1e9:.1f} GB beside rollout.mem_fraction="
+            f"{config.rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB; set sync.arena=host, or lower mem_fraction"
+        )
+    for name, memory in reward_models.items():
+        if memory.kv_tokens == 0:
+            key = f"reward_models.{name}"
+            found.append(
+                f"{key}.mem_fraction={config.reward_models[name].mem_fraction:g} leaves no room beside weights of "
+                f"{memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
+            )
+    return tuple(found)
+
+
+def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ...] | None:
+    """Overrides, such as `trainer.tensor_parallel=8`, with which trainer and servers fit; None where nothing tried does.
+
+    `bucket` is the largest message of a weight sync, in bytes. Reward models are left as they are.
+    """
+    servers = [fleet for fleet in _fleets(config) if _fleet_fits(config, *fleet, device_bytes)]
+    if not servers:
+        return None
+    for trainer in _splits(config):
+        if not _split_fits(config, trainer, bucket, device_bytes):
+            continue
+        for rollout, arena in servers:
+            found = _joined(replace(config, trainer=trainer, rollout=rollout, sync=replace(config.sync, arena=arena)))
+            if found is not None:
+                return _overrides(config, found)
+    return None
+
+
+def _splits(config: Config) -> Iterator[TrainerConfig]:
+    """Trainers by their distance from the present one: a step is a doubling of one dimension, or one of recomputing and
+    halving the budget. A stage more costs bubbles, more devices cost most."""
+    now, per_node = config.trainer, config.cluster.devices_per_node
+    world = now.tensor_parallel * now.pipeline_parallel * now.data_parallel
+    doublings = [2**power for power in range(int(log2(MOST_DEVICES)) + 1)]
+    tensors = sorted({now.tensor_parallel, *(size for size in doublings if per_node % size == 0)})
+    pipelines = sorted({now.pipeline_parallel, *doublings})
+    # Below one longest sequence a smaller budget changes nothing.
+    least = min(longest_sequence(config), now.tokens_per_microbatch)
+    budgets = sorted({least, *(max(least, now.tokens_per_microbatch // part) for part in BUDGETS)}, reverse=True)
+    recomputes = sorted({now.recompute, "full"}, key=lambda kind: kind != now.recompute)
+    optimizers = sorted({now.distributed_optimizer, True}, key=lambda spread: spread != now.distributed_optimizer)
+    ranked = []
+    for more, tensor, pipeline, budget, recompute, spread in product(
+        doublings, tensors, pipelines, budgets, recomputes, optimizers
+    ):
+        data, rest = divmod(world * more, tensor * pipeline)
+        if rest or data == 0:
+            continue
+        cost = (
+            _steps(tensor, now.tensor_parallel)
+            + 1.5 * _steps(pipeline, now.pipeline_parallel)
+            + 0.5 * _steps(data, now.data_parallel)
+            + 3.0 * _steps(more, 1)
+            + _steps(budget, now.tokens_per_microbatch)
+            + (recompute != now.recompute)
+            + 0.5 * (spread != now.distributed_optimizer)
+        )
+        split = replace(
+            now,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            data_parallel=data,
+            sequence_parallel=tensor > 1 and (now.sequence_parallel or now.tensor_parallel == 1),
+            tokens_per_microbatch=budget,
+            recompute=recompute,
+            distributed_optimizer=spread,
+        )
+        ranked.append((cost, len(ranked), split))
+    return (split for _, _, split in sorted(ranked, key=lambda entry: entry[:2]))
+
+
+def _steps(size: int, now: int) -> float:
+    return abs(log2(size / now))
+
+
+def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_bytes: int) -> bool:
+    candidate = replace(config, trainer=trainer)
+    try:
+        pool_specs(candidate)
+        layout, _ = model_layout(candidate, planning=True)
+    except ConfigError:
+        return False
+    stages = (stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel))
+    # What was asked for and fits is left alone, however closely it does.
+    limit = device_bytes if trainer == config.trainer else FILL * device_bytes
+    return all(memory.total <= limit for memory in stages)
+
+
+def _fleets(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
+    """Servers, and where they keep the next version, by their distance from now: memory first, then wider servers on as
+    many devices."""
+    now, per_node = config.rollout, config.cluster.devices_per_node
+    widths = [now.tensor_parallel * 2**power for power in range(int(log2(per_node)) + 1)]
+    fractions = [now.mem_fraction, *(share for share in MEM_FRACTIONS if share > now.mem_fraction)]
+    arenas = [config.sync.arena, *({"host"} - {config.sync.arena})]
+    for width, fraction, arena in product([w for w in widths if w <= per_node], fractions, arenas):
+        servers = max(1, now.servers * now.tensor_parallel // width)
+        fleet = replace(
+            now,
+            tensor_parallel=width,
+            servers=servers,
+            min_servers=min(now.min_servers, servers),
+            mem_fraction=fraction,
+        )
+        yield fleet, arena
+
+
+def _fleet_fits(config: Config, rollout: RolloutConfig, arena: str, device_bytes: int) -> bool:
+    candidate = replace(config, rollout=rollout, sync=replace(config.sync, arena=arena))
+    layout, _ = model_layout(candidate, planning=True)
+    memory = server_memory(candidate, layout, device_bytes)
+    return _server_fits(candidate, memory) and _arena_fits(rollout, memory, device_bytes)
+
+
+def _server_fits(config: Config, server: ServerMemory) -> bool:
+    return server.kv_tokens is None or server.kv_tokens >= longest_sequence(config)
+
+
+def _arena_fits(rollout: RolloutConfig, server: ServerMemory, device_bytes: int) -> bool:
+    return server.arena <= (1 - rollout.mem_fraction) * device_bytes
+
+
+def _joined(config: Config) -> Config | None:
+    """The configuration, on a cluster where it takes one; None when something else of it is refused."""
+    try:
+        if nodes_needed(pool_specs(config), config.cluster.devices_per_node) > 1:
+            cluster = replace(config.cluster, address=config.cluster.address or "auto", host="auto")
+            config = replace(config, cluster=cluster)
+        check_config(config, planning=True)
+    except ConfigError:
+        return None
+    return config
+
+
+def _overrides(before: Config, after: Config) -> tuple[str, ...]:
+    changed = (key for key in KEYS if value_of(before, key) != value_of(after, key))
+    return tuple(f"{key}={_written(value_of(after, key))}" for key in changed)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

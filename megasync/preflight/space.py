@@ -1,0 +1,43 @@
+"""Room on this machine: on a disk, for a file, among the ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from megasync.preflight.finding import FAILURE, OK, Finding
+
+# Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
+PORTS = 16
+
+
+def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") -> Finding:
+    """Whether `wanted` bytes are free where `path` lies; `why` goes behind what is."""
+    free = shutil.disk_usage(path).free
+    enough = free >= wanted
+    return Finding(
+        subject, OK if enough else FAILURE, f"{free / 1e9:.1f} GB free at {path}{why}", "" if enough else fix
+    )
+
+
+def writable(path: Path) -> bool:
+    """Whether the folder can be written, or made."""
+    present = next(p for p in (path, *path.parents) if p.exists())
+    return present.is_dir() and os.access(present, os.W_OK)
+
+
+def check_ports(host: str) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with ExitStack() as held:
+            for _ in range(PORTS):
+                held.enter_context(socket.socket(family)).bind((host, 0))
+    except OSError as error:
+        fix = f"{PORTS} free ports are needed on an address of this machine; check cluster.host, limits and firewall"
+        yield Finding("ports", FAILURE, f"{host}: {error}", fix)
+    else:
+        yield Finding("ports", OK, f"{PORTS} free ports on {host}")

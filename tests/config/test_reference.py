@@ -1,0 +1,73 @@
+"""docs/configuration.md is what the schema says, every key of it."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from megasync.config import reference
+from megasync.config.load import entry_of, schema_keys, section_of
+from megasync.config.reference import MARK, PAGE, Section, comments, rewritten
+from megasync.config.schema import Config, EvalSetConfig, RewardConfig, RewardModelConfig
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_is_up_to_date():
+    """`python -m megasync.config.reference` brings it there."""
+    assert rewritten(TEXT) == TEXT
+
+
+def test_every_key_has_a_row():
+    rows = set(re.findall(r"^\| `([\w.<>]+)` \|", TEXT.partition(MARK)[2], re.MULTILINE))
+    keys = {key for key, hint in schema_keys() if section_of(hint) is None and not key.startswith("data.eval.")}
+    named = {"eval.sets": EvalSetConfig, "reward_models": RewardModelConfig, "rollout.rewards": RewardConfig}
+    assert {key for key, hint in schema_keys() if entry_of(hint)} == set(named)
+    for prefix, cls in named.items():
+        below = schema_keys(cls, f"{prefix}.<name>.")
+        keys |= {key for key, hint in below if section_of(hint) is None and key.count(".") == prefix.count(".") + 2}
+    assert rows == keys
+
+
+def test_a_row_says_what_may_stand_there_and_the_default():
+    assert "| `schedule.over_age` | mask, regenerate, drop | `regenerate` |" in TEXT
+    assert "| `rollout.kv_pressure` | number, above 0 and at most 1, or null | `0.9` |" in TEXT
+    assert "| `cluster.address` | auto or host:port, or null | `null` |" in TEXT
+    assert "| `model.path` | text | required |" in TEXT
+    assert "| `eval.sets.<name>.repeats` | whole number, at least 1, or null | `null` |" in TEXT
+
+
+def test_pages_that_a_comment_names_are_linked():
+    assert "[gateway.md](gateway.md)" in TEXT and "docs/gateway.md" not in TEXT.partition(MARK)[2]
+
+
+@dataclass
+class Sample:
+    """A section."""
+
+    # The first line
+    # and the second.
+    said: int = 0
+    unsaid: int = 0
+
+
+def test_the_comment_above_a_key_is_its_meaning():
+    assert comments(Sample) == {"said": "The first line and the second."}
+    assert comments(Config)["run_root"] == "Run directories are made here as `<name>-<time>`."
+
+
+def test_a_key_without_a_comment_is_refused():
+    with pytest.raises(ValueError, match="Sample.unsaid has no comment"):
+        list(reference._written(Section("sample.", Sample), {}))
+
+
+def test_a_page_without_a_place_for_the_reference_is_refused():
+    with pytest.raises(ValueError, match="no line"):
+        rewritten("# Configuration\n")
+
+
+def test_the_table_of_other_libraries_names_keys_that_exist():
+    keys = {key for key, _ in schema_keys()}
+    rows = re.findall(r"^\| `([a-z_]+\.[\w.]+)[`:]", TEXT.split("## Every key")[0], re.MULTILINE)
+    assert len(rows) > 10
+    assert set(rows) <= keys

@@ -1,0 +1,112 @@
+"""What the pages say is there: links, commands with their options, files, keys of the configuration."""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import typer
+
+from megasync.cli import app
+from megasync.config.load import schema_keys
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    chain([ROOT / "README.md"], *(ROOT.glob(f"{place}/**/*.md") for place in ("docs", "examples", "patches")))
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+CALL = re.compile(r"(?:^|[\s;(/])megasync ([a-z][a-z-]*)([^#\n]*)", re.MULTILINE)
+FILE = re.compile(r"\b(?:launch|configs|examples|tests|patches|docs)/[\w./-]*\w")
+COMMANDS = typer.main.get_command(app).commands
+KEYS = {key for key, _ in schema_keys()}
+SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code(page: Path) -> list[str]:
+    """Fenced blocks, and what stands between backticks elsewhere."""
+    text = page.read_text(encoding="utf-8")
+    return [*FENCE.findall(text), *SPAN.findall(FENCE.sub("", text))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist_with_their_options(page):
+    unknown = []
+    for command, rest in CALL.findall("\n".join(code(page))):
+        options = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest))
+        known = set(chain(*(param.opts for param in COMMANDS[command].params))) if command in COMMANDS else set()
+        if command not in COMMANDS or not options <= known | {"--help"}:
+            unknown.append(f"{command}{rest}")
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page):
+    named = set(chain(*map(FILE.findall, code(page))))
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_keys_that_are_named_exist(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    # Further columns of a table may have the keys of other libraries.
+    text = re.sub(r"^(\|[^|\n]*\|).*$", r"\1", text, flags=re.MULTILINE)
+    named = {span.split("=")[0].split(":")[0] for span in SPAN.findall(text)}
+    keys = {key for key in named if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) and key.split(".")[0] in SECTIONS}
+    assert sorted(keys - KEYS) == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    """From the README, or from a page that can."""
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        for link in LINK.findall(page.read_text(encoding="utf-8")):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target not in reached and target.is_file():
+                ahead.append(target)
+    assert sorted(set((ROOT / "docs").glob("*.md")) - reached) == []
+
+
+def test_every_command_is_in_the_docs():
+    calls = {command for page in PAGES for command, _ in CALL.findall("\n".join(code(page)))}
+    assert set(COMMANDS) - calls == set()
+
+
+def test_what_the_readme_claims_beside_peers_stands_on_the_page_that_it_names():
+    """Every figure of megasync's own cell; so that a new measurement reaches the README."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Beside its peers")[1].split("\n## ")[0]
+    claims = 0
+    for row in [line for line in table.splitlines() if line.startswith("|")][2:]:
+        own, source = (row.strip("|").split("|")[column] for column in (1, 3))
+        pages = re.findall(r"\(([\w/]+\.md)", source)
+        text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+        for figure in re.findall(r"\d+(?:\.\d+)?", own):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", text), f"{figure} is not in {pages}: {own}"
+            claims += 1
+    assert claims > 10

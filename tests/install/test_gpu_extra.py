@@ -1,0 +1,40 @@
+"""`pip install megasync[gpu]` has a solution on Linux for each Python that is supported. Only metadata is fetched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+# SGLang's wheels want a glibc of 2.34: Ubuntu 22.04, RHEL 9, Debian 12, or newer.
+PLATFORM = "x86_64-manylinux_2_34"
+# Megatron that the trainer knows, newest for each Python.
+MEGATRON = {"3.11": "0.16.1", "3.12": "0.19.2"}
+UNREACHABLE = 2
+SECONDS = 240
+
+
+@pytest.mark.parametrize("python", MEGATRON)
+def test_it_resolves(python):
+    options = ["--extra", "gpu", "--python-version", python, "--python-platform", PLATFORM, "--no-header", "--quiet"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", *options, "--no-annotate"]
+    env = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the package registry did not answer within {SECONDS} s")
+    if done.returncode == UNREACHABLE and "Failed to fetch" in done.stderr:
+        pytest.skip(f"the package registry cannot be reached: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    pins = [Requirement(line) for line in done.stdout.splitlines()]
+    found = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+    assert found["megatron-core"] == MEGATRON[python]
+    assert found["sglang"] in SCORE_BIAS.versions
+    assert {"sglang-router", "transformer-engine-torch", "ray"} <= set(found)
+    # One CUDA for torch and for Transformer Engine: the one of the Dockerfile's base image.
+    cuda = f"cu{(ROOT / 'Dockerfile').read_text().split('ARG CUDA=')[1].split('.')[0]}"
+    assert {f"nvidia-nccl-{cuda}", f"transformer-engine-{cuda}"} <= set(found)

@@ -1,0 +1,119 @@
+"""What cannot fit is refused, and the nearest configuration that does is one that could be run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasync import cli
+from megasync.config import check_config, load_config
+from megasync.preflight.fit import FILL
+from megasync.preflight.plan import resolve_plan
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def plan(name, gigabytes, *overrides):
+    config = load_config(f"configs/{name}.yaml", overrides)
+    check_config(config, planning=True)
+    return resolve_plan(config, gigabytes * GB)
+
+
+def test_what_fits_is_neither_refused_nor_changed():
+    found = plan("qwen3_8b_math", 80)
+    assert (found.refusals, found.nearest) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "overrides", "refused", "nearest"),
+    [
+        # Recomputing is one step; a smaller budget, or another split, would be more.
+        (
+            "qwen3_8b_math",
+            80,
+            ["trainer.recompute=null", "trainer.tokens_per_microbatch=65536"],
+            "pipeline stage 0 needs about 158 GB",
+            ("trainer.recompute=full",),
+        ),
+        # Where everything is recomputed already, smaller microbatches.
+        (
+            "qwen3_8b_math",
+            80,
+            ["trainer.tokens_per_microbatch=131072"],
+            "pipeline stage 0 needs about 99 GB",
+            ("trainer.tokens_per_microbatch=65536",),
+        ),
+        # The optimizer's state, spread over the copies that are there already.
+        (
+            "qwen3_8b_math",
+            80,
+            ["trainer.tensor_parallel=2", "trainer.data_parallel=2", "trainer.distributed_optimizer=false"],
+            "pipeline stage 0 needs about 91 GB",
+            ("trainer.distributed_optimizer=true",),
+        ),
+        # Nothing helps four ranks: more of them, on more nodes.
+        (
+            "qwen3_8b_math",
+            24,
+            [],
+            "pipeline stage 0 needs about 47 GB",
+            ("trainer.tensor_parallel=8", "trainer.data_parallel=2", "cluster.address=auto", "cluster.host=auto"),
+        ),
+        # More of each device for its server, while the trainer, which fits, is left alone.
+        (
+            "qwen3_32b_math",
+            45,
+            ["rollout.mem_fraction=0.7"],
+            "a server's KV cache holds 0 tokens",
+            ("rollout.mem_fraction=0.85",),
+        ),
+        # Wider servers on the same devices.
+        (
+            "qwen3_32b_math",
+            60,
+            ["rollout.tensor_parallel=1", "rollout.servers=16"],
+            "a server's KV cache holds 0 tokens",
+            ("rollout.tensor_parallel=2", "rollout.servers=8"),
+        ),
+        ("qwen3_8b_math", 80, ["sync.arena=device"], "sync.arena=device takes 16.4 GB", ("sync.arena=host",)),
+    ],
+)
+def test_the_nearest_that_fits(name, gigabytes, overrides, refused, nearest):
+    found = plan(name, gigabytes, *overrides)
+    assert refused in found.refusals[0]
+    assert found.nearest == nearest
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("qwen3_8b_math", 20), ("qwen3_8b_math", 40), ("qwen3_32b_math", 24)])
+def test_a_proposal_is_admitted_and_leaves_room(name, gigabytes):
+    proposed = plan(name, gigabytes).nearest
+    found = plan(name, gigabytes, *proposed)
+    assert found.refusals == ()
+    assert max(stage.total for stage in found.stages) <= FILL * gigabytes * GB
+
+
+def test_where_nothing_fits_nothing_is_proposed():
+    """A server is at most as wide as a node, and an eighth of these weights is more than such a device holds."""
+    found = plan("qwen3_32b_math", 8)
+    assert len(found.refusals) == 3 and found.nearest is None
+
+
+def test_the_program_refuses_and_says_what_would_fit(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["megasync", "plan", "configs/qwen3_8b_math.yaml", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code or 0, " ".join(capsys.readouterr().out.split())
+
+    status, out = call("--device-memory", "40")
+    assert status == cli.REFUSED
+    assert "does not fit: pipeline stage 0 needs about 47 GB" in out
+    assert "the nearest that fits: trainer." in out
+    status, out = call("--device-memory", "1")
+    assert status == cli.REFUSED and "no split that was tried fits either" in out
+    assert call()[0] == 0

@@ -1,0 +1,114 @@
+"""What a configuration needs of this machine: each thing taken away, one by one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasync.config import load_config
+from megasync.config.schema import RewardModelConfig
+from megasync.device import Device
+from megasync.models import fetch
+from megasync.preflight import run_doctor
+from megasync.preflight.finding import FAILURE, OK
+from megasync.preflight.run_doctor import examine_for
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def fetched(tmp_path_factory):
+    return fetch("digits", tmp_path_factory.mktemp("models") / "digits")
+
+
+@pytest.fixture
+def model(fetched, tmp_path):
+    return Path(shutil.copytree(fetched, tmp_path / "digits"))
+
+
+@pytest.fixture
+def examine(model, tmp_path):
+    """The findings that are not well, of a configuration with these changes."""
+
+    def examine(*overrides, change=None):
+        always = [f"model.path={model}", f"run_root={tmp_path / 'runs'}", "cluster.device=cpu"]
+        config = load_config(CONFIG, [*always, *overrides])
+        if change is not None:
+            change(config)
+        found = list(examine_for(config))
+        assert all(finding.subject and finding.detail for finding in found)
+        assert all((finding.status == OK) == (finding.fix == "") for finding in found)
+        return [finding for finding in found if finding.status != OK]
+
+    return examine
+
+
+def only(findings, subject):
+    (found,) = findings
+    assert (found.subject, found.status) == (subject, FAILURE)
+    return found
+
+
+def test_a_machine_that_has_everything(examine, tmp_path):
+    assert examine() == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_is_not_there(examine):
+    assert "is no folder on this machine" in only(examine("model.path=/absent"), "model").detail
+
+
+def test_a_model_without_a_tokenizer(examine, model):
+    for file in (*model.glob("tokenizer*"), *model.glob("vocab*")):
+        file.unlink()
+    assert "no tokenizer files" in only(examine(), "model").detail
+
+
+def test_a_model_file_that_was_cut_off(examine, model):
+    file = next(model.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    found = only(examine(), "model")
+    assert str(file) in found.detail and "copy the model there again" in found.fix
+
+
+def test_a_model_with_a_tensor_too_few(examine, model):
+    settings = json.loads((model / "config.json").read_text())
+    settings["num_hidden_layers"] += 1
+    (model / "config.json").write_text(json.dumps(settings))
+    assert "lacks model.layers." in only(examine(), "model").detail
+
+
+def test_a_reward_model_that_is_not_there(examine):
+    def judged(config):
+        config.reward_models["judge"] = RewardModelConfig(kind="generative", path="/absent")
+
+    found = only(examine(change=judged), "reward model judge")
+    assert "reward_models.judge.path" in found.fix
+
+
+def test_a_run_folder_that_cannot_be_made(examine, tmp_path):
+    (tmp_path / "file").touch()
+    assert "run_root" in only(examine(f"run_root={tmp_path / 'file' / 'runs'}"), "run folder").fix
+
+
+def test_a_disk_without_room_for_the_checkpoints(examine):
+    found = only(examine("checkpoint.keep=1000000000"), "run folder")
+    assert "1000000001 checkpoints take" in found.detail and "checkpoint.keep=1000000000" in found.fix
+
+
+def test_gpus_that_are_not_there(examine):
+    assert "CUDA build" in only(examine("cluster.device=cuda"), "devices").fix
+
+
+def test_fewer_gpus_than_the_pools_take(examine, monkeypatch):
+    monkeypatch.setattr(run_doctor, "resolve_device", lambda kind: Device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found = only(examine(), "devices")
+    assert found.detail == "4 GPUs taken, 3 here" and "rollout.servers" in found.fix
+    assert examine("cluster.address=auto") == []
+
+
+def test_an_address_of_another_machine(examine):
+    assert "192.0.2.1" in only(examine("cluster.host=192.0.2.1"), "ports").detail
