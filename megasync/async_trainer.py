@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
+from megasync.continuing import has_begun, named_run
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
@@ -75,29 +75,25 @@ class AsyncTrainer:
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
             )
-        checkpoint = latest(run_dir)
-        if checkpoint is None and not (run_dir / LEDGER_FILE).is_file():
+        if not has_begun(run_dir):
             raise CheckpointError(
                 f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
-        trainer._run_dir, trainer._checkpoint = run_dir, checkpoint
+        trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
         return trainer
 
     @classmethod
     def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
         """The run that ``file`` names goes on; where there is no such file, or nothing to resume, a new one begins and is
-        named there. For schedulers that start a job again with the same command.
+        named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
         """
         from megasync.trainer.checkpoint import latest
 
-        file = Path(file)
         trainer = cls(config)
-        trainer._name_file = file
-        if file.is_file():
-            run_dir = Path(file.read_text(encoding="utf-8").strip())
-            if latest(run_dir) is not None or (run_dir / LEDGER_FILE).is_file():
-                trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+        trainer._name_file = Path(file)
+        if (run_dir := named_run(trainer._name_file)) is not None:
+            trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
         return trainer
 
     def train(self) -> RunResult:

@@ -67,8 +67,12 @@ def train(
     at once.
     """
     from megasync.config import check_config, load_config
+    from megasync.continuing import settings
 
-    loaded = load_config(config, overrides or ())
+    source, changes = settings(config, overrides or (), continue_file)
+    if source != config:
+        typer.echo(f"going on as {source} says", err=True)
+    loaded = load_config(source, changes)
     check_config(loaded)  # before the import below, which takes seconds
 
     from megasync.async_trainer import AsyncTrainer

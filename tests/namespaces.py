@@ -29,7 +29,7 @@ while :; do sleep 3600; done
 
 def permitted() -> bool:
     """Whether this process may make namespaces, and has what it takes."""
-    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter")):
+    if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter", "setpriv")):
         return False
     name = f"mstry{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
@@ -65,6 +65,11 @@ class FakeHosts:
         return f"{self._net}.{10 + self.names.index(name)}"
 
     @property
+    def outside(self) -> Path:
+        """The network namespace of a machine that is none of the hosts, and reaches them all."""
+        return Path("/run/netns") / self._switch
+
+    @property
     def shell(self) -> str:
         """A remote shell for `--shell`: the host's name follows it, then the command."""
         path = self.root / "on_host"
@@ -88,6 +93,8 @@ class FakeHosts:
         # Not `ip netns exec`, which takes /sys/fs/cgroup away.
         self._first[name] = subprocess.Popen(
             [
+                # A test that is killed takes its hosts with it.
+                *("setpriv", "--pdeathsig", "KILL"),
                 *("nsenter", f"--net=/run/netns/{self._prefix}{name}"),
                 *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"),
                 *("bash", "-c", init),
@@ -96,7 +103,7 @@ class FakeHosts:
         )
         self._wait(lambda: (home / "up").exists())
         unshare = self._first[name].pid
-        # The host's first process is the child of unshare, which nsenter became.
+        # The host's first process is the child of unshare, which setpriv and nsenter became.
         children = Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()
         (home / "pid").write_text(children[0])
 
@@ -108,6 +115,27 @@ class FakeHosts:
     def cut(self, name: str) -> None:
         """The cable is out."""
         self._ip("link", "set", f"to-{name}", "down", inside=self._switch)
+
+    def run(self, name: str, *words: str) -> str:
+        """What a command on a host printed."""
+        return subprocess.run([self.shell, name, *words], capture_output=True, text=True, check=True).stdout
+
+    def processes(self, name: str) -> list[str]:
+        """What runs on a host, but for what makes it a host, and the look itself."""
+        found = self.run(name, "ps", "-e", "-o", "comm=").splitlines()
+        return [command for command in found if command not in ("bash", "sleep", "ps", "sshd")]
+
+    def kill(self, name: str, process: str) -> None:
+        """The processes of this name on a host."""
+        table = [line.split(maxsplit=1) for line in self.run(name, "ps", "-e", "-o", "pid=,comm=").splitlines()]
+        self.run(name, "kill", "-KILL", *(pid for pid, command in table if command == process))
+
+    def listening(self, name: str) -> set[tuple[str, str]]:
+        """Addresses on which a host's processes listen by TCP, each with a process that does."""
+        look = ("ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes")
+        lines = self.run(name, *look).splitlines()
+        places = ((line.split()[3].rpartition(":")[0], line.partition('(("')[2].partition('"')[0]) for line in lines)
+        return {(address.partition("%")[0], process) for address, process in places if process != "sshd"}
 
     def heal(self, name: str) -> None:
         self._ip("link", "set", f"to-{name}", "up", inside=self._switch)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from namespaces import FakeHosts
@@ -42,10 +41,10 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=3
 MpiDefault=none
 SwitchType=switch/none
-ReturnToService=2
+ReturnToService=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=60
-KillWait=60
+KillWait=15
 JobRequeue=1
 """
 
@@ -59,6 +58,7 @@ class FakeSlurm:
 
     def __init__(self, root: Path, hosts: FakeHosts) -> None:
         self._root, self._hosts = root, hosts
+        self._munge: subprocess.Popen | None = None
         for folder in ("state", "spool", "socket", "munge"):
             (root / folder).mkdir()
         for folder in (root, root / "socket"):
@@ -90,22 +90,31 @@ class FakeSlurm:
 
     def close(self) -> None:
         """The daemons on the hosts end with these."""
-        with suppress(FileNotFoundError, ProcessLookupError, ValueError):
-            os.kill(int((self._root / "munge" / "pid").read_text()), signal.SIGTERM)
+        if self._munge is not None:
+            self._munge.terminate()
+            self._munge.wait()
 
     def _start(self) -> None:
         munge = self._root / "munge"
         files = {"key": "key", "pid": "pid", "log": "log", "seed": "seed"}
         options = [f"--{name}-file={munge / file}" for name, file in files.items()]
         socket = f"--socket={self._root / 'socket' / 'munge'}"
-        subprocess.run(["munged", "--force", socket, *options], check=True, capture_output=True)
+        # In the foreground, so that it ends with the test, however that ends.
+        command = ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", socket, *options]
+        self._munge = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._until(lambda: (self._root / "socket" / "munge").exists(), lambda: (munge / "log").read_text())
         self.command("slurmctld", "-c")
         for index, name in enumerate(self._hosts.names):
             if index:
                 subprocess.run(self._on(name, "slurmd", "-N", f"n{index}"), check=True, capture_output=True)
+        idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        self._until(lambda: self.command(*idle).strip() == str(self._number), lambda: self.command("sinfo", "-N", "-l"))
+
+    @staticmethod
+    def _until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         deadline = time.monotonic() + PATIENCE
-        while self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() != str(self._number):
-            assert time.monotonic() < deadline, self.command("sinfo", "-N", "-l")
+        while not condition():
+            assert time.monotonic() < deadline, what()
             time.sleep(0.2)
 
     def _on(self, host: str, *words: str | os.PathLike) -> list[str]:

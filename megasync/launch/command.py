@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megasync.errors import ConfigError, MegasyncError
+from megasync.launch.remote import SSH
 
 INTERRUPTED = 130
 
@@ -28,7 +29,7 @@ def launch(
     slurm: Annotated[bool, typer.Option("--slurm", help="Take the machines of the Slurm job around this.")] = False,
     shell: Annotated[
         str, typer.Option(metavar="COMMAND", help="Runs a command on a machine, which is named behind it.")
-    ] = "ssh -o BatchMode=yes -o ConnectTimeout=15",
+    ] = SSH,
     interface: Annotated[
         str, typer.Option(help="Network interface of all machines; the one that leads to the others when not given.")
     ] = "",
@@ -45,22 +46,25 @@ def launch(
     and ends; twice leaves at once. Under Slurm, SIGUSR1 saves and puts the job back into the queue.
     """
     from megasync.config import check_config, load_config
+    from megasync.continuing import settings
     from megasync.launch.hosts import read_hosts
     from megasync.launch.launcher import Job
     from megasync.launch.launcher import dry_run as commands
     from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
 
-    changes = list(overrides or ())
-    loaded = load_config(config, [*changes, "cluster.address=auto", "cluster.host=auto"])
-    check_config(loaded, planning=True)
     if bool(hosts) == slurm:
         raise ConfigError("name the machines by --hosts h1,h2,..., or take a Slurm job's by --slurm")
     if slurm and continue_file is None:
-        continue_file = run_file(loaded.run_root)
+        continue_file = run_file(load_config(config, overrides or ()).run_root)
+    source, changes = settings(config, overrides or (), continue_file)
+    if source != config:
+        typer.echo(f"going on as {source} says", err=True)
+    loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
+    check_config(loaded, planning=True)
     job = Job(
         hosts=slurm_hosts() if slurm else read_hosts(hosts),
         config=loaded,
-        config_file=config,
+        config_file=source,
         changes=changes,
         folder=Path.cwd(),
         shell=SHELL if slurm else shell,

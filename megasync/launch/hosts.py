@@ -12,7 +12,7 @@ from megasync.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`name` is what the remote shell calls it; `pool` is what runs there, "" for anything.
+    """`name` is what the remote shell calls it, with a user@ before it or without; `pool` is what runs there, "" for anything.
 
     `shell` is the remote shell that leads there, where it is not the job's; `address` is what the other hosts call it,
     where that is not its name.
@@ -25,7 +25,7 @@ class Host:
 
     @property
     def called(self) -> str:
-        return self.address or self.name
+        return self.address or self.name.rpartition("@")[2]
 
 
 def read_hosts(source: str) -> list[Host]:

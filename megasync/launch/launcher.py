@@ -5,7 +5,8 @@ step                     waits for                    until
 head                     its line                     HEAD_SECONDS; an error ends the job
 other nodes              nothing: the doctor does
 doctor                   all nodes, then its checks   `wait` seconds for the nodes; a failure ends the job
-run                      its end                      it ends; a node that is lost meanwhile is started again
+run                      its end                      it ends; a node that is lost meanwhile is started again,
+                                                      but for the head, with which the run ends
 taking down              each machine                 END_SECONDS each, all at once, the head last
 """
 
@@ -27,13 +28,15 @@ from megasync.config import Config
 from megasync.errors import MegasyncError
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
-from megasync.launch.remote import Remote, shell_command
+from megasync.launch.remote import SSH, Remote, shell_command
 
 log = logging.getLogger(__name__)
 
 END_SECONDS = STOP_SECONDS + 15.0
 # The status of a job that was stopped before its run began.
 STOPPED = 130
+# With which `megasync train` ends by itself: done, refused or failed with a reason, stopped.
+OWN_ENDS = (0, 2, STOPPED)
 # Between two tries to bring a lost node back: the first, and at most.
 AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
 # Stands for what is known only when the head is up.
@@ -50,7 +53,7 @@ class Job:
     # `key=value`, as `config` has them already.
     changes: list[str]
     folder: Path
-    shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+    shell: str = SSH
     interface: str = ""
     python: str = sys.executable
     # Names the run to go on with; null begins a new one.
@@ -115,33 +118,43 @@ class Launcher:
         self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()
+        # Why the run ended, where that was not its own doing.
+        self._lost = ""
         # What the machines have said of themselves, by host.
         self._places: dict[str, dict[str, str]] = {}
 
     async def run(self) -> int:
         """The driver's exit status. Whatever happens, every machine has put its part away when this returns or raises.
 
-        Raises MegasyncError when the nodes do not come up or the doctor finds something.
+        Raises MegasyncError when the nodes do not come up, the doctor finds something, or the head is lost.
         """
         async with AsyncExitStack() as stack:
-            head = await self._start_head(stack)
+            head, mourner = await self._start_head(stack)
             keepers = [
                 asyncio.create_task(self._keep(host, head), name=f"node {host.name}") for host in self._job.hosts[1:]
             ]
             for keeper in keepers:
                 keeper.add_done_callback(self._report)
             stack.push_async_callback(_cancel, keepers)
-            if code := await self._on_head(self._job.doctor(head), STOP_SECONDS):
-                if self._stopping.is_set():
-                    return code
-                raise MegasyncError(
-                    "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
-                    f"{self._job.logs} of each machine"
-                )
-            if self._stopping.is_set():
-                return STOPPED
-            self._say("starting the run")
-            return await self._on_head(self._job.driver(head), self._job.patience)
+            code = await self._work(head)
+            if code not in OWN_ENDS and not self._stopping.is_set():
+                # Ray takes the driver with it; which of the two is heard of first is chance.
+                await asyncio.wait([mourner], timeout=END_SECONDS)
+            if self._lost:
+                raise MegasyncError(self._lost)
+            return code
+
+    async def _work(self, head: str) -> int:
+        code = await self._on_head(self._job.doctor(head), STOP_SECONDS)
+        if self._stopping.is_set():
+            return code or STOPPED
+        if code:
+            raise MegasyncError(
+                "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
+                f"{self._job.logs} of each machine"
+            )
+        self._say("starting the run")
+        return await self._on_head(self._job.driver(head), self._job.patience)
 
     async def request_stop(self, number: signal.Signals) -> None:
         """Passes a signal on to the run; once more makes it leave at once."""
@@ -149,7 +162,8 @@ class Launcher:
         if self._driver is not None:
             await self._driver.send(number)
 
-    async def _start_head(self, stack: AsyncExitStack) -> str:
+    async def _start_head(self, stack: AsyncExitStack) -> tuple[str, asyncio.Task]:
+        """Its address, and the task that ends when it is lost."""
         host = self._job.hosts[0]
         node = await self._start_node(host, "")
         stack.push_async_callback(node.end, END_SECONDS)
@@ -168,7 +182,19 @@ class Launcher:
                 )
             await asyncio.sleep(0.05)
         ended.cancel()
-        return self._places[host.name]["head"]
+        mourner = asyncio.create_task(self._mourn(node), name="head")
+        stack.push_async_callback(_cancel, [mourner])
+        return self._places[host.name]["head"], mourner
+
+    async def _mourn(self, head: Remote) -> None:
+        """Without its head nothing of the Ray cluster answers any more: the run is told to leave at once."""
+        code = await head.wait()
+        self._lost = (
+            f"Ray's head on {head.host} was lost (status {code}), and the run with it; `megasync resume`, or the same "
+            "command where it has --continue, goes on from the last checkpoint"
+        )
+        for _ in range(2):
+            await self.request_stop(signal.SIGINT)
 
     async def _start_node(self, host: Host, head: str) -> Remote:
         def said(line: str) -> None:

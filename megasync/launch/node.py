@@ -16,11 +16,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from megasync.cluster.marks import PLENTY, mark_of
 from megasync.config.host import HOST_VARIABLE
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError
+from megasync.launch import ray_logs
+from megasync.launch.family import children_of, end_all
 from megasync.launch.interface import address_of, address_towards, interface_of
 from megasync.launch.leash import Leash
 from megasync.rollout.ports import free_port
@@ -32,6 +35,8 @@ READY = "megasync-node "
 STOP_SECONDS = 20.0
 HEAD_SECONDS = 90.0
 LOOK_SECONDS = 0.1
+# Workers end by themselves when they find Ray gone.
+GONE_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:
@@ -74,23 +79,39 @@ def _ray(args: argparse.Namespace, leash: Leash, address: str) -> int:
     node = ManagedProcess(ray_command(address, args.head, port, cpus, args.pool), os.environ, args.log)
     node.start()
     leash.hold()
-    if args.head or _listens(address, port, node, leash):
+    ready = args.head or _listens(address, port, node, leash)
+    if ready:
         where = {"head": args.head or f"{address}:{port}", "address": address, "interface": interface_of(address)}
         print(READY + json.dumps(where), flush=True)
-        while node.alive() and not leash.ended.wait(LOOK_SECONDS):
-            pass
+    folder = None
+    while ready and node.alive() and not leash.ended.wait(LOOK_SECONDS):
+        folder = folder or ray_logs.log_folder(node.pid)
     asked = leash.ended.is_set()
+    family = children_of(node.pid)
     asyncio.run(node.stop(STOP_SECONDS))
+    end_all(family, GONE_SECONDS)
+    if folder is not None:
+        _keep_logs(folder, Path(args.log))
     if not asked:
-        print(
-            f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{node.tail()}", flush=True
-        )
+        # Without the counters that Ray's processes write when they end.
+        words = "\n".join(line for line in node.tail().splitlines() if "[state-dump]" not in line)
+        print(f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{words}", flush=True)
     return 0 if asked else 1
+
+
+def _keep_logs(folder: Path, log: Path) -> None:
+    try:
+        ray_logs.keep(folder, log)
+    except OSError as error:
+        print(f"Ray's logs stay in {folder}: {error}", flush=True)
 
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:
     """Starts a Ray node in the foreground; without `head` the head, at this port."""
-    where = [f"--address={head}"] if head else ["--head", f"--port={port}", "--include-dashboard=false"]
+    # Without what nobody uses here; the autoscaler's monitor would listen on all interfaces. Ray's own client cannot be left
+    # out, but has a port that all heads on a machine would share.
+    bare = ("--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={free_port(address)}")
+    where = [f"--address={head}"] if head else ["--head", f"--port={port}", *bare]
     return [
         sys.executable,
         *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"),

@@ -11,8 +11,12 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 
+from megasync.launch.leash import BEAT_SECONDS
+
 log = logging.getLogger(__name__)
 
+# A connection on which nothing came back for a minute is given up.
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 # A shell whose command has ended ends too; one that does not has lost its connection.
 END_SECONDS = 10.0
 
@@ -38,6 +42,7 @@ class Remote:
         self._say = say
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task | None = None
+        self._beats: asyncio.Task | None = None
 
     async def start(self, environment: Mapping[str, str]) -> None:
         """`environment` goes over the pipe, not over the command line. Raises OSError when the shell does not exist."""
@@ -52,6 +57,12 @@ class Remote:
         )
         self._reader = asyncio.create_task(self._read(), name=f"output of {self.host}")
         await self._write(json.dumps(dict(environment)))
+        self._beats = asyncio.create_task(self._beat(), name=f"beats to {self.host}")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._write("")
 
     async def _read(self) -> None:
         async for line in self._process.stdout:
@@ -77,6 +88,8 @@ class Remote:
         """Lets go of the leash and waits `timeout` seconds for the machine to put away what it started."""
         if self._process is None:
             return
+        if self._beats is not None:
+            self._beats.cancel()
         self._process.stdin.close()
         try:
             await asyncio.wait_for(self.wait(), timeout)

@@ -43,6 +43,9 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 
 log = logging.getLogger(__name__)
 
+# Bytes of what a rank may tell its peers.
+MOST_SAID = 4096
+
 
 @dataclass(frozen=True)
 class ServingRank:
@@ -228,17 +231,26 @@ def _refuse_what_stock_updates_refuse(updater: Any) -> None:
 
 def _agree(step: Callable[[], None], outcome: str) -> None:
     """Take a step on each tensor-parallel rank; when it fails on any, raise on all of them what all of them said."""
-    import torch.distributed as dist
-
-    failure = None
+    failure = ""
     try:
         step()
     except Exception as error:
         log.exception("a weight update failed")
         failure = f"{type(error).__name__}: {error}"
-    group = _parallel().tp_group.cpu_group
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
+    failures = _gather(failure, _parallel().tp_group.cpu_group)
     if any(failures):
         said = "; ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(failures) if text)
         raise ServerError(f"{outcome}: {said}")
+
+
+def _gather(text: str, group: Any) -> list[str]:
+    """What each rank of the group said, cut to `MOST_SAID` bytes, in the order of ranks. As tensors: objects are pickled."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.zeros(MOST_SAID, dtype=torch.uint8, device="cpu")
+    if said := text.encode()[:MOST_SAID]:
+        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    all_said = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_said, mine, group=group)
+    return [bytes(said.tolist()).rstrip(b"\0").decode("utf-8", "replace") for said in all_said]

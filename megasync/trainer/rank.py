@@ -1,6 +1,6 @@
 """One trainer rank, whole: engine, policy step, checkpoint and its side of the weight sync. Free of Ray.
 
-The constructor opens nothing; `start` does. Every method but `pid` and `rendezvous` is a collective: all ranks must be
+The constructor opens nothing; `rendezvous` and `start` do. Every method but `pid` and `rendezvous` is a collective: all ranks must be
 called with the same arguments, in the same order. Imports of torch and Megatron are inside `start`, so that the class can
 be shipped to a process that has not been prepared for them yet (on a CPU, upstream needs patches first).
 """
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.buffer.trajectory import Group
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +29,25 @@ class TrainerRank:
         self._rank = rank
         self._world = world
         self._run_dir = Path(run_dir)
+        # The process group's, of rank 0.
+        self._store: TCPStore | None = None
 
     def pid(self) -> int:
         """Answers at once unless the rank is at work: a sign of life."""
         return os.getpid()
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Interface and free port on which rank 0 opens the process group's store."""
+    def rendezvous(self) -> tuple[str, int] | None:
+        """Opens the process group's store on rank 0; where it listens, None on other ranks.
+
+        Left to torch, it would listen on all interfaces.
+        """
+        if self._rank:
+            return None
+        from megasync.sync.groups import open_store
+
         host = resolve_host(self._config.cluster.host)
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        self._store = open_store(host, self._config.timeouts.trainer_start)
+        return host, self._store.port
 
     def start(self, host: str, port: int) -> None:
         """Joins the process group, builds the model and loads this rank's slices of the checkpoint folder."""
@@ -57,6 +67,7 @@ class TrainerRank:
         from megasync.sync.broadcast_plan import plan_broadcast
         from megasync.sync.broadcast_sender import BroadcastSender
         from megasync.sync.disk_writer import DiskWriter
+        from megasync.sync.groups import join_store
         from megasync.sync.shard_sender import ShardSender
         from megasync.trainer.engine import MegatronEngine
         from megasync.trainer.policy import PolicyTrainer
@@ -64,7 +75,7 @@ class TrainerRank:
         torch.manual_seed(config.seed)
         torch.distributed.init_process_group(
             self._device.backend,
-            init_method=f"tcp://{host}:{port}",
+            store=self._store or join_store(host, port, config.timeouts.trainer_start),
             rank=self._rank,
             world_size=self._world,
             timeout=timedelta(seconds=config.timeouts.train_step),

@@ -93,9 +93,10 @@ class Launched:
         """Those living whose command line, which Ray and SGLang rewrite, holds the mark."""
         return [process for process in living(self.family()) if mark in command_line(process)]
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, since: int = 0) -> None:
+        """`since` is how much of the output is older than what is waited for."""
         deadline = time.monotonic() + PATIENCE
-        while text not in self.output:
+        while text not in self.output[since:]:
             self.family()
             assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"never said {text!r}:\n{self.output}"

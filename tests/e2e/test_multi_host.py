@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import ssh
 from namespaces import FakeHosts, permitted
+from processes import living
+from ssh import Ssh
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+# Any, of both families: gRPC listens so.
+RAYS = "*"
+APART = "host0=trainer,host1=rollout"
 
 pytestmark = [
     pytest.mark.real,
@@ -19,50 +26,145 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    (tmp_path / "hosts").mkdir()
-    made = FakeHosts(tmp_path / "hosts", 2)
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    made = FakeHosts(tmp_path_factory.mktemp("hosts"), 2)
     yield made
     made.close()
 
 
-def processes(hosts: FakeHosts, name: str) -> list[str]:
-    """What runs on a host, but for its first process with its sleep, and the look itself."""
-    look = [hosts.shell, name, "ps", "-e", "-o", "comm="]
-    found = subprocess.run(look, capture_output=True, text=True, check=True).stdout.split()
-    return [command for command in found if command not in ("bash", "sleep", "ps")]
+@pytest.fixture(scope="module")
+def real_ssh(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Ssh:
+    if not ssh.installed():
+        pytest.skip("needs an ssh daemon (openssh-server)")
+    return Ssh(tmp_path_factory.mktemp("ssh"), hosts)
 
 
-def test_a_run_spans_hosts_and_outlives_one_of_them(hosts: FakeHosts, miniature, execute) -> None:
-    config = miniature(schedule=ENDLESS, rollout={"servers": 1}, cluster={"devices_per_node": 2})
-    run = execute("bash", SCRIPT, config, "--hosts", "host0=trainer,host1=rollout", "--shell", hosts.shell)
+@pytest.fixture
+def shell(hosts: FakeHosts, request: pytest.FixtureRequest) -> str | Path:
+    """As real as there is."""
+    return request.getfixturevalue("real_ssh").program if ssh.installed() else hosts.shell
+
+
+@pytest.fixture
+def small(miniature) -> Path:
+    return miniature(schedule=ENDLESS, rollout={"servers": 1}, cluster={"devices_per_node": 2})
+
+
+def secrets(run) -> set[str]:
+    """Ray's token and the servers' key, found where only the same user looks."""
+    found = set()
+    for process in living(run.family()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(process.environ().get("RAY_AUTH_TOKEN", ""))
+            words = process.cmdline()
+            found.update(words[place + 1] for place, word in enumerate(words) if word == "--admin-api-key")
+    return found - {""}
+
+
+def files_with(words: Iterable[str], folder: Path) -> list[Path]:
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and any(word.encode() in path.read_bytes() for word in words)
+    ]
+
+
+def beyond(hosts: FakeHosts) -> set[tuple[str, str]]:
+    """Who listens on more than loopback and the interface that was chosen, but for Ray: each of its processes, and each that
+    has joined it, has ports for everybody who knows the token, and no setting for where."""
+    ours = {(name, address) for name in hosts.names for address in (hosts.address(name), "127.0.0.1", "::1")}
+    found = {
+        (name, address.strip("[]").removeprefix("::ffff:"), process)
+        for name in hosts.names
+        for address, process in hosts.listening(name)
+    }
+    assert {
+        ("host0", hosts.address("host0"), "ray::TrainerRan"),
+        ("host1", hosts.address("host1"), "sglang::router"),
+    } <= found
+    return {(address, process) for name, address, process in found if (name, address) not in ours and address != RAYS}
+
+
+def power_cycle(hosts: FakeHosts, name: str) -> None:
+    hosts.crash(name)
+    hosts.switch_on(name)
+
+
+def goes_on(run) -> None:
+    run.wait_for(f"step {run.last_step() + 2}/")
+
+
+def after(run, act: Callable[[], object], *words: str) -> None:
+    """Acts, and waits until the run has said the words, in order, since then."""
+    said = len(run.output)
+    act()
+    for word in words:
+        run.wait_for(word, said)
+        said = run.output.index(word, said)
+
+
+def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head_is_lost(
+    hosts: FakeHosts, small: Path, execute, tmp_path: Path
+) -> None:
+    command = ("bash", SCRIPT, small, "--hosts", APART, "--shell", hosts.shell, "--continue", tmp_path / "this.run")
+    run = execute(*command)
     run.wait_for("over 2 nodes")
     run.wait_for("step 2/")
+    assert beyond(hosts) == set()
+    hidden = secrets(run)
+    assert len(hidden) == 2
     # A cable that is out for a moment costs nothing but that moment.
     hosts.cut("host1")
     hosts.heal("host1")
-    run.wait_for("step 4/")
+    goes_on(run)
 
-    hosts.crash("host1")
-    hosts.switch_on("host1")
-    run.wait_for("[host1] its node ended")
+    back = ("[host1] its node ended", "joined at version")
     # The launcher brings the Ray node back, the fleet its server, the next sync its weights.
-    run.wait_for("joined at version")
-    after = run.last_step() + 2
-    run.wait_for(f"step {after}/")
+    after(run, lambda: hosts.kill("host1", "raylet"), *back)
+    goes_on(run)
+    after(run, lambda: power_cycle(hosts, "host1"), *back)
+    goes_on(run)
+
+    # The driver is on the head: without that the run ends, and goes on when it is started again.
+    trained = run.last_step()
+    hosts.kill("host0", "gcs_server")
+    assert run.wait() not in (0, None), run.output
+    assert hosts.processes("host0") == hosts.processes("host1") == []
+
+    again = execute(*command)
+    again.wait_for("going on as ")
+    goes_on(again)
+    assert again.last_step() <= trained + 4, "it went on from a checkpoint or the ledger"
+    hidden |= secrets(again)
+    again.signal(signal.SIGINT)
+    assert again.wait() == 0, again.output
+    assert "published version" in again.output and f"http://{hosts.address('host1')}" in again.output
+    assert hosts.processes("host0") == hosts.processes("host1") == []
+    assert files_with(hidden, tmp_path) == []
+
+
+def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_was_away(
+    hosts: FakeHosts, shell: str | Path, small: Path, execute
+) -> None:
+    run = execute("bash", SCRIPT, small, "--hosts", APART, "--shell", shell)
+    run.wait_for("step 2/")
+    after(run, lambda: hosts.cut("host1"), "[host1] its node ended", "its actor is gone")
+    after(run, lambda: hosts.heal("host1"), "[host1] Ray node at", "joined at version")
+    goes_on(run)
     run.signal(signal.SIGINT)
     assert run.wait() == 0, run.output
-    assert "published version" in run.output
-    assert f"http://{hosts.address('host1')}" in run.output
-    assert processes(hosts, "host0") == processes(hosts, "host1") == []
+    assert hosts.processes("host0") == hosts.processes("host1") == []
 
 
-def test_machines_that_are_not_ready_are_named_and_nothing_stays(hosts: FakeHosts, miniature, execute) -> None:
-    config = miniature(rollout={"servers": 1}, cluster={"devices_per_node": 2})
-    hosts.crash("host1")
-    options = ("--hosts", "host0,host1", "--shell", hosts.shell, "--wait", "5")
-    run = execute("bash", SCRIPT, config, *options)
+@pytest.mark.parametrize("way", ["namespaces", "ssh"])
+def test_machines_that_are_not_ready_are_named_and_nothing_stays(
+    hosts: FakeHosts, way: str, small: Path, execute, request: pytest.FixtureRequest
+) -> None:
+    shell = hosts.shell if way == "namespaces" else request.getfixturevalue("real_ssh").program
+    hosts.cut("host1")
+    run = execute("bash", SCRIPT, small, "--hosts", "host0,host1", "--shell", shell, "--wait", "5")
     assert run.wait() == 2, run.output
     assert "1 of 2 within 5 s" in run.output and "[host1]" in run.output
-    assert processes(hosts, "host0") == []
+    hosts.heal("host1")
+    assert hosts.processes("host0") == []

@@ -1,4 +1,5 @@
-"""`sbatch launch/slurm.sbatch`: a run on the nodes of a job, which makes room and goes on later."""
+"""`sbatch launch/slurm.sbatch` and its heterogeneous sister under real Slurm: a run on the nodes of a job, which makes room,
+loses a node, and goes on later."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from slurm import FakeSlurm, installed
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+SMALL = {"rollout": {"servers": 1}, "cluster": {"devices_per_node": 2}, "checkpoint": {"every_steps": 2}}
 
 pytestmark = [
     pytest.mark.real,
@@ -22,19 +24,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[FakeSlurm]:
-    for folder in ("hosts", "slurm"):
-        (tmp_path / folder).mkdir()
-    hosts = FakeHosts(tmp_path / "hosts", 3)
-    try:
-        made = FakeSlurm(tmp_path / "slurm", hosts)
-        try:
-            yield made
-        finally:
-            made.close()
-    finally:
-        hosts.close()
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    made = FakeHosts(tmp_path_factory.mktemp("hosts"), 4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSlurm]:
+    """Three nodes, n1 to n3."""
+    made = FakeSlurm(tmp_path_factory.mktemp("slurm"), hosts)
+    yield made
+    made.close()
 
 
 def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
@@ -44,22 +46,73 @@ def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
         time.sleep(0.5)
 
 
+class Batch:
+    """A job, and what its script has said in all of its starts."""
+
+    def __init__(self, cluster: FakeSlurm, out: Path, *words: str | Path) -> None:
+        self._cluster, self._out = cluster, out
+        options = ("--parsable", f"--chdir={ROOT}", f"--output={out}")
+        self.job = cluster.command("sbatch", *options, *words).strip().partition(";")[0]
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text(errors="replace") if self._out.exists() else ""
+
+    def wait_for(self, text: str, since: str = "") -> None:
+        """Behind the first `since`, where one is named."""
+        self._until(lambda: text in self.output.partition(since)[2] if since else text in self.output, text)
+
+    def wait(self) -> None:
+        self._until(lambda: not self._cluster.command("squeue", "-h", "-j", self.job), "its end")
+
+    def signal(self, name: str) -> None:
+        """To the script alone, as Slurm does by itself before the time is up."""
+        self._cluster.command("scancel", "--batch", f"--signal={name}", self.job)
+
+    def _until(self, condition: Callable[[], object], what: str) -> None:
+        def met() -> bool:
+            there = self._cluster.command("squeue", "-h", "-j", self.job)
+            found = condition()
+            assert found or there, f"the job ended before {what!r}:\n{self.output}"
+            return bool(found)
+
+        until(met, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}")
+
+
 def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, miniature, tmp_path) -> None:
-    config = miniature(schedule=ENDLESS, rollout={"servers": 1}, cluster={"devices_per_node": 2})
-    out = tmp_path / "job.out"
-    words = ["--parsable", f"--chdir={ROOT}", f"--output={out}", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config]
-    job = cluster.command("sbatch", *words).strip()
+    config = miniature(schedule=ENDLESS, **SMALL)
+    batch = Batch(cluster, tmp_path / "job.out", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config)
+    batch.wait_for("step 3/")
+    batch.signal("USR1")
+    requeued = "the job goes back into the queue"
+    batch.wait_for(requeued)
+    saved = int(re.findall(r"trained (\d+) steps", batch.output)[-1])
+    batch.wait_for(f"step {saved + 2}/", requeued)
+    assert "over 2 nodes" in batch.output
+    assert f"step {saved}/" not in batch.output.partition(requeued)[2], "it went on from there"
+    batch.signal("TERM")
+    batch.wait()
+    assert batch.output.count("published version") == 2, batch.output
 
-    def output() -> str:
-        return out.read_text(errors="replace") if out.exists() else ""
 
-    until(lambda: "step 3/" in output(), output)
-    cluster.command("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: "the job goes back into the queue" in output(), output)
-    saved = int(re.findall(r"trained (\d+) steps", output())[-1])
-    until(lambda: f"step {saved + 2}/" in output().split("goes back into the queue")[1], output)
-    assert "over 2 nodes" in output()
-    assert f"step {saved}/" not in output().split("goes back into the queue")[1], "it went on from there"
-    cluster.command("scancel", "--batch", "--signal=TERM", job)
-    until(lambda: output().count("published version") == 2, output)
-    until(lambda: not cluster.command("squeue", "-h", "-j", job), output)
+def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
+    config = miniature(schedule=ENDLESS | {"total_steps": 20}, **SMALL)
+    script = ROOT / "launch" / "slurm_het.sbatch"
+    batch = Batch(cluster, tmp_path / "job.out", "--nodes=1", ":", "--nodes=1", script, config)
+    batch.wait_for("step 5/")
+    runs = {name: hosts.processes(name) for name in ("host1", "host2", "host3")}
+    assert runs["host1"].count("ray::TrainerRan") == 2 and "sglang::schedul" not in runs["host1"]
+    assert "sglang::schedul" in runs["host2"] and "ray::TrainerRan" not in runs["host2"]
+    assert runs["host3"] == ["slurmd"]
+
+    cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    # Slurm ends what is left of the job, and starts it anew on the nodes that are there.
+    batch.wait_for("going on as ")
+    batch.wait_for(f"Ray node at {hosts.address('host3')}")
+    batch.wait()
+    resumed_after = int(re.findall(r"resuming after step (\d+)", batch.output)[-1])
+    assert resumed_after >= 4, batch.output
+    assert "trained 20 steps" in batch.output
+    # What ran on the node that Slurm gave up was on a leash.
+    until(lambda: set(hosts.processes("host2")) <= {"slurmd"}, lambda: str(hosts.processes("host2")))
+    cluster.command("scontrol", "update", "nodename=n2", "state=resume")

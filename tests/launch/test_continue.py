@@ -6,7 +6,8 @@ import pytest
 
 from megasync.async_trainer import AsyncTrainer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import Config, load_config
+from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
+from megasync.continuing import settings
 
 
 @pytest.fixture
@@ -14,16 +15,39 @@ def config(config_file: Path) -> Config:
     return load_config(config_file)
 
 
-def test_without_the_file_a_new_run_begins(config: Config, tmp_path: Path) -> None:
-    trainer = AsyncTrainer.begin_or_resume(config, tmp_path / "this.run")
-    assert trainer._run_dir is None and trainer._name_file == tmp_path / "this.run"
-
-
-def test_a_named_run_with_a_ledger_goes_on(config: Config, tmp_path: Path) -> None:
+@pytest.fixture
+def name(config: Config, tmp_path: Path) -> Path:
+    """Names a run that has begun."""
     run_dir, name = tmp_path / "mini", tmp_path / "this.run"
     run_dir.mkdir()
-    name.write_text(f"{run_dir}\n")
-    assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None, "it had not begun"
+    save_config(config, run_dir / CONFIG_FILE)
     (run_dir / LEDGER_FILE).touch()
+    name.write_text(f"{run_dir}\n")
+    return name
+
+
+def test_without_the_file_a_new_run_begins(config: Config, config_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "this.run"
+    assert settings(config_file, ["seed=3"], file) == settings(config_file, ["seed=3"], None)
+    assert settings(config_file, ["seed=3"], file) == (config_file, ["seed=3"])
+    trainer = AsyncTrainer.begin_or_resume(config, file)
+    assert trainer._run_dir is None and trainer._name_file == file
+
+
+def test_a_named_run_with_a_ledger_goes_on(config: Config, name: Path, tmp_path: Path) -> None:
     trainer = AsyncTrainer.begin_or_resume(config, name)
-    assert trainer._run_dir == run_dir and trainer._checkpoint is None
+    assert trainer._run_dir == tmp_path / "mini" and trainer._checkpoint is None
+    (tmp_path / "mini" / LEDGER_FILE).unlink()
+    assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None, "it had not begun"
+
+
+def test_a_run_goes_on_as_it_was_last_and_only_its_place_is_new(config_file: Path, name: Path, tmp_path: Path) -> None:
+    remember(tmp_path / "mini", "rollout.servers", 5)
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(f"base: {config_file}\nrollout: {{servers: 3}}\ncluster: {{devices_per_node: 2}}\n")
+    source, changes = settings(edited, ["rollout.servers=4", "cluster.address=10.0.0.1:7000"], name)
+    loaded = load_config(source, changes)
+    assert source == tmp_path / "mini" / CONFIG_FILE
+    assert loaded.rollout.servers == 5
+    assert (loaded.cluster.address, loaded.cluster.devices_per_node) == ("10.0.0.1:7000", 2)
+    assert settings(source, changes, name) == (source, changes), "the driver of a launch asks once more"

@@ -14,6 +14,7 @@ from megasync.launch.remote import shell_command
 def test_hosts_come_from_a_list_or_from_a_file(tmp_path: Path) -> None:
     assert read_hosts("a, b,c") == [Host("a"), Host("b"), Host("c")]
     assert read_hosts("alone") == [Host("alone")]
+    assert read_hosts("me@a")[0].called == "a"
     file = tmp_path / "hosts"
     file.write_text("# the big ones\na\n\nb  # and this\n")
     assert read_hosts(str(file)) == [Host("a"), Host("b")]
@@ -61,23 +62,7 @@ def test_the_interface_is_the_one_that_leads_to_the_peer() -> None:
         address_of("eth99")
 
 
-def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows a list of nodes as it is given, one a line."""
-    path = folder / "scontrol"
-    path.write_text(
-        "#!/usr/bin/env bash\n"
-        'case "$2 $3" in\n'
-        "  *bad) echo no such list >&2; exit 1 ;;\n"
-        '  hostnames*) printf "%s\\n" ${3//,/ } ;;\n'
-        '  node*) echo "NodeName=$3 Arch=x86_64 NodeAddr=10.0.0.${3#n} NodeHostName=$3" ;;\n'
-        "esac\n"
-    )
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
-
-
-def test_slurm_names_the_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol(tmp_path, monkeypatch)
+def test_slurm_names_the_nodes_of_a_job(fake_scontrol: Path) -> None:
     hosts = slurm.slurm_hosts({"SLURM_JOB_NODELIST": "n1,n2"})
     assert hosts == [Host("n1", address="10.0.0.1"), Host("n2", address="10.0.0.2")]
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not set"):
@@ -86,8 +71,7 @@ def test_slurm_names_the_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.Monk
         slurm.slurm_hosts({"SLURM_JOB_NODELIST": "bad"})
 
 
-def test_the_parts_of_a_heterogeneous_job_are_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol(tmp_path, monkeypatch)
+def test_the_parts_of_a_heterogeneous_job_are_pools(fake_scontrol: Path) -> None:
     parts = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2,n3"}
     hosts = slurm.slurm_hosts(parts)
     assert [(host.name, host.pool) for host in hosts] == [("n1", "trainer"), ("n2", "rollout"), ("n3", "rollout")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import lives
 
+from megasync.launch import remote as remote_shell
 from megasync.launch.remote import Remote
 
 PATIENCE = 30.0
@@ -81,6 +83,29 @@ asyncio.run(main())
     async with asyncio.timeout(PATIENCE):
         while lives(pid):
             await asyncio.sleep(0.05)
+
+
+def test_a_launcher_that_says_nothing_any_more_is_gone() -> None:
+    """A network that was cut ends no pipe."""
+    code = (
+        "from megasync.launch.leash import Leash\n"
+        "leash = Leash(silence=0.5)\nleash.hold()\nleash.ended.wait()\nprint('let go')"
+    )
+    machine = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    machine.stdin.write("{}\n\n")
+    machine.stdin.flush()
+    assert machine.wait(PATIENCE) == 0
+    assert "let go" in machine.communicate()[0]
+
+
+async def test_a_launcher_with_nothing_to_say_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_shell, "BEAT_SECONDS", 0.05)
+    said = Lines()
+    remote = Remote("here", [sys.executable, "-uc", "for line in open(0): print(repr(line))"], said.append)
+    await remote.start({})
+    await said.until(3)
+    await remote.end(PATIENCE)
+    assert said[:3] == ["'{}\\n'", "'\\n'", "'\\n'"]
 
 
 async def test_a_command_that_does_not_listen_is_killed_with_its_family(tmp_path: Path) -> None:
