@@ -21,7 +21,7 @@ FIRST_PAUSE = 0.1  # seconds
 
 
 class ServiceFailed(ServerError):
-    """No endpoint answered within the attempts and the deadline: names the last one and why.
+    """No endpoint answered within the attempts and the deadline, or none with what was asked for: says why.
 
     As a ServerError it is an outage to megasync, which tries the sample again: the model is not trained on it.
     """
