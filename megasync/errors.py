@@ -18,7 +18,7 @@ class ContextFull(DataError):
 
 
 class ServerError(MegasyncError):
-    """An SGLang server or router that died, refused, or did not answer in time."""
+    """An SGLang server or router, or a service that a tool asks, that died, refused, or did not answer in time."""
 
 
 class Refused(ServerError):

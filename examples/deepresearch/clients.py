@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from deepresearch.http_pool import DEFAULT_LIMITS, HttpPool, Limits
+from deepresearch.http_pool import DEFAULT_LIMITS, HttpPool, Limits, ServiceFailed
 
 NOTES = (
     "Copy from the passages what helps to answer the query, in at most {sentences} short sentences. Add nothing of your "
@@ -75,7 +75,8 @@ PROTOCOLS = {
 
 
 class RefineClient:
-    """`protocol` is one of PROTOCOLS; `model` and `api_key` are for openai. Raises as RetrieveClient does."""
+    """`protocol` is one of PROTOCOLS; `model` and `api_key` are for openai. Raises as RetrieveClient does, and
+    ServiceFailed for an answer without a text."""
 
     def __init__(
         self,
@@ -97,7 +98,15 @@ class RefineClient:
     async def refine(self, query: str, passages: Sequence[dict[str, Any]]) -> str:
         """What bears on the query of these passages, dictionaries with at least title and text."""
         body = self._protocol.body(query, passages, self._sentences, self._model)
-        return self._protocol.text(await self.pool.request("POST", self._protocol.path, body))
+        answer = await self.pool.request("POST", self._protocol.path, body)
+        try:
+            text = self._protocol.text(answer)
+        except (LookupError, TypeError):
+            text = None
+        # A language model may say nothing (null where it only thought or called a tool), or a proxy speak for it.
+        if not isinstance(text, str) or not text.strip():
+            raise ServiceFailed(f"{self._protocol.path} answered without a text: {answer!r:.300}")
+        return text
 
     async def close(self) -> None:
         await self.pool.close()

@@ -15,12 +15,16 @@ from typing import Any
 import aiohttp
 
 from deepresearch.endpoints import Endpoint, Endpoints
+from megasync.errors import ServerError
 
 FIRST_PAUSE = 0.1  # seconds
 
 
-class ServiceFailed(RuntimeError):
-    """No endpoint answered within the attempts and the deadline: names the last one and why."""
+class ServiceFailed(ServerError):
+    """No endpoint answered within the attempts and the deadline, or none with what was asked for: says why.
+
+    As a ServerError it is an outage to megasync, which tries the sample again: the model is not trained on it.
+    """
 
 
 class RequestRefused(RuntimeError):

@@ -1,17 +1,17 @@
 """Worker processes for reward functions that burn CPU, or that need a main thread for their own timeouts.
 
-Invariant: a call that runs past its deadline is ended with its process, and at most `processes` calls are handed over at
-once, so that no call's deadline runs while it waits behind others. A process that dies takes the whole pool with it; whose
-call killed it shows when each of them is made again in a process of its own.
+Invariant: a call has its process to itself. One that runs past its deadline, or ends its process, costs no other call
+anything, and no call's deadline runs while it waits for a process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -24,10 +24,10 @@ class RewardProcesses:
     """Runs `function(completions, **arguments)` in one of `processes` processes, on its main thread."""
 
     def __init__(self, processes: int) -> None:
-        self._processes = processes
-        self._pool: ProcessPoolExecutor | None = None
-        # Pools of one process, for calls that are made again.
-        self._alone: set[ProcessPoolExecutor] = set()
+        # Pools of one process each. One of several would end the calls of all when one dies; and CPython 3.11 starts
+        # them one by one, without seeing the later ones die until something else happens in the pool.
+        self._idle: list[ProcessPoolExecutor] = []
+        self._busy: set[ProcessPoolExecutor] = set()
         self._free = asyncio.Semaphore(processes)
 
     async def call(
@@ -35,39 +35,39 @@ class RewardProcesses:
     ) -> Any:
         """Raises TimeoutError after `timeout` seconds of the call's own, BrokenProcessPool when it ends its process."""
         async with self._free:
-            if self._pool is None:
-                self._pool = _pool_of(self._processes)
-            pool = self._pool
-            try:
-                return await _within(timeout, pool, function, completions, arguments)
-            except TimeoutError:
-                # A running call cannot be taken back, so its process goes, and with it the pool.
-                self._end(pool)
-                raise
-            except BrokenProcessPool:
-                # Another group's call may have ended the pool, and will do so again.
-                self._end(pool)
-            alone = _pool_of(1)
-            self._alone.add(alone)
-            try:
-                return await _within(timeout, alone, function, completions, arguments)
-            finally:
-                self._alone.discard(alone)
-                kill_pool(alone)
+            if self._idle:
+                # A process that was there before may have died of something else: whose fault it is shows in a new one.
+                with contextlib.suppress(BrokenProcessPool):
+                    return await self._call_in(self._idle.pop(), timeout, function, completions, arguments)
+            return await self._call_in(_pool(), timeout, function, completions, arguments)
 
     def close(self) -> None:
         """Ends the processes, also those in the middle of a call."""
-        if self._pool is not None:
-            self._end(self._pool)
-        for alone in self._alone:
-            kill_pool(alone)
+        for pool in [*self._idle, *self._busy]:
+            kill_pool(pool)
+        self._idle.clear()
 
-    def _end(self, pool: ProcessPoolExecutor) -> None:
-        """Kills the pool, unless another call has replaced it already."""
-        if pool is not self._pool:
-            return
-        self._pool = None
-        kill_pool(pool)
+    async def _call_in(
+        self,
+        pool: ProcessPoolExecutor,
+        seconds: float,
+        function: Callable[..., Any],
+        completions: list[str],
+        arguments: dict[str, list],
+    ) -> Any:
+        """Afterwards the process is idle, or gone."""
+        call: Future | None = None
+        self._busy.add(pool)
+        try:
+            call = pool.submit(_invoke, function, completions, arguments)
+            return await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+        finally:
+            self._busy.discard(pool)
+            if call is not None and _left_its_process(call):
+                self._idle.append(pool)
+            else:
+                # What still runs cannot be taken back from its process.
+                kill_pool(pool)
 
 
 def check_picklable(function: Callable[..., Any]) -> None:
@@ -81,20 +81,14 @@ def check_picklable(function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _pool_of(processes: int) -> ProcessPoolExecutor:
+def _pool() -> ProcessPoolExecutor:
     # spawn: a fork of this process would copy its threads' locks and its sockets.
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-async def _within(
-    seconds: float,
-    pool: ProcessPoolExecutor,
-    function: Callable[..., Any],
-    completions: list[str],
-    arguments: dict[str, list],
-) -> Any:
-    call = asyncio.wrap_future(pool.submit(_invoke, function, completions, arguments))
-    return await asyncio.wait_for(call, seconds)
+def _left_its_process(call: Future) -> bool:
+    """Whether the process is there and has nothing to do any more."""
+    return call.cancelled() or (call.done() and not isinstance(call.exception(), BrokenProcessPool))
 
 
 def _invoke(function: Callable[..., Any], completions: list[str], arguments: dict[str, list]) -> Any:

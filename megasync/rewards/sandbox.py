@@ -4,8 +4,10 @@ Invariant: when `run` returns or is cancelled, the program's process group has b
 `_end` guarantees it.
 
 This is *not* a security boundary. The program runs as the same user: it can read what that user can read. It has no
-secrets in its environment, no network where `network_is_cut` says so, and it cannot use up processor time, memory or
-wall time beyond its limits. Against code that means harm, run the whole training in a container or virtual machine.
+secrets in its environment, no network where `network_is_cut` says so, and wall time is limited for all that it starts.
+Other limits are of one process or one file: how many processes and files it makes is not limited, and so neither are
+their processor time, memory and disk together. Against code that means harm, run the whole training in a container or
+virtual machine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     kind            what it is                                            what happens
     --------------  ----------------------------------------------------  ------------------------------------------
-    infrastructure  a server or router died, refused, was too slow        tried again, elsewhere, for as long as it takes
+    infrastructure  a server, router or tool's service is down or slow    tried again, elsewhere, for as long as it takes
     data            a prompt, tool call or reward that megasync refused    counted against the prompt, then dropped
     unknown         anything else that a workflow or reward raised         as data, and its traceback is logged
 

@@ -2,8 +2,9 @@
 
 A tool has type hints and a Google-style docstring; its JSON schema is made from them. It may be async. Invariant: every
 call ends within its deadline in one observation for the model, whatever the model or the tool did wrong; `Toolbox.run`
-guarantees it. A sync tool runs in a thread of its own; one that outlives its deadline is left alone there, as threads
-cannot be ended, and counts against `THREADS` until it returns.
+guarantees it. Only a ServerError ends the sample instead: nobody should learn from an outage. A sync tool runs in a
+thread of its own; one that outlives its deadline is left alone there, as threads cannot be ended, and counts against
+`THREADS` until it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from megasync.errors import ConfigError, DataError
-from megasync.rollout.failures import asked_to_end
+from megasync.rollout.failures import asked_to_end, is_infrastructure
 from megasync.rollout.workflow import name_of
 from megasync.threads import DaemonThreads
 
@@ -127,8 +128,14 @@ class Toolbox:
             raise ConfigError(f"two tools are called {twice[0]!r}; the model could not tell them apart, rename one")
 
     async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
-        """All calls at once; one message for each, in their order, and one for the malformed ones if there are any."""
-        texts = await asyncio.gather(*(self._observation(call) for call in calls))
+        """All calls at once; one message for each, in their order, and one for the malformed ones if there are any.
+
+        Raises the ServerError of a tool, or whatever it wrapped that in with `raise ... from`, once all calls have ended.
+        """
+        texts = await asyncio.gather(*(self._observation(call) for call in calls), return_exceptions=True)
+        for text in texts:
+            if isinstance(text, BaseException):
+                raise text
         messages = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
             for call, text in zip(calls, texts, strict=True)
@@ -168,7 +175,7 @@ class Toolbox:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
         except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
-            if asked_to_end(error):
+            if asked_to_end(error) or is_infrastructure(error):
                 raise
             self.counts["errors"] += 1
             log.debug("the tool %s failed", call.name, exc_info=error)

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 from deepresearch.agent import Rules, SearchAgent
-from deepresearch.http_pool import ServiceFailed
+from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.prompts import UNMARKED
 from trajectories import trajectory
 
 from megasync.errors import ContextFull
+from megasync.rollout.failures import is_infrastructure
 from megasync.rollout.tools import ToolCall
 
 SAMPLE = {"prompt": "Where was Ada born?", "answers": ["Torilaholm", "the town of Torilaholm"]}
@@ -48,14 +49,18 @@ class FakeClient:
 
 
 class FakeRetriever:
-    def __init__(self):
-        self.queries = []
+    def __init__(self, error=None):
+        self.queries, self.error = [], error
 
     async def retrieve(self, query, top_k):
         self.queries.append((query, top_k))
+        if self.error:
+            raise self.error
         return [{"document": f"d{n}", "title": f"T{n}", "text": f"about {query}."} for n in range(top_k)]
 
     async def document(self, document_id):
+        if self.error:
+            raise self.error
         return {"title": document_id.upper(), "text": "All of it."}
 
 
@@ -69,8 +74,8 @@ class FakeRefiner:
         return f"{len(passages)} passages about {query}"
 
 
-async def play(*turns, refiner=None, **rules):
-    client, retriever = FakeClient(*turns), FakeRetriever()
+async def play(*turns, refiner=None, down=None, **rules):
+    client, retriever = FakeClient(*turns), FakeRetriever(down)
     (episode,) = await SearchAgent(retriever, refiner, Rules(**rules)).rollout(client, SAMPLE)
     return client, retriever, episode, {name.removeprefix("agent/"): value for name, value in episode.metrics.items()}
 
@@ -151,6 +156,18 @@ async def test_searches_are_refined_and_shown_whole_where_that_fails():
     assert client.shown(1) == ["2 passages about Ada"]
     client, *_ = await play(search("Ada"), "<answer>x</answer>", refiner=FakeRefiner(ServiceFailed("all down")))
     assert client.shown(1) == ["T0: about Ada.\nT1: about Ada."]
+
+
+@pytest.mark.parametrize("call", [search("Ada"), ToolCall("1", "open_document", {"document_id": "d1"})])
+async def test_an_outage_ends_the_sample_as_one_of_a_server_does_and_is_no_observation(call):
+    with pytest.raises(ServiceFailed, match="all down") as raised:
+        await play(call, "<answer>x</answer>", down=ServiceFailed("all down"), may_open=True)
+    assert is_infrastructure(raised.value)
+
+
+async def test_what_a_retriever_refuses_is_an_observation():
+    client, *_ = await play(search("Ada"), "<answer>x</answer>", down=RequestRefused("status 422: too long"))
+    assert client.shown(1) == ["Error: RequestRefused: status 422: too long"]
 
 
 async def test_documents_can_be_opened_where_the_rules_say_so():

@@ -9,10 +9,11 @@ import uvicorn
 from deepresearch import refiner, retriever
 from deepresearch.clients import RefineClient, RetrieveClient
 from deepresearch.documents import Document, passages
-from deepresearch.http_pool import RequestRefused
+from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.searcher import Searcher
 from deepresearch.sharded_index import ShardedIndex
 from fake_embedder import FakeEmbedder
+from fastapi import FastAPI, Request
 
 DOCUMENTS = [
     Document("a", "Brendal", "Brendal is a town. It lies on the river Ossa."),
@@ -147,3 +148,43 @@ async def test_the_refiner_keeps_the_closest_sentences_in_their_order():
         await client.close()
         status, answer = await post(f"{url}/refine", {"query": "x", "passages": []})
         assert (status, answer["detail"][0]["loc"][1]) == (422, "passages")
+
+
+@contextlib.asynccontextmanager
+async def language_model(answer):
+    """A client of an OpenAI-compatible server that gives one answer to everything."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request):
+        assert (await request.json())["messages"][0]["content"].count("Brendal: Brendal is a town.") == 1
+        return answer
+
+    async with served(app) as url:
+        client = RefineClient([url], protocol="openai")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+def choice(content):
+    return {"choices": [{"message": {"role": "assistant", "content": content}}]}
+
+
+FOUND = [{"title": "Brendal", "text": "Brendal is a town."}]
+
+
+async def test_a_language_model_can_refine():
+    async with language_model(choice("It is a town.")) as client:
+        assert await client.refine("what is Brendal", FOUND) == "It is a town."
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [choice(None), choice(" \n"), choice([{"type": "text"}]), {"choices": []}, {"error": "overloaded"}, [], None],
+)
+async def test_an_answer_without_a_text_is_a_failure_of_the_service(answer):
+    async with language_model(answer) as client:
+        with pytest.raises(ServiceFailed, match="/v1/chat/completions answered without a text: "):
+            await client.refine("what is Brendal", FOUND)

@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import os
+import signal
+import sys
 import time
 
 import pytest
@@ -231,42 +233,84 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
         await runner.close()
 
 
-async def test_a_call_that_ends_its_process_is_told_from_those_that_ran_beside_it(
-    make_trajectory, tmp_path, monkeypatch
+@pytest.mark.parametrize(("fate", "told"), [("exit", "ended its worker process"), ("sleep", "did not answer within")])
+async def test_a_call_that_ends_its_process_or_is_ended_costs_those_beside_it_nothing(
+    make_trajectory, tmp_path, monkeypatch, fate, told
 ):
     (tmp_path / "neighbours.py").write_text(
         "import os, time\n"
         "from pathlib import Path\n"
-        "def reward(completions, *, folder, **columns):\n"
-        "    if folder[0] is None: os._exit(3)\n"
-        "    (Path(folder[0]) / f'begun-{os.getpid()}').touch()\n"
-        "    while not (Path(folder[0]) / 'go_on').exists(): time.sleep(0.01)\n"
+        "def reward(completions, *, fate, **columns):\n"
+        "    here = Path(__file__).parent\n"
+        "    if fate[0] == 'exit': os._exit(3)\n"
+        "    if fate[0] == 'sleep': time.sleep(600)\n"
+        "    (here / f'begun-{os.getpid()}').touch()\n"
+        "    while not (here / 'go_on').exists(): time.sleep(0.01)\n"
         "    return [1.0] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "neighbours", raising=False)
     from neighbours import reward
 
     runner = RewardRunner(reward, processes=2, timeout=60)
-
-    async def begin(name, calls):
-        """Calls that wait for the file go_on in their folder, once each has begun."""
-        folder = tmp_path / name
-        folder.mkdir()
-        begun = [asyncio.create_task(runner.score([make_trajectory()], {"folder": str(folder)})) for _ in range(calls)]
-        async with asyncio.timeout(60):
-            while len(list(folder.glob("begun-*"))) < calls:
-                await asyncio.sleep(0.01)
-        return folder / "go_on", begun
-
     try:
-        # Both processes are there before one of them dies.
-        go_on, calls = await begin("first", 2)
-        go_on.touch()
-        await asyncio.gather(*calls)
-        go_on, (innocent,) = await begin("second", 1)
-        with pytest.raises(DataError, match="ended its worker process"):
-            await runner.score([make_trajectory()], {"folder": None})
-        go_on.touch()
+        innocent = asyncio.create_task(runner.score([make_trajectory()], {"fate": "wait"}))
+        async with asyncio.timeout(60):
+            while not list(tmp_path.glob("begun-*")):
+                await asyncio.sleep(0.01)
+        if fate == "sleep":
+            runner._timeout = 1.0
+        # The second process is started for this call, while the first says nothing.
+        with pytest.raises(DataError, match=told):
+            await runner.score([make_trajectory()], {"fate": fate})
+        (tmp_path / "go_on").touch()
         assert rewards(await innocent) == [1.0]
+        assert len(list(tmp_path.glob("begun-*"))) == 1, "it was not made again"
+    finally:
+        await runner.close()
+
+
+async def test_a_process_that_died_of_something_else_costs_no_call(make_trajectory, tmp_path, monkeypatch):
+    (tmp_path / "whereabouts.py").write_text(
+        "import os\ndef reward(completions, **columns):\n    return [float(os.getpid())] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from whereabouts import reward
+
+    runner = RewardRunner(reward, processes=2, timeout=60)
+    try:
+        (first,) = rewards(await runner.score([make_trajectory()], {}))
+        assert rewards(await runner.score([make_trajectory()], {})) == [first], "it is used again"
+        os.kill(int(first), signal.SIGKILL)
+        (second,) = rewards(await runner.score([make_trajectory()], {}))
+        assert second != first
+    finally:
+        await runner.close()
+
+
+async def test_a_cancelled_call_leaves_its_process_to_no_other(make_trajectory, tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "def reward(completions, *, how, **columns):\n"
+        "    if how[0] == 'sleep':\n"
+        "        Path(__file__).with_name('begun').touch()\n"
+        "        time.sleep(600)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from endless import reward
+
+    runner = RewardRunner(reward, processes=1, timeout=60)
+    try:
+        endless = asyncio.create_task(runner.score([make_trajectory()], {"how": "sleep"}))
+        async with asyncio.timeout(60):
+            while not (tmp_path / "begun").exists():
+                await asyncio.sleep(0.01)
+        endless.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+        runner._timeout = 20
+        assert rewards(await runner.score([make_trajectory()], {"how": "go"})) == [1.0]
     finally:
         await runner.close()

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, ServerError
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
 
 
@@ -139,6 +139,28 @@ async def test_whatever_a_tool_raises_is_an_observation(error):
     assert all(text.startswith("Error: ") for text in texts)
     assert texts[0].endswith(": no")
     assert (toolbox.counts["errors"], toolbox.counts["timeouts"]) == (2, 0)
+
+
+async def test_an_outage_is_no_observation_and_leaves_no_call_running():
+    both, ended = asyncio.Barrier(2), []
+
+    async def down() -> str:
+        """Asks a service that is not there."""
+        await both.wait()
+        raise KeyError("results") from ServerError("no retriever answers")
+
+    async def slow() -> str:
+        """Takes longer than the other."""
+        await both.wait()
+        await asyncio.sleep(0.01)
+        ended.append(True)
+        return "done"
+
+    toolbox = Toolbox([down, slow])
+    with pytest.raises(KeyError, match="results") as raised:
+        await toolbox.run([call("down", {}), call("slow", {})])
+    assert isinstance(raised.value.__cause__, ServerError)
+    assert (ended, toolbox.counts["errors"]) == ([True], 0)
 
 
 async def test_a_cancellation_of_a_tools_own_is_an_observation():
