@@ -21,7 +21,7 @@ class PatchError(RuntimeError):
 class Patch:
     """One deviation. ``apply`` may be called once per process; ``kinds`` are the devices that need it.
 
-    ``versions`` need it, ``mended`` are supported and do without.
+    ``versions`` need it, ``mended`` are supported and do without. An ``optional`` package need not be there at all.
     """
 
     name: str
@@ -31,13 +31,22 @@ class Patch:
     apply: Callable[[], None]
     kinds: tuple[str, ...] = ("cpu",)
     mended: tuple[str, ...] = ()
+    optional: bool = False
+
+    def installed(self) -> str | None:
+        """The version of the package that is there."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
 
     def needed(self) -> bool:
         """Whether the installed package needs it. Raises PatchError for a version that this patch does not know."""
-        try:
-            found = version(self.package)
-        except PackageNotFoundError:
-            raise PatchError(f"patch {self.name!r} needs {self.package}, which is not installed") from None
+        found = self.installed()
+        if found is None:
+            if self.optional:
+                return False
+            raise PatchError(f"patch {self.name!r} needs {self.package}, which is not installed")
         # A local build tag ("2.13.0+cpu") says how a version was built, not which version it is.
         release = found.split("+")[0]
         if release not in (*self.versions, *self.mended):

@@ -32,4 +32,5 @@ PATCH = Patch(
     versions=("0.9.1",),
     reason="verl names two backends for the same device when it trains on CPUs",
     apply=_apply,
+    optional=True,
 )

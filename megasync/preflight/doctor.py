@@ -123,8 +123,14 @@ def check_patches() -> Iterator[Finding]:
         except megasync_patches.PatchError as error:
             yield Finding(subject, FAILURE, str(error), f"{SETUP}, or install {patch.package} {patch.versions[-1]}")
             continue
-        upstream = f"{patch.package} {version(patch.package)}"
-        yield Finding(subject, OK, f"active for {upstream}: {patch.reason}" if needed else f"not needed by {upstream}")
+        found = patch.installed()
+        if needed:
+            detail = f"active for {patch.package} {found}: {patch.reason}"
+        elif found:
+            detail = f"not needed by {patch.package} {found}"
+        else:
+            detail = f"not needed: {patch.package} is not installed"
+        yield Finding(subject, OK, detail)
     absent = [name for name in STAND_INS if find_spec(name) is None]
     active = kind == "cpu" and absent
     detail = (

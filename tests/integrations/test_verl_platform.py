@@ -25,7 +25,7 @@ print("opened:", torch.distributed.get_backend())
 
 
 def test_verls_process_group_opens_on_a_cpu_and_would_not_without_the_patch(tmp_path):
-    """A missing line "refused" means that verl or torch does without the patch: delete it."""
+    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`: delete it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OPEN],
         env={**os.environ, "VERL_PLATFORM": "cpu", "DIST_INIT_METHOD": f"file://{tmp_path / 'meeting'}"},

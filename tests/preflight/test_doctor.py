@@ -4,7 +4,7 @@ import os
 import pkgutil
 import socket
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +105,21 @@ def test_a_patch_for_another_version_is_a_failure(monkeypatch):
     assert findings and all(found.status == FAILURE and "99.0" in found.detail and found.fix for found in findings)
 
 
+@pytest.mark.parametrize(("package", "status"), [("verl", OK), ("sglang", FAILURE)])
+def test_a_patch_of_an_optional_package_is_not_needed_without_it(monkeypatch, package, status):
+    import megasync_patches
+
+    def only_others(name):
+        if name == package:
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(megasync_patches, "version", only_others)
+    absent = [finding for finding in doctor.check_patches() if f"{package}, which is not" in finding.detail]
+    absent += [finding for finding in doctor.check_patches() if f"{package} is not installed" in finding.detail]
+    assert absent and {finding.status for finding in absent} == {status}
+
+
 def test_every_patch_file_is_examined():
     import megasync_patches
 
@@ -118,7 +133,8 @@ def test_every_patch_has_exact_versions_a_reason_and_a_test():
     import megasync_patches
 
     # Those of trainer ranks are tried one by one, whatever their names are; the others are named in their test.
-    tests = (Path(__file__).parents[1] / "rollout_servers" / "test_sglang_on_cpu.py").read_text(encoding="utf-8")
+    names = ("rollout_servers/test_sglang_on_cpu.py", "integrations/test_verl_platform.py")
+    tests = "".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in names)
     for module in pkgutil.iter_modules(megasync_patches.__path__):
         patch = import_module(f"megasync_patches.{module.name}").PATCH
         assert patch.reason and all(Version(exact).release for exact in patch.versions) and patch.versions
