@@ -139,11 +139,14 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
     hidden |= secrets(again)
     again.signal(signal.SIGINT)
     assert again.wait() == 0, again.output
-    assert "published version" in again.output and f"http://{hosts.address('host1')}" in again.output
+    assert "published version" in again.output
+    (log,) = (tmp_path / "runs").glob("*/logs/controller.log")
+    assert f"http://{hosts.address('host1')}" in log.read_text(encoding="utf-8")
     assert hosts.processes("host0") == hosts.processes("host1") == []
     assert files_with(hidden, tmp_path) == []
 
 
+@pytest.mark.hosts
 def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_was_away(
     hosts: FakeHosts, shell: str | Path, small: Path, execute
 ) -> None:

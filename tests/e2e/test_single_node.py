@@ -43,8 +43,11 @@ def test_a_run_is_stopped_goes_on_and_ends_and_touches_no_stranger(
     first = execute(*command)
     first.wait_for("step 2/")
     assert psutil.Process(first.process.pid).cmdline()[-1] == str(tmp_path / "this.run"), "signals reach the run itself"
+    # It must not come to its end meanwhile.
+    first.signal(signal.SIGSTOP)
     second = execute(*command)
     assert second.wait() == 2
+    first.signal(signal.SIGCONT)
     assert f"is being run by process {first.process.pid} on " in " ".join(second.output.split())
     assert first.process.poll() is None, first.output
     first.signal(signal.SIGINT)

@@ -95,6 +95,7 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
     assert batch.output.count("published version") == 2, batch.output
 
 
+@pytest.mark.hosts
 def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
     config = miniature(schedule=ENDLESS | {"total_steps": 20}, **SMALL)
     script = ROOT / "launch" / "slurm_het.sbatch"
