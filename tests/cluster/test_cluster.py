@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from megasync.cluster import actors as actors_module
 from megasync.cluster.actors import Actors
@@ -19,6 +21,9 @@ from megasync.cluster.roles import ROLES, Role, check_capabilities
 from megasync.config import Config
 from megasync.config.pools import PoolSpec
 from megasync.errors import ConfigError, DataError, MegasyncError, TrainingError
+
+# Whether a worker finds this module by its name depends on what else is installed under the name "tests".
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class FakeWorker:
