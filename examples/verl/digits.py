@@ -11,7 +11,7 @@ from typing import Any
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
-from megasync.models.digits import digits_tokenizer
+from megasync.models.digits import SIZES, digits_tokenizer
 
 # The prompt is the user's message, and nothing around it.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -45,18 +45,9 @@ def write_model(folder: Path) -> None:
     tokenizer = digits_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
+        **SIZES,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -10,6 +10,18 @@ from pathlib import Path
 from megasync.data.digits import CHARACTERS, END_TOKEN
 
 SEED = 0
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
 
 
 def write_digits(out: Path, seed: int = SEED) -> None:
@@ -20,18 +32,9 @@ def write_digits(out: Path, seed: int = SEED) -> None:
     end = len(CHARACTERS)
     config = Qwen3Config(
         vocab_size=len(CHARACTERS) + 1,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
+        **SIZES,
         eos_token_id=end,
         pad_token_id=end,
-        dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -92,6 +92,9 @@ class Engine(Served):
                 if report["attempt"] != name or report["state"] == "failed":
                     raise SyncError(f"rank {tp} of the server could not stage: {report['error'] or report['state']}")
             if all(report["state"] == "staged" for report in reports):
+                if sending.done():
+                    # No sender heard of it, so a confirmation may still be on its way: not over links of a later attempt.
+                    self.links = ""
                 return [report["digest"] for report in reports]
             await asyncio.sleep(POLL_SECONDS)
 

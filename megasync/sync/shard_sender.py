@@ -93,10 +93,10 @@ class ShardSender:
         """Sends the present weights to all ``engines`` of the request.
 
         Args:
-            given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port),
-                ``join`` (kind -> seconds for its links to be made), ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep``
-                (whether later attempts may send deltas against this one), ``stream`` (whether parcels are used as
-                they come).
+            given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port), ``join``
+                (kind -> seconds for its links to be made), ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt
+                to send deltas against, or ""), ``keep`` (whether later attempts may send deltas against this one),
+                ``stream`` (whether parcels are used as they come).
 
         Returns:
             The fields of an `Outcome`.
