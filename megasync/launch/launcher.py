@@ -41,6 +41,11 @@ OWN_ENDS = (0, 2, STOPPED)
 AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
 # Stands for what is known only when the head is up.
 HEAD_PLACE = "HEAD:PORT"
+# What each machine adds to the commands by itself.
+DRY_RUN_NOTE = (
+    "# Each host runs what is below with LD_PRELOAD=ray_bind.so, which its C compiler makes of ray_bind.c beside the "
+    "environment, and MEGASYNC_BIND=ADDRESS, so that Ray listens on that address alone."
+)
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,12 @@ class Job:
 
 
 def dry_run(job: Job) -> list[str]:
-    """The command lines of a job, in order, as they could be typed; its secrets go another way."""
+    """The command lines of a job, in order, as they could be typed, behind a note; its secrets go another way."""
     head, *others = job.hosts
     commands = [job.ray_node(head, "")]
     commands += [job.ray_node(host, HEAD_PLACE) for host in others]
     commands += [job.on_head(job.doctor(HEAD_PLACE)), job.on_head(job.driver(HEAD_PLACE), job.patience)]
-    return [shlex.join(command) for command in commands]
+    return [DRY_RUN_NOTE, *(shlex.join(command) for command in commands)]
 
 
 class Launcher:
@@ -233,9 +238,13 @@ class Launcher:
             self._say(f"{keeper.get_name()} is given up: {error}")
 
     async def _on_head(self, command: Sequence[str], stop: float) -> int:
-        remote = self._driver = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
+        remote = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
         await remote.start(self._environment)
+        self._driver = remote
         try:
+            if self._stopping.is_set():
+                # Asked for while it was being started.
+                await remote.send(signal.SIGINT)
             return await remote.wait()
         finally:
             self._driver = None

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 def dry_run(config: Path, *arguments: str) -> list[list[str]]:
     result = CliRunner().invoke(app, ["launch", str(config), "--dry-run", *arguments])
     assert result.exit_code == 0, result.output
-    return [shlex.split(line) for line in result.stdout.splitlines()]
+    note, *lines = result.stdout.splitlines()
+    assert note.startswith("# ") and "ray_bind.so" in note
+    return [shlex.split(line) for line in lines]
 
 
 def after(words: list[str], mark: str) -> list[str]:
