@@ -18,6 +18,8 @@ def test_hosts_come_from_a_list_or_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the big ones\na\n\nb  # and this\n")
     assert read_hosts(str(file)) == [Host("a"), Host("b")]
+    file.write_bytes(b"\xef\xbb\xbfa\r\n\r\nme@b\r\n  10.0.0.3\t\r\n")
+    assert read_hosts(str(file)) == [Host("a"), Host("me@b"), Host("10.0.0.3")], "as editors of other systems write"
 
 
 def test_hosts_may_be_kept_for_a_pool(tmp_path: Path) -> None:
@@ -34,6 +36,8 @@ def test_hosts_may_be_kept_for_a_pool(tmp_path: Path) -> None:
         (",", "names no host"),
         ("missing/hosts.txt", "cannot be read"),
         ("a,b,a", "'a' is named twice"),
+        ("me@a,b,you@a", "'a' is named twice"),
+        ("a;b,c", "'a;b' in 'a;b,c' is not a host"),
         ("a=trainer,b", "host 'b' has no pool"),
         ("a=trainer,b=trainer", "name hosts for each pool"),
         ("a=judge,b=rollout", "'judge' behind host 'a' is not a pool"),

@@ -68,6 +68,8 @@ def test_one_line_goes_to_ssh(config_file: Path) -> None:
         (["--hosts", "a,a"], "named twice"),
         (["--slurm"], "SLURM_JOB_NODELIST is not set"),
         (["--hosts", "a", "no.such=key"], "no.such"),
+        (["--hosts", "a", "--shell", "ssh 'x", "--dry-run"], "is not a command: No closing quotation"),
+        (["--hosts", "a", "--shell", " ", "--dry-run"], "is not a command"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
