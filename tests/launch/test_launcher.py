@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from typer.testing import CliRunner
 
 from megasync.cli import app
 from megasync.launch import command as launch_command
-
-ROOT = Path(__file__).parents[2]
 
 
 def dry_run(config: Path, *arguments: str) -> list[list[str]]:
@@ -77,13 +74,3 @@ def test_what_cannot_be_launched_is_refused(config_file: Path, arguments: list[s
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with pytest.raises(launch_command.MegasyncError, match=words):
         CliRunner().invoke(app, ["launch", str(config_file), *arguments], catch_exceptions=False)
-
-
-def test_the_scripts_say_what_they_would_do() -> None:
-    single = ["bash", ROOT / "launch" / "single_node.sh", "--dry-run", "configs/quickstart.yaml", "seed=3"]
-    shown = subprocess.run(single, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert shown == [".venv/bin/megasync doctor", ".venv/bin/megasync train configs/quickstart.yaml seed=3"]
-    helped = subprocess.run([*single[:2], "--help"], capture_output=True, text=True, check=True).stdout
-    assert helped.startswith("Trains on this machine alone")
-    bare = subprocess.run(single[:2], capture_output=True, text=True, check=False)
-    assert bare.returncode == 2 and "name a configuration" in bare.stderr
