@@ -38,7 +38,7 @@ def read_hosts(source: str) -> list[Host]:
 
     Raises ConfigError for a missing file, no host, a host named twice, and an unknown pool.
     """
-    if "," not in source and (Path(source).is_file() or "/" in source):
+    if "," not in source and (Path(source).is_file() or "/" in source or source.endswith(".txt")):
         try:
             lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
