@@ -110,7 +110,8 @@ async def _launch(job: object, requeue: Callable[[], None] | None) -> int:
         for number in numbers:
             loop.remove_signal_handler(number)
     if requeue is not None and signal.SIGUSR1 in seen:
-        _say("the run is saved; the job goes back into the queue")
+        end = f"ended with status {code}" if code else "is saved"
+        _say(f"the run {end}; the job goes back into the queue")
         await asyncio.to_thread(requeue)
     elif code:
         _say(f"the run ended with status {code}")

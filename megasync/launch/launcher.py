@@ -3,7 +3,7 @@
 step                     waits for                    until
 -----------------------  ---------------------------  ------------------------------------------
 head                     its line                     HEAD_SECONDS; an error ends the job
-other nodes              nothing: the doctor does
+other nodes              nothing: the doctor does     one that cannot execute its command ends the job
 doctor                   all nodes, then its checks   `wait` seconds for the nodes; a failure ends the job
 run                      its end                      it ends; a node that is lost meanwhile is started again,
                                                       but for the head, with which the run ends

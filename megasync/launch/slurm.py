@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megasync.cluster.marks import POOLS
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.hosts import Host
 
 # Runs one command on a node of the allocation, beside what else runs there.
 SHELL = "srun --overlap --quiet --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --nodelist"
+
+# What scontrol says of a job that it is asked to requeue and that is in the queue.
+WAITS_ALREADY = "job is pending"
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
@@ -58,5 +61,14 @@ def run_file(run_root: str, environment: Mapping[str, str] = os.environ) -> Path
 
 
 def requeue(environment: Mapping[str, str] = os.environ) -> None:
-    """Slurm ends this job and starts it again when there is room."""
-    subprocess.run(["scontrol", "requeue", environment["SLURM_JOB_ID"]], check=True)
+    """Slurm ends this job and starts it again when there is room. One that Slurm has put back by itself is left there.
+
+    Raises MegasyncError when Slurm refuses.
+    """
+    job = environment["SLURM_JOB_ID"]
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    if done.returncode and WAITS_ALREADY not in done.stderr.lower():
+        raise MegasyncError(
+            f"Slurm does not put job {job} back into its queue: {done.stderr.strip()}; submit the same command again with "
+            f"--continue RUN_ROOT/slurm-{job}.run, which goes on from what was saved"
+        )

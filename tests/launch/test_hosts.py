@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, MegasyncError
 from megasync.launch import slurm
 from megasync.launch.hosts import Host, read_hosts
 from megasync.launch.interface import address_of, address_towards, interface_of
@@ -94,3 +94,15 @@ def test_the_parts_of_a_heterogeneous_job_are_pools(fake_scontrol: Path) -> None
     assert "--het-group=1" in hosts[2].shell.split()
     with pytest.raises(ConfigError, match="3 parts"):
         slurm.slurm_hosts(parts | {"SLURM_HET_SIZE": "3"})
+
+
+def test_a_job_that_slurm_has_put_back_already_is_left_there(fake_scontrol: Path) -> None:
+    path = fake_scontrol / "scontrol"
+    path.write_text('#!/usr/bin/env bash\necho "$@" >"$0.asked"; echo "Job is pending execution" >&2; exit 1\n')
+    slurm.requeue({"SLURM_JOB_ID": "7"})
+    assert (fake_scontrol / "scontrol.asked").read_text() == "requeue 7\n"
+    path.write_text('#!/usr/bin/env bash\necho "Requested operation is presently disabled" >&2; exit 1\n')
+    with pytest.raises(
+        MegasyncError, match="does not put job 7 back into its queue: Requested operation is presently dis"
+    ):
+        slurm.requeue({"SLURM_JOB_ID": "7"})
