@@ -1,7 +1,8 @@
 """A Slurm of its own over fake hosts: the controller on the first of them, a node on each of the others.
 
 No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own. Credentials expire
-early, because a requeued job waits until those of its first start have.
+early, because a requeued job waits until those of its first start have. A job in the partition `urgent` takes the nodes of
+others, which are requeued: those in `main` are told by their own signal first, those in `abrupt` are not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from namespaces import FakeHosts
 
 PATIENCE = 60.0
+# A job that must make room has this long to end.
+GRACE_SECONDS = 240
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 
 CONFIG = """
@@ -43,6 +46,9 @@ MpiDefault=none
 SwitchType=switch/none
 ReturnToService=1
 SlurmdParameters=config_overrides
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdTimeout=60
 KillWait=15
 JobRequeue=1
@@ -73,9 +79,17 @@ class FakeSlurm:
             if index
         ]
         self._number = len(nodes)
-        partition = f"PartitionName=main Nodes=n[1-{self._number}] Default=YES MaxTime=INFINITE State=UP"
+        kinds = {
+            "main": f"Default=YES PriorityTier=1 GraceTime={GRACE_SECONDS}",
+            "abrupt": "PriorityTier=1",
+            "urgent": "PriorityTier=2 PreemptMode=OFF",
+        }
+        partitions = [
+            f"PartitionName={name} Nodes=n[1-{self._number}] MaxTime=INFINITE State=UP {words}"
+            for name, words in kinds.items()
+        ]
         text = CONFIG.format(root=root, controller=hosts.address("host0"))
-        (root / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
+        (root / "slurm.conf").write_text("\n".join([text, *nodes, *partitions, ""]))
         try:
             self._start()
         except BaseException:
@@ -87,6 +101,11 @@ class FakeSlurm:
         found = subprocess.run(self._on("host0", *words), capture_output=True, text=True, check=False)
         assert found.returncode == 0, f"{words}: {found.stderr}"
         return found.stdout
+
+    def take_all_nodes(self) -> None:
+        """For a moment, from whatever runs on them."""
+        words = ("--partition=urgent", f"--nodes={self._number}", "--exclusive", "--chdir=/", "--output=/dev/null")
+        self.command("sbatch", *words, "--wrap=true")
 
     def close(self) -> None:
         """The daemons on the hosts end with these."""
@@ -107,7 +126,7 @@ class FakeSlurm:
         for index, name in enumerate(self._hosts.names):
             if index:
                 subprocess.run(self._on(name, "slurmd", "-N", f"n{index}"), check=True, capture_output=True)
-        idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        idle = ("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D")
         self._until(lambda: self.command(*idle).strip() == str(self._number), lambda: self.command("sinfo", "-N", "-l"))
 
     @staticmethod

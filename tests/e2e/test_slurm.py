@@ -83,7 +83,7 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
     config = miniature(schedule=ENDLESS, **SMALL)
     batch = Batch(cluster, tmp_path / "job.out", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config)
     batch.wait_for("step 3/")
-    batch.signal("USR1")
+    cluster.take_all_nodes()
     requeued = "the job goes back into the queue"
     batch.wait_for(requeued)
     saved = int(re.findall(r"trained (\d+) steps", batch.output)[-1])
@@ -93,6 +93,22 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
     batch.signal("TERM")
     batch.wait()
     assert batch.output.count("published version") == 2, batch.output
+
+
+@pytest.mark.hosts
+def test_a_job_that_is_not_told_before_goes_on_from_its_last_checkpoint(cluster, miniature, tmp_path) -> None:
+    config = miniature(schedule=ENDLESS, **SMALL)
+    script = ROOT / "launch" / "slurm.sbatch"
+    batch = Batch(cluster, tmp_path / "job.out", "--partition=abrupt", "--nodes=2", script, config)
+    batch.wait_for("step 5/")
+    cluster.take_all_nodes()
+    batch.wait_for("going on as ")
+    batch.wait_for("resuming after step ")
+    resumed_after = int(re.findall(r"resuming after step (\d+)", batch.output)[-1])
+    assert resumed_after >= 4, batch.output
+    batch.wait_for(f"step {resumed_after + 2}/", "going on as ")
+    batch.signal("TERM")
+    batch.wait()
 
 
 @pytest.mark.hosts
