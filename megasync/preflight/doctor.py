@@ -159,6 +159,26 @@ def check_devices() -> Iterator[Finding]:
         )
 
 
+def check_transformer_engine() -> Iterator[Finding]:
+    """Whether the layers that trainer ranks take on GPUs can be loaded; nothing on a CPU, where they are not used."""
+    from megasync.device import resolve_device
+
+    device, subject = resolve_device("auto"), "transformer engine"
+    if device.kind == "cpu":
+        return
+    if device.spec != "te":
+        fix = "pip install 'megasync[gpu]'"
+        yield Finding(subject, WARNING, "not installed; trainer ranks take slower layers, which need more memory", fix)
+        return
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001 - a build for another CUDA or torch may raise anything
+        fix = "install a build for this torch and CUDA, or uninstall it: trainer ranks then take slower layers"
+        yield Finding(subject, FAILURE, f"{type(error).__name__}: {error}", fix)
+    else:
+        yield Finding(subject, OK, version("transformer-engine"))
+
+
 def check_ray() -> Iterator[Finding]:
     """Ray's token authentication: a token must be there, or makeable, and it must not be turned off."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
@@ -237,6 +257,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_versions,
     check_patches,
     check_devices,
+    check_transformer_engine,
     check_ray,
     check_compiler,
     check_memory,

@@ -144,6 +144,8 @@ class SGLangServer(Service):
             env["TMPDIR"] = self._folder
             env["MEGASYNC_INSTANCE"] = Path(self._folder).name
         if self.device != "cpu":
+            # By default in the temporary folder, which does not last: every start would compile anew.
+            env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
             return env
         env |= _CPU_ENVIRONMENT
         if self._folder is not None:

@@ -3,10 +3,11 @@
 import os
 import pkgutil
 import socket
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -165,6 +166,24 @@ def test_a_patch_that_upstream_made_superfluous_is_told(monkeypatch):
     listed = {finding.subject: finding for finding in doctor.check_patches()}
     assert listed["patch megatron-latent-te"].detail.startswith("not needed by megatron-core")
     assert listed["patch megatron-latent-te"].status == OK
+
+
+def test_transformer_engine_is_looked_at_where_there_are_gpus(monkeypatch):
+    assert list(doctor.check_transformer_engine()) == []
+    monkeypatch.setattr(device, "resolve_device", lambda kind: device.Device("cuda"))
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    (absent,) = doctor.check_transformer_engine()
+    assert (absent.status, absent.fix) == (WARNING, "pip install 'megasync[gpu]'")
+    # As a metapackage without the build for torch: it is found, and cannot be imported.
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    (broken,) = doctor.check_transformer_engine()
+    assert broken.status == FAILURE and "transformer_engine" in broken.detail and broken.fix
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
+    monkeypatch.setattr(doctor, "version", lambda package: "2.20.2")
+    (whole,) = doctor.check_transformer_engine()
+    assert (whole.status, whole.detail) == (OK, "2.20.2")
 
 
 def test_an_address_of_another_machine_has_no_ports():

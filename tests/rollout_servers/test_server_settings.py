@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -41,11 +42,14 @@ def test_a_cpu_server_runs_one_thread_and_sleeps_when_idle():
     assert (env["OMP_NUM_THREADS"], env["MKL_NUM_THREADS"]) == ("1", "1")
 
 
-def test_a_cuda_server_gets_neither_cpu_settings_nor_stand_ins():
+def test_a_cuda_server_gets_neither_cpu_settings_nor_stand_ins(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     server = make(device="cuda")
     assert not {"--device", "--attention-backend", "--sleep-on-idle"} & set(server.command())
     env = server.environment()
     assert "SGLANG_USE_CPU_ENGINE" not in env
+    # What it compiles outlives its temporary folder.
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(Path.home() / ".cache" / "torchinductor")
     assert stand_ins_path() not in env.get("PYTHONPATH", "")
 
 
