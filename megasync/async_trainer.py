@@ -69,15 +69,15 @@ class AsyncTrainer:
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+        if not has_begun(run_dir):
+            raise CheckpointError(
+                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
+            )
         needed = json.loads((run_dir / CUSTOM_FILE).read_text())
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
-            )
-        if not has_begun(run_dir):
-            raise CheckpointError(
-                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
         trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)

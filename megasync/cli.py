@@ -99,7 +99,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     device_memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=1, help="Memory of one GPU; 80 GB when not given.")
+        float | None, typer.Option(metavar="GB", min=1, max=10_000, help="Memory of one GPU; 80 GB when not given.")
     ] = None,
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
