@@ -372,6 +372,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Into a file, too, each line at once: runs are watched there.
         sys.stdout.reconfigure(line_buffering=True)
+    # Functions that a configuration names may lie in this folder; installed packages come first.
+    sys.path.append(os.getcwd())
     try:
         app()
     except MegasyncError as error:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
-from megasync.preflight.plan import Plan, Pool, Rank
+from megasync.preflight.plan import Plan, Pool, Rank, Sync
 
 # Devices of a node that are drawn one by one.
 CELLS = 16
@@ -58,7 +58,6 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 def _summary(plan: Plan) -> Table:
     sizes, sync, fleet = plan.sizes, plan.sync, plan.fleet
-    senders = ", ".join(map(str, sync.senders))
     rows = {
         "run": plan.name,
         "model": plan.model,
@@ -69,14 +68,25 @@ def _summary(plan: Plan) -> Table:
         "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
         "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
         f"look-ahead window; older ones: {plan.over_age}",
-        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
-        f"{bytes_text(sync.largest)}, sent by rank(s) {senders}",
+        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} {_way(sync)}",
         "fleet": f"goes on with {fleet.least} of {plan.rollout.spec.slots} server(s); each is started again up to "
         f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "
         + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
         + " of each request it runs",
     }
     return facts(rows)
+
+
+def _way(sync: Sync) -> str:
+    """How the weights go to the servers."""
+    ranks = f"rank(s) {', '.join(map(str, sync.senders))}"
+    buckets = f"in {sync.buckets} bucket(s) of at most {bytes_text(sync.largest)}"
+    return {
+        "p2p": "shard to shard, from all ranks",
+        "broadcast": f"by broadcast {buckets}, sent by {ranks}",
+        "disk": f"through a folder {buckets}, written by {ranks}",
+        "auto": f"shard to shard, from all ranks; where servers cannot take that, by broadcast {buckets}, sent by {ranks}",
+    }[sync.transport]
 
 
 def facts(rows: Mapping[str, str]) -> Table:
