@@ -28,11 +28,10 @@ def has_begun(run_dir: Path) -> bool:
 def named_run(file: Path) -> Path | None:
     """The run directory that ``file`` names; None where there is no such file, or that run had not begun.
 
-    Raises ConfigError where no such file could be written either.
+    Raises ConfigError for a folder, where no file could be written.
     """
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else f"cannot be written: {file.parent} is no folder"
-        raise ConfigError(f"--continue {file} {what}; name a file, which the run's name is written to")
+    if file.is_dir():
+        raise ConfigError(f"--continue {file} is a folder; name a file, which the run's name is written to")
     if not file.is_file():
         return None
     run_dir = Path(file.read_text(encoding="utf-8").strip())

@@ -12,6 +12,7 @@ from rich.text import Text
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, Pool, Rank, Sync
+from megasync.preflight.space import bytes_text
 
 # Devices of a node that are drawn one by one.
 CELLS = 16
@@ -216,14 +217,6 @@ def _server_cells(server: ServerMemory | None) -> list[str]:
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes as a person reads it, in powers of 1,000."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count} B"
 
 
 def _count(count: int) -> str:

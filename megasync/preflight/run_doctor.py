@@ -20,7 +20,7 @@ from megasync.device import resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.preflight.finding import FAILURE, OK, Finding
 from megasync.preflight.memory import checkpoint_bytes
-from megasync.preflight.space import check_ports, check_space, writable
+from megasync.preflight.space import bytes_text, check_ports, check_space, writable
 
 
 def examine_for(config: Config) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     each, kept = checkpoint_bytes(config, layout), config.checkpoint.keep + 1
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
-    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {each * kept / 1e9:.1f} GB")
+    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {bytes_text(each * kept)}")
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
