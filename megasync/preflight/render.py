@@ -26,9 +26,11 @@ def print_plan(plan: Plan, console: Console) -> None:
 def findings_table(findings: Sequence[Finding]) -> Table:
     styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a long path is not to be cut short
     for finding in findings:
         detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
-        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
+        table.add_row(Text(finding.status, style=styles[finding.status]), Text(finding.subject), Text(detail))
     return table
 
 
