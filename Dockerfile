@@ -20,9 +20,9 @@ COPY pyproject.toml README.md LICENSE ./
 COPY megasync megasync
 COPY patches patches
 
-# torch first: the extension is built against the one that is there, so without build isolation.
+# torch first, in SGLang's version: the extension is built against the one that is there, so without build isolation.
 RUN python3.12 -m venv .venv \
-    && pip install --no-cache-dir 'setuptools>=77' wheel ninja pybind11 torch \
+    && pip install --no-cache-dir 'setuptools>=77' wheel ninja pybind11 torch==2.14.1 \
     && python -c "import os, torch; built = torch.version.cuda.split('.')[0]; assert built == os.environ['CUDA_VERSION'].split('.')[0], f'torch is built for CUDA {torch.version.cuda}: build with --build-arg CUDA={torch.version.cuda}.0'" \
     && pip install --no-cache-dir --no-build-isolation --editable '.[gpu,datasets,math]' \
     && megasync --help >/dev/null

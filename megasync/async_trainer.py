@@ -29,7 +29,7 @@ class AsyncTrainer:
     of it, is `def agent(base_url, api_key, sample, model)`, sync or async; `train_dataset` and `eval_dataset` are
     sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
 
-    Raises ConfigError or DataError, before any process starts, when something does not fit.
+    Raises ConfigError for a configuration that contradicts itself, its model or an argument.
     """
 
     def __init__(
@@ -63,21 +63,23 @@ class AsyncTrainer:
         """Goes on with a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
+        Raises ConfigError where it is not, and for a folder that is no run's; CheckpointError where there is nothing to
+        go on from.
         """
         from megasync.trainer.checkpoint import latest
 
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+        if not has_begun(run_dir):
+            raise CheckpointError(
+                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
+            )
         needed = json.loads((run_dir / CUSTOM_FILE).read_text())
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
-            )
-        if not has_begun(run_dir):
-            raise CheckpointError(
-                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
         trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
@@ -97,7 +99,11 @@ class AsyncTrainer:
         return trainer
 
     def train(self) -> RunResult:
-        """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once."""
+        """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once.
+
+        Raises ConfigError or DataError for data or a function that cannot be used, before any process starts; another
+        MegasyncError, with its cause, for what ended the run; KeyboardInterrupt after a second Ctrl-C.
+        """
         return asyncio.run(self.run())
 
     async def run(self) -> RunResult:

@@ -100,7 +100,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     device_memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=1, help="Memory of one GPU; 80 GB when not given.")
+        float | None, typer.Option(metavar="GB", min=1, max=10_000, help="Memory of one GPU; 80 GB when not given.")
     ] = None,
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
@@ -373,6 +373,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Into a file, too, each line at once: runs are watched there.
         sys.stdout.reconfigure(line_buffering=True)
+    # Functions that a configuration names may lie in this folder; installed packages come first.
+    sys.path.append(os.getcwd())
     try:
         app()
     except MegasyncError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, load_config
+from megasync.errors import ConfigError
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -25,7 +26,12 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def named_run(file: Path) -> Path | None:
-    """The run directory that ``file`` names; None where there is no such file, or that run had not begun."""
+    """The run directory that ``file`` names; None where there is no such file, or that run had not begun.
+
+    Raises ConfigError for a folder, where no file could be written.
+    """
+    if file.is_dir():
+        raise ConfigError(f"--continue {file} is a folder; name a file, which the run's name is written to")
     if not file.is_file():
         return None
     run_dir = Path(file.read_text(encoding="utf-8").strip())

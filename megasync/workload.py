@@ -140,7 +140,7 @@ def _model(config: Config) -> tuple[Any, int, int]:
             f"data.prompt.max_tokens={config.data.prompt.max_tokens} leaves no room for an answer within the context "
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
-    return _load_tokenizer(config.model.path), model["vocab_size"], context_length
+    return load_tokenizer(config.model.path), model["vocab_size"], context_length
 
 
 def read_hf_config(path: str) -> dict[str, Any]:
@@ -148,13 +148,14 @@ def read_hf_config(path: str) -> dict[str, Any]:
     return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
 
 
-def _load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder. Raises DataError."""
     with quick_imports():
         from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file raises whatever its parser does
         raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
 
 

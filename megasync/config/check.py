@@ -15,9 +15,9 @@ from megasync.config.check_chat import check_chat
 from megasync.config.check_evaluation import check_evaluation
 from megasync.config.check_reward_models import check_reward_models
 from megasync.config.check_rollout import check_environment, check_groups, check_rewards
-from megasync.config.host import is_loopback
+from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import check_limits
-from megasync.config.model_files import check_model_folder, read_hf_config
+from megasync.config.model_files import check_model_folder, check_values, read_hf_config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.config.schema import Config, DatasetConfig, SyncConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args
@@ -25,7 +25,7 @@ from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
-from megasync.trainer.architecture import check_experts
+from megasync.trainer.architecture import check_architecture, check_experts
 
 
 def check_config(
@@ -220,6 +220,11 @@ def _check_trainer(config: Config) -> None:
 
 def _check_cluster(config: Config, training: bool) -> None:
     cluster = config.cluster
+    if is_wildcard(cluster.host):
+        raise ConfigError(
+            f"cluster.host={cluster.host} binds to every interface and is no address that others can reach; name one, or "
+            f"set auto for each node's own"
+        )
     specs = pool_specs(config, training=training)
     nodes = nodes_needed(specs, cluster.devices_per_node)
     if nodes == 1:
@@ -250,11 +255,14 @@ def _check_model(config: Config, planning: bool) -> None:
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
     """The model's layout over the trainer's ranks, and the config.json it was read from.
 
-    Raises ConfigError for a missing or unsupported model and for a split that Megatron would refuse.
+    Raises ConfigError for a missing or unsupported model, for options that its layers do not implement, and for a split
+    that Megatron would refuse.
     """
     values, source = read_hf_config(config.model, planning=planning)
     try:
+        check_values(values)
         layout = Layout(values, Topology.from_config(config.trainer))
+        check_architecture(values)
         check_experts(layout, config.trainer)
         return layout, source
     except ConfigError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import fields
 
+from megasync.config.host import is_wildcard
 from megasync.config.schema import Config, GatewayConfig, TimeoutConfig
 from megasync.errors import ConfigError
 
@@ -26,7 +26,7 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
                 f"rollout.agent={rollout.agent} and {key}={value} would both play a sample; drop one of them"
             )
     host = rollout.gateway.host
-    if _is_wildcard(host):
+    if is_wildcard(host):
         raise ConfigError(
             f"rollout.gateway.host={host} binds to every interface and is no address that agents can reach; name one, or "
             f"set auto for this node's own"
@@ -44,10 +44,3 @@ def _check_unused(config: Config) -> None:
             raise ConfigError(
                 f"{key}={value} does nothing without an agent; name one in rollout.agent, or leave {key} at {default}"
             )
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megasync.config.limits import AT_LEAST_ONE, DATASET_KINDS, NOT_NEGATIVE, REWARD, SHARE, check_tables
+from megasync.config.limits import AT_LEAST_ONE, DATASET_KINDS, LARGEST, NOT_NEGATIVE, REWARD, SHARE, check_tables
 from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
 from megasync.errors import ConfigError
 
@@ -67,8 +67,10 @@ def _check_set(config: Config, name: str) -> None:
 
 
 def _check_answers(key: str, temperatures: Sequence[float], repeats: int, sampling: EvalSamplingConfig) -> None:
-    if not temperatures or min(temperatures) < 0:
-        raise ConfigError(f"{key}.temperatures={list(temperatures)} must hold at least one number, none below 0")
+    if not temperatures or not all(0 <= temperature <= LARGEST for temperature in temperatures):
+        raise ConfigError(
+            f"{key}.temperatures={list(temperatures)} must hold at least one number, none below 0 or infinite"
+        )
     if len(set(temperatures)) != len(temperatures):
         raise ConfigError(f"{key}.temperatures={list(temperatures)} names a temperature twice")
     if repeats > 1 and max(temperatures) == 0:

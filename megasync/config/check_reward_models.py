@@ -12,7 +12,8 @@ import string
 from pathlib import Path
 from typing import Any
 
-from megasync.config.limits import AT_LEAST_ONE, NOT_NEGATIVE, PART, check_tables
+from megasync.config.limits import AT_LEAST_ONE, NOT_NEGATIVE, PART, check_path, check_tables
+from megasync.config.model_files import check_values
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
@@ -148,10 +149,15 @@ def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:
         raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold one JSON object")
+    try:
+        check_values(values)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path={model.path!r}: {error}") from None
     return values
 
 
 def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
+    check_path(f"{key}.path", model.path)
     folder = Path(model.path).expanduser()
     if planning and not folder.is_dir():
         return

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megasync.config.schema import Config
@@ -31,10 +32,10 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        low = f"{'above' if self.open_low else 'at least'} {self.low:.10g}"
         if self.high == math.inf:
             return low
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:.10g}"
 
 
 POSITIVE = Range(0, open_low=True)
@@ -42,9 +43,16 @@ NOT_NEGATIVE = Range(0)
 AT_LEAST_ONE = Range(1)
 SHARE = Range(0, 1, open_low=True)
 PART = Range(0, 1, open_low=True, open_high=True)
+# More processes than any cluster holds; the plan lists each of them.
+PROCESSES = Range(1, 65536)
+# Beyond this a number is a slip of the keyboard. Infinity is beyond it: every wait ends.
+LARGEST = 1e18
+# Characters of a refused path.
+SHOWN_PATH = 200
 
 RANGES: dict[str, Range] = {
-    "seed": NOT_NEGATIVE,
+    # SGLang hands it to numpy, which takes 32 bits; each server adds its number.
+    "seed": Range(0, 2**31),
     "data.train.size": AT_LEAST_ONE,
     "data.train.seed": NOT_NEGATIVE,
     "data.eval.size": AT_LEAST_ONE,
@@ -59,9 +67,9 @@ RANGES: dict[str, Range] = {
     "schedule.max_inflight_groups": AT_LEAST_ONE,
     "schedule.window_fraction": SHARE,
     "schedule.stop_at_score": Range(0, 1, open_high=True),
-    "rollout.servers": AT_LEAST_ONE,
+    "rollout.servers": PROCESSES,
     "rollout.min_servers": AT_LEAST_ONE,
-    "rollout.tensor_parallel": AT_LEAST_ONE,
+    "rollout.tensor_parallel": PROCESSES,
     "rollout.sampling.temperature": POSITIVE,
     "rollout.sampling.top_p": SHARE,
     "rollout.sampling.max_new_tokens": AT_LEAST_ONE,
@@ -95,11 +103,11 @@ RANGES: dict[str, Range] = {
     "rollout.health.sync_failures": AT_LEAST_ONE,
     "rollout.health.restarts": NOT_NEGATIVE,
     "rollout.health.restart_window": POSITIVE,
-    "trainer.tensor_parallel": AT_LEAST_ONE,
-    "trainer.pipeline_parallel": AT_LEAST_ONE,
-    "trainer.data_parallel": AT_LEAST_ONE,
-    "trainer.expert_parallel": AT_LEAST_ONE,
-    "trainer.expert_tensor_parallel": AT_LEAST_ONE,
+    "trainer.tensor_parallel": PROCESSES,
+    "trainer.pipeline_parallel": PROCESSES,
+    "trainer.data_parallel": PROCESSES,
+    "trainer.expert_parallel": PROCESSES,
+    "trainer.expert_tensor_parallel": PROCESSES,
     "trainer.virtual_pipeline": AT_LEAST_ONE,
     "trainer.first_stage_layers": AT_LEAST_ONE,
     "trainer.last_stage_layers": AT_LEAST_ONE,
@@ -134,7 +142,7 @@ RANGES: dict[str, Range] = {
     "eval.sampling.max_new_tokens": AT_LEAST_ONE,
     "checkpoint.every_steps": NOT_NEGATIVE,
     "checkpoint.keep": AT_LEAST_ONE,
-    "cluster.devices_per_node": AT_LEAST_ONE,
+    "cluster.devices_per_node": Range(1, 1024),
     "timeouts.server_start": POSITIVE,
     "timeouts.trainer_start": POSITIVE,
     "timeouts.request": POSITIVE,
@@ -190,6 +198,9 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "cluster.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
 }
 
+# Keys that name a file or folder of this machine, wherever it is.
+PATHS = ("run_root", "model.path", "model.config", "sync.disk_dir")
+
 # Text, lists and switches that any value of their type fits, or that `check` looks at together with other keys.
 FREE = {
     "run_root",
@@ -241,6 +252,28 @@ def check_limits(config: Config) -> None:
         value = value_of(config, key)
         if value is not None and not pattern.fullmatch(value):
             raise ConfigError(f"{key}={value!r} must be {form}")
+    for key in PATHS:
+        if (value := value_of(config, key)) is not None:
+            check_path(key, value)
+
+
+def check_path(key: str, path: str) -> None:
+    """Raises ConfigError for a text that the file system refuses as a path."""
+    if (trouble := path_trouble(path)) is not None:
+        raise ConfigError(f"{key}={path[:SHOWN_PATH]!r} cannot be looked at: {trouble}; choose another path")
+
+
+def path_trouble(path: str) -> str | None:
+    """Why the file system refuses a text as a path: empty, too long, a home of nobody, a folder that may not be entered."""
+    if not path:
+        return "it is empty"
+    try:
+        Path(path).expanduser().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RuntimeError) as error:
+        return str(getattr(error, "strerror", None) or error).rstrip(".")
+    return None
 
 
 def check_tables(
@@ -249,7 +282,11 @@ def check_tables(
     """The same for one section by tables of its own; `prefix`, such as "eval.sets.gsm8k.", stands before its keys."""
     for key, allowed in ranges.items():
         value = value_of(section, key)
-        if value is not None and (math.isnan(value) or not allowed.holds(value)):
+        if value is None:
+            continue
+        if not abs(value) <= LARGEST:  # so written, NaN is refused too
+            raise ConfigError(f"{prefix}{key}={value} is no number that a run could use; it must be {allowed}")
+        if not allowed.holds(value):
             raise ConfigError(f"{prefix}{key}={value} must be {allowed}")
     for key, options in choices.items():
         value = value_of(section, key)

@@ -7,6 +7,7 @@ its own before it is merged, so a refused key or value is always reported with t
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -18,6 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megasync.config.limits import PATHS, SHOWN_PATH, path_trouble, value_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
@@ -43,7 +45,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if isinstance(source, Mapping):
         layers = _mapping_layers(source)
     else:
-        layers = _file_layers(Path(source).expanduser(), ())
+        layers = _file_layers(_located(source), ())
     layers = layers + [_override_layer(text) for text in overrides]
     merged = _schema()
     for layer in layers:
@@ -83,7 +85,7 @@ def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any
 def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
     own = dict(values)
     base = own.pop(BASE_KEY, None)
-    below = [] if base is None else _file_layers(Path(base).expanduser(), ())
+    below = [] if base is None else _file_layers(_located(base), ())
     try:
         return below + [Layer("the given mapping", OmegaConf.create(own))]
     except OmegaConfBaseException as error:
@@ -92,26 +94,41 @@ def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
 
 def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     """The file and everything below it, lowest first. `above` are the files that led here."""
-    path = path.resolve()
     if path in above:
         chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
         raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
-    values = _read(path, above)
-    base = values.pop(BASE_KEY, None)
+    raw = OmegaConf.to_container(_read(path, above), resolve=False)
+    base = raw.pop(BASE_KEY, None)
+    own = [Layer(str(path), OmegaConf.create(raw))]
     if base is None:
-        return [Layer(str(path), values)]
-    if not isinstance(base, str):
+        return own
+    if not isinstance(base, str) or "${" in base:
         raise ConfigError(f"{path}: base={base!r} must be the path of one YAML file, relative to this file")
-    return _file_layers(path.parent / base, (*above, path)) + [Layer(str(path), values)]
+    return _file_layers(_located(base, path.parent), (*above, path)) + own
+
+
+def _located(text: str | Path, folder: Path = Path()) -> Path:
+    """The absolute path of a file that is named relative to a folder. Raises ConfigError where there can be none."""
+    if (trouble := path_trouble(str(text))) is not None:
+        raise ConfigError(
+            f"configuration file {str(text)[:SHOWN_PATH]!r} cannot be looked at: {trouble}; check the path"
+        )
+    return (folder / Path(text).expanduser()).resolve()
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     named_by = f" (named as `base` in {above[-1]})" if above else ""
+    if (trouble := path_trouble(str(path))) is not None:
+        raise ConfigError(f"configuration file {path}{named_by} cannot be looked at: {trouble}; check the path")
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
         raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path")
     try:
         values = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(
+            f"configuration file {path}{named_by} cannot be read: {error.strerror}; check its permissions"
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, DictConfig):
@@ -171,6 +188,8 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
             raise ConfigError(
                 f"{place}: {key}={value!r} must be text; a word that YAML takes for a switch needs quotes"
             )
+        if hint is bool and not isinstance(value, (bool, str)):
+            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
         if below is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
         elif (entry := entry_of(hint)) is not None:
@@ -202,9 +221,20 @@ def _to_object(merged: DictConfig) -> Config:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be set; name it in the file or as {missing[0]}=VALUE")
-        return OmegaConf.to_object(merged)
+        return _at_home(OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} cannot be resolved: {_first_line(error)}") from None
+
+
+def _at_home(config: Config) -> Config:
+    """The same with every `~` replaced, once, so that no user of a path has to think of it."""
+    holders = [(value_of(config, key.rpartition(".")[0]) if "." in key else config, key) for key in PATHS]
+    holders += [(model, "path") for model in config.reward_models.values()]
+    for holder, key in holders:
+        name = key.rpartition(".")[2]
+        if (path := getattr(holder, name)) is not None:
+            setattr(holder, name, os.path.expanduser(path))
+    return config
 
 
 # Words

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megasync.errors import ConfigError
 from megasync.models.digits import write_digits
 from megasync.models.smollm2 import write_smollm2
@@ -25,7 +27,8 @@ MODELS: dict[str, Callable[[Path], None]] = {"digits": write_digits, "smollm2": 
 def fetch(name: str, out: str | Path) -> Path:
     """Writes the model `name` to the folder `out` and returns it; a complete one that is there already is kept.
 
-    Raises ConfigError for an unknown name, for a package that is not installed, and when `out` is something else.
+    Raises ConfigError for an unknown name, for a package that is not installed, when `out` is something else, and when it
+    cannot be written.
     """
     if name not in MODELS:
         raise ConfigError(f"unknown model {name!r}; megasync can fetch {', '.join(MODELS)}")
@@ -45,6 +48,10 @@ def fetch(name: str, out: str | Path) -> Path:
         MODELS[name](unfinished)
         _share(unfinished)
         unfinished.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{name} cannot be written to {out}: {error}; free some space, or name another place"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     log.info("%s is ready: %s", name, out)

@@ -70,8 +70,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """One weight sync: full weights in bytes, as this many messages of at most `largest` bytes from these ranks."""
+    """One weight sync: full weights in bytes. Where whole tensors go, as by broadcast, they are so many messages of at
+    most `largest` bytes from these ranks."""
 
+    transport: str
     nbytes: int
     buckets: int
     largest: int
@@ -172,6 +174,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
             lost_tokens=config.rollout.stream_interval or None,
         ),
         sync=Sync(
+            transport=config.sync.transport,
             nbytes=buckets.nbytes,
             buckets=len(buckets.buckets),
             largest=max(largest),

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import ServerMemory
-from megasync.preflight.plan import Plan, Pool, Rank
+from megasync.preflight.plan import Plan, Pool, Rank, Sync
+from megasync.preflight.space import bytes_text
 
 # Devices of a node that are drawn one by one.
 CELLS = 16
@@ -25,9 +26,11 @@ def print_plan(plan: Plan, console: Console) -> None:
 def findings_table(findings: Sequence[Finding]) -> Table:
     styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a long path is not to be cut short
     for finding in findings:
         detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
-        table.add_row(Text(finding.status, style=styles[finding.status]), finding.subject, Text(detail))
+        table.add_row(Text(finding.status, style=styles[finding.status]), Text(finding.subject), Text(detail))
     return table
 
 
@@ -58,7 +61,6 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 def _summary(plan: Plan) -> Table:
     sizes, sync, fleet = plan.sizes, plan.sync, plan.fleet
-    senders = ", ".join(map(str, sync.senders))
     rows = {
         "run": plan.name,
         "model": plan.model,
@@ -69,14 +71,25 @@ def _summary(plan: Plan) -> Table:
         "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
         "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
         f"look-ahead window; older ones: {plan.over_age}",
-        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} in {sync.buckets} bucket(s) of at most "
-        f"{bytes_text(sync.largest)}, sent by rank(s) {senders}",
+        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} {_way(sync)}",
         "fleet": f"goes on with {fleet.least} of {plan.rollout.spec.slots} server(s); each is started again up to "
         f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "
         + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
         + " of each request it runs",
     }
     return facts(rows)
+
+
+def _way(sync: Sync) -> str:
+    """How the weights go to the servers."""
+    ranks = f"rank(s) {', '.join(map(str, sync.senders))}"
+    buckets = f"in {sync.buckets} bucket(s) of at most {bytes_text(sync.largest)}"
+    return {
+        "p2p": "shard to shard, from all ranks",
+        "broadcast": f"by broadcast {buckets}, sent by {ranks}",
+        "disk": f"through a folder {buckets}, written by {ranks}",
+        "auto": f"shard to shard, from all ranks; where servers cannot take that, by broadcast {buckets}, sent by {ranks}",
+    }[sync.transport]
 
 
 def facts(rows: Mapping[str, str]) -> Table:
@@ -206,14 +219,6 @@ def _server_cells(server: ServerMemory | None) -> list[str]:
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes as a person reads it, in powers of 1,000."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count} B"
 
 
 def _count(count: int) -> str:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megasync.preflight.layout_check import Report
-from megasync.preflight.render import bytes_text, facts
+from megasync.preflight.render import facts
+from megasync.preflight.space import bytes_text
 
 SHOWN_NAMES = 3
 SHOWN_PROBLEMS = 20

@@ -1,4 +1,5 @@
-"""What one configuration needs of this machine: its model, room for what it leaves, its devices, its address.
+"""What one configuration needs of this machine: its model, room for what it leaves, its devices, its address; and whether
+it contradicts itself.
 
 The same rules as in `doctor`: functions that yield findings, never raise, and leave nothing behind.
 """
@@ -10,63 +11,94 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasync.config import Config
-from megasync.config.check import model_layout
+from megasync.config.check import check_config, model_layout
 from megasync.config.host import resolve_host
+from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder
 from megasync.config.pools import pool_specs
 from megasync.device import resolve_device
-from megasync.errors import ConfigError
+from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.preflight.finding import FAILURE, OK, Finding
 from megasync.preflight.memory import checkpoint_bytes
-from megasync.preflight.space import check_ports, check_space, writable
+from megasync.preflight.space import bytes_text, check_ports, check_space, writable
 
 
 def examine_for(config: Config) -> Iterator[Finding]:
     """All findings about a configuration on this machine, which may be one of several."""
-    yield from check_model(config)
-    yield from check_reward_models(config)
-    yield from check_run_folder(config)
+    try:
+        check_limits(config)  # what the other checks calculate with
+    except ConfigError as error:
+        yield _refused(error)
+        return
+    found = [*check_model(config), *check_reward_models(config), *check_run_folder(config)]
+    yield from found
+    if all(finding.status == OK for finding in found):  # else it would say the same again
+        yield from check_contradictions(config)
     yield from check_gpus(config)
     yield from check_address(config)
 
 
+def _refused(error: ConfigError) -> Finding:
+    return Finding("configuration", FAILURE, str(error), "change that in the file, or by an override, KEY=VALUE")
+
+
+def check_contradictions(config: Config) -> Iterator[Finding]:
+    """What `megasync train` would refuse."""
+    try:
+        check_config(config)
+    except ConfigError as error:
+        yield _refused(error)
+    else:
+        yield Finding("configuration", OK, "nothing in it contradicts the rest")
+
+
 def check_model(config: Config) -> Iterator[Finding]:
-    """Whether every file of the model can be opened, down to the tensors' names."""
+    """Whether the model can be loaded: every tensor of its config.json is there in its shape, and the tokenizer."""
+    whole = "set model.path to a whole Hugging Face folder of a supported model"
     try:
         layout, _ = model_layout(config)
         check_model_folder(config.model)
     except ConfigError as error:
-        yield Finding("model", FAILURE, str(error), "set model.path to a whole Hugging Face folder")
+        yield Finding("model", FAILURE, str(error), f"change the keys that are named, or {whole}")
         return
-    yield from _tensors("model", "model.path", config.model.path, set(layout.hf_tensors))
+
+    from megasync.sync.shards import HfFolder
+    from megasync.workload import load_tokenizer
+
+    try:
+        with HfFolder(Path(config.model.path)) as folder:
+            for name, shape in layout.hf_tensors.items():
+                folder.reader(name, shape)
+    except (CheckpointError, OSError) as error:
+        yield Finding("model", FAILURE, str(error), f"copy the model there again, or {whole}")
+        return
+    try:
+        load_tokenizer(config.model.path)
+    except DataError as error:
+        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files there again, or {whole}")
+        return
+    yield Finding("model", OK, f"{config.model.path}, {len(layout.hf_tensors)} tensors and a tokenizer")
 
 
 def check_reward_models(config: Config) -> Iterator[Finding]:
-    for name, model in config.reward_models.items():
-        yield from _tensors(f"reward model {name}", f"reward_models.{name}.path", model.path, set())
-
-
-def _tensors(subject: str, key: str, path: str, wanted: set[str]) -> Iterator[Finding]:
+    """Whether the weights of each can be opened; their layouts are SGLang's matter."""
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(path).expanduser()
-    files, found = sorted(folder.glob("*.safetensors")), set()
-    again = f"copy the model there again, or set {key} to another folder"
-    if not files:
-        yield Finding(subject, FAILURE, f"{path} has no *.safetensors on this machine", again)
-        return
-    for file in files:
+    for name, model in config.reward_models.items():
+        subject, tensors = f"reward model {name}", 0
+        fix = f"copy the model there again, or set reward_models.{name}.path to another folder"
+        files = sorted(Path(model.path).expanduser().glob("*.safetensors"))
         try:
-            with safe_open(file, framework="numpy") as opened:
-                found |= set(opened.keys())
+            for file in files:
+                with safe_open(file, framework="numpy") as opened:
+                    tensors += len(opened.keys())
         except (OSError, SafetensorError) as error:
-            yield Finding(subject, FAILURE, f"{file} cannot be read: {error}", again)
-            return
-    if missing := sorted(wanted - found):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        yield Finding(subject, FAILURE, f"{path} lacks {missing[0]}{more}", again)
-        return
-    yield Finding(subject, OK, f"{path}, {len(found)} tensors in {len(files)} file(s)")
+            yield Finding(subject, FAILURE, f"{file} cannot be read: {error}", fix)
+            continue
+        if files:
+            yield Finding(subject, OK, f"{model.path}, {tensors} tensors in {len(files)} file(s)")
+        else:
+            yield Finding(subject, FAILURE, f"{model.path} has no *.safetensors on this machine", fix)
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:
@@ -81,7 +113,7 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     each, kept = checkpoint_bytes(config, layout), config.checkpoint.keep + 1
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
-    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {each * kept / 1e9:.1f} GB")
+    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {bytes_text(each * kept)}")
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
@@ -91,13 +123,16 @@ def check_gpus(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("devices", FAILURE, str(error), "install a CUDA build of torch, or set cluster.device=cpu")
         return
+    try:
+        needed = sum(spec.total_devices for spec in pool_specs(config).values())
+    except ConfigError:  # `check_contradictions` says why
+        return
     if device.kind == "cpu":
-        cores, ranks = len(os.sched_getaffinity(0)), sum(spec.total_devices for spec in pool_specs(config).values())
-        yield Finding("devices", OK, f"{ranks} ranks and servers on {cores} core(s)")
+        yield Finding("devices", OK, f"{needed} ranks and servers on {len(os.sched_getaffinity(0))} core(s)")
         return
     import torch
 
-    needed, here = sum(spec.total_devices for spec in pool_specs(config).values()), torch.cuda.device_count()
+    here = torch.cuda.device_count()
     enough = config.cluster.address is not None or needed <= here
     fix = "lower trainer.data_parallel or rollout.servers, or set cluster.address to run over several machines"
     yield Finding("devices", OK if enough else FAILURE, f"{needed} GPUs taken, {here} here", "" if enough else fix)

@@ -19,9 +19,15 @@ def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") 
     """Whether `wanted` bytes are free where `path` lies; `why` goes behind what is."""
     free = shutil.disk_usage(path).free
     enough = free >= wanted
-    return Finding(
-        subject, OK if enough else FAILURE, f"{free / 1e9:.1f} GB free at {path}{why}", "" if enough else fix
-    )
+    return Finding(subject, OK if enough else FAILURE, f"{bytes_text(free)} free at {path}{why}", "" if enough else fix)
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes as a person reads it, in powers of 1,000."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"
 
 
 def writable(path: Path) -> bool:

@@ -68,6 +68,8 @@ CONTRADICTIONS = [
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),
     (["trainer.data_parallel=8", "cluster.address=auto"], ["cluster.host=127.0.0.1", "cluster.host=auto"]),
+    (["cluster.host=0.0.0.0"], ["cluster.host=0.0.0.0", "every interface", "auto"]),
+    (["cluster.host='::'"], ["cluster.host=::", "every interface", "auto"]),
     (
         ["trainer.data_parallel=8", "cluster.address=auto", "cluster.host=10.0.0.3"],
         ["cluster.host=10.0.0.3", "one node", "auto"],
@@ -211,6 +213,13 @@ def test_splits_that_experts_do_not_take_are_refused(make, model, overrides, par
         ({"quantization_config": {"bits": 4}}, ["quantised"]),
         ({"max_position_embeddings": None}, ["max_position_embeddings"]),
         ({"attention_bias": True}, ["attention_bias"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["'dynamic'"]),
+        ({"hidden_size": "64"}, ["hidden_size='64'", "whole number"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "whole number"]),
+        ({"num_attention_heads": 10**18}, [f"num_attention_heads={10**18}", "whole number"]),
+        ({"rope_parameters": [1]}, ["rope_parameters=[1]", "object"]),
+        ({"model_type": ["qwen3"]}, ["model_type=['qwen3']", "text"]),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_with_its_file(make, model, change, parts):

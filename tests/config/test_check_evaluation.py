@@ -25,6 +25,8 @@ def test_named_sets_stand_beside_the_one_without_a_name_or_alone(make):
         (["eval.sets.hard.data.size=5"], ["eval.sets.hard.samples=128", "eval.sets.hard.data.size=5"]),
         (["eval.sets.hard.reward=maths"], ["eval.sets.hard.reward='maths'"]),
         (["eval.sets.hard.temperatures=[]"], ["eval.sets.hard.temperatures=[]"]),
+        (["eval.sets.hard.temperatures=[0.0,.nan]"], ["eval.sets.hard.temperatures=[0.0, nan]", "infinite"]),
+        (["eval.temperatures=[0.0,.inf]"], ["eval.temperatures=[0.0, inf]", "infinite"]),
         (["eval.sets.hard.repeats=4"], ["eval.sets.hard.repeats=4", "greedy", "eval.sets.hard.temperatures=[0.0]"]),
         (["eval.repeats=4"], ["eval.repeats=4", "greedy"]),
         (["eval.sets.hard.sampling.top_p=0"], ["eval.sets.hard.sampling.top_p=0"]),

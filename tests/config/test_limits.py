@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 
 from megasync.config import load_config
-from megasync.config.limits import CHOICES, FREE, PATTERNS, RANGES, Range, check_limits, value_of
+from megasync.config.limits import CHOICES, FREE, PATHS, PATTERNS, RANGES, Range, check_limits, value_of
 from megasync.config.load import schema_keys, section_of
 from megasync.errors import ConfigError
 
@@ -45,6 +45,27 @@ def refused(config):
     with pytest.raises(ConfigError) as caught:
         check_limits(config)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30, 10**30])
+def test_what_is_infinite_or_nearly_so_is_refused_for_every_key(sound, value):
+    for key, allowed in RANGES.items():
+        config = deepcopy(sound)
+        set_value(config, key, value)
+        message = refused(config)
+        assert message.startswith(f"{key}={value}") and str(allowed) in message
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("", "empty"), ("a" * 300, "too long"), ("a\0b", "null byte"), ("~no-such-user/a", "home directory")],
+)
+def test_a_path_that_the_file_system_refuses_is_told_with_the_reason(sound, key, path, reason):
+    config = deepcopy(sound)
+    set_value(config, key, path)
+    message = refused(config)
+    assert message.startswith(f"{key}=") and reason in message and len(message) < 400
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))

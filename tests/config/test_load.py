@@ -1,10 +1,12 @@
 """YAML, bases and overrides become one typed Config; whatever does not fit is named with its place."""
 
+import json
 from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from megasync.config import Config, load_config, save_config
 from megasync.config.load import schema_keys
@@ -63,6 +65,35 @@ def test_a_missing_file_says_who_named_it(tmp_path):
     assert "folder" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("base", ["${name}", "${oc.env:NO_SUCH_VARIABLE}", "[a.yaml]", "3"])
+def test_a_base_that_is_no_path_is_refused(tmp_path, base):
+    assert "base=" in refused(write(tmp_path / "run.yaml", f"base: {base}\n"))
+
+
+@pytest.mark.parametrize("name", ["", "a" * 300, "a\0b", "~no-such-user/run.yaml"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    assert "cannot be looked at" in refused(name)
+    assert "cannot be looked at" in refused({"base": name})
+    assert "cannot be looked at" in refused(write(tmp_path / "run.yaml", f"base: {json.dumps(name)}\n"))
+
+
+def test_a_file_that_may_not_be_read_is_told_so(tmp_path, monkeypatch):
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(OmegaConf, "load", forbidden)
+    assert "Permission denied" in refused(write(tmp_path / "run.yaml", "name: a\n"))
+
+
+def test_a_tilde_is_the_home_of_the_user_wherever_a_path_stands(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    judge = {"kind": "generative", "path": "~/judge"}
+    config = load_config({"model": {"path": "~/m"}, "run_root": "~/runs", "reward_models": {"judge": judge}})
+    found = (config.model.path, config.run_root, config.reward_models["judge"].path)
+    assert found == (f"{tmp_path}/m", f"{tmp_path}/runs", f"{tmp_path}/judge")
+    assert config.model.config is None and config.sync.disk_dir is None
+
+
 @pytest.mark.parametrize("text", ["a: [1\n", "- just\n- a list\n", "a: 1\na: 2\n"])
 def test_a_file_that_is_no_mapping_is_named(tmp_path, text):
     assert "bad.yaml" in refused(write(tmp_path / "bad.yaml", text))
@@ -89,6 +120,7 @@ def test_a_key_like_no_other_gets_the_list_of_its_section():
     [
         ("trainer.tensor_parallel=two", ("trainer.tensor_parallel='two'", "whole number")),
         ("trainer.tensor_parallel=2.5", ("2.5", "whole number")),
+        ("checkpoint.export=-1", ("checkpoint.export=-1", "true or false")),
         ("trainer.sequence_parallel=maybe", ("'maybe'", "true or false")),
         ("trainer.optimizer.lr=fast", ("'fast'", "a number")),
         ("trainer.optimizer.betas=0.9", ("0.9", "list")),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors import SafetensorError
 
 from megasync.data.digits import CHARACTERS, digit_reward
 from megasync.errors import ConfigError
@@ -66,6 +67,16 @@ def test_an_interrupted_fetch_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setitem(MODELS, "digits", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        fetch("digits", tmp_path / "digits")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
+    def full(out):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setitem(MODELS, "digits", full)
+    with pytest.raises(ConfigError, match="No space left on device .* free some space"):
         fetch("digits", tmp_path / "digits")
     assert list(tmp_path.iterdir()) == []
 

@@ -35,6 +35,9 @@ def test_it_resolves(python):
     assert found["megatron-core"] == MEGATRON[python]
     assert found["sglang"] in SCORE_BIAS.versions
     assert {"sglang-router", "transformer-engine-torch", "ray"} <= set(found)
+    # Transformer Engine is built against the torch that is installed first; another one must not follow.
+    for page in ("Dockerfile", "docs/install.md"):
+        assert f"pybind11 torch=={found['torch']}" in (ROOT / page).read_text()
     # One CUDA for torch and for Transformer Engine: the one of the Dockerfile's base image.
     cuda = f"cu{(ROOT / 'Dockerfile').read_text().split('ARG CUDA=')[1].split('.')[0]}"
     assert {f"nvidia-nccl-{cuda}", f"transformer-engine-{cuda}"} <= set(found)

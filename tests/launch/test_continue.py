@@ -8,6 +8,7 @@ from megasync.async_trainer import AsyncTrainer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
 from megasync.continuing import settings
+from megasync.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -39,6 +40,21 @@ def test_a_named_run_with_a_ledger_goes_on(config: Config, name: Path, tmp_path:
     assert trainer._run_dir == tmp_path / "mini" and trainer._checkpoint is None
     (tmp_path / "mini" / LEDGER_FILE).unlink()
     assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None, "it had not begun"
+
+
+def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file: Path) -> None:
+    run_dir = tmp_path / "half"
+    run_dir.mkdir()
+    (run_dir / CONFIG_FILE).write_bytes(config_file.read_bytes())
+    with pytest.raises(CheckpointError, match="nor a ledger to resume from"):
+        AsyncTrainer.resume(run_dir)
+
+
+def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--continue .* is a folder"):
+        settings(config_file, [], tmp_path)
+    with pytest.raises(ConfigError, match="--continue .* is a folder"):
+        AsyncTrainer.begin_or_resume(config, tmp_path)
 
 
 def test_a_run_goes_on_as_it_was_last_and_only_its_place_is_new(config_file: Path, name: Path, tmp_path: Path) -> None:

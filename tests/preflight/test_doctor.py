@@ -6,6 +6,7 @@ import socket
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,10 +14,12 @@ import psutil
 import pytest
 import torch
 from packaging.version import Version
+from rich.console import Console
 
 from megasync import device
 from megasync.preflight import doctor
-from megasync.preflight.finding import FAILURE, OK, WARNING
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.render import findings_table
 from megasync.preflight.space import check_ports
 
 
@@ -26,6 +29,14 @@ def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
     for finding in findings:
         assert finding.subject and finding.detail
         assert (finding.status == OK) == (finding.fix == "")
+
+
+def test_nothing_of_a_finding_is_cut_off_on_a_narrow_terminal():
+    text, path = StringIO(), f"/a/{'long' * 30}/path"
+    findings = [Finding("a subject [1]", FAILURE, f"{path} is full", "free some space")]
+    Console(file=text, width=60, color_system=None).print(findings_table(findings))
+    shown = "".join(text.getvalue().split())
+    assert path[-5:] in shown and shown.count("long") == 30 and "[1]" in shown
 
 
 def test_an_old_python_is_a_failure(monkeypatch):

@@ -32,9 +32,9 @@ def load(name, *overrides):
     return config
 
 
-def rendered(config) -> str:
+def rendered(config, width: int = 110) -> str:
     text = StringIO()
-    print_plan(resolve_plan(config), Console(file=text, width=110, color_system=None, legacy_windows=False))
+    print_plan(resolve_plan(config), Console(file=text, width=width, color_system=None, legacy_windows=False))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
@@ -87,6 +87,19 @@ BUCKET = 10**9
 
 def layout_of(config):
     return model_layout(config, planning=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("p2p", "16.4 GB shard to shard, from all ranks\n"),
+        ("broadcast", "16.4 GB by broadcast in"),
+        ("disk", "16.4 GB through a folder in"),
+        ("auto", "16.4 GB shard to shard, from all ranks; where servers cannot take that, by broadcast in"),
+    ],
+)
+def test_the_way_of_the_weights_is_that_of_the_transport(transport, words):
+    assert words in rendered(load("qwen3_8b_math", f"sync.transport={transport}"), width=400)
 
 
 def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():

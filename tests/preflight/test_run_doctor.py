@@ -77,7 +77,45 @@ def test_a_model_with_a_tensor_too_few(examine, model):
     settings = json.loads((model / "config.json").read_text())
     settings["num_hidden_layers"] += 1
     (model / "config.json").write_text(json.dumps(settings))
-    assert "lacks model.layers." in only(examine(), "model").detail
+    assert "has no tensor 'model.layers." in only(examine(), "model").detail
+
+
+def test_a_model_whose_tensors_are_not_those_of_its_config(examine, model):
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"intermediate_size": 2 * values["intermediate_size"]}))
+    assert "has shape" in only(examine(), "model").detail
+
+
+def test_a_model_of_which_a_shard_is_missing(examine, model):
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002-of-00002.safetensors is missing" in only(examine(), "model").detail
+
+
+def test_a_model_in_shards_without_their_index(examine, model):
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    assert "has neither model.safetensors nor" in only(examine(), "model").detail
+
+
+@pytest.mark.parametrize("damage", ["{", "{}"])
+def test_a_tokenizer_that_cannot_be_loaded(examine, model, damage):
+    (model / "tokenizer.json").write_text(damage)
+    found = only(examine(), "model")
+    assert "no tokenizer that can be loaded" in found.detail and "tokenizer files" in found.fix
+
+
+def test_a_configuration_that_contradicts_itself(examine):
+    found = only(examine("schedule.max_inflight_groups=1000"), "configuration")
+    assert "schedule.max_inflight_groups=1000" in found.detail
+
+
+def test_a_pool_that_cannot_be_cut_into_nodes(examine):
+    assert "rollout.servers=12" in only(examine("rollout.servers=12"), "configuration").detail
+
+
+def test_a_value_out_of_its_range_is_told_before_anything_is_calculated_with_it(examine):
+    assert "trainer.tensor_parallel=0" in only(examine("trainer.tensor_parallel=0"), "configuration").detail
 
 
 def test_a_reward_model_that_is_not_there(examine):

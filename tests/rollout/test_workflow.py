@@ -1,7 +1,10 @@
 """Finding functions by name, and what a workflow may return."""
 
+import sys
+
 import pytest
 
+from megasync import cli
 from megasync.errors import ConfigError, DataError
 from megasync.rollout.workflow import as_trajectories, load_function, single_turn
 
@@ -34,6 +37,16 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
         load_function("broken_reward:f")
     with pytest.raises(ConfigError, match="needy_reward needs the module 'no_such_dependency'"):
         load_function("needy_reward:f")
+
+
+def test_the_program_finds_functions_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "reward_of_this_folder.py").write_text("def exact(): pass")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["megasync", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert load_function("reward_of_this_folder:exact").__name__ == "exact"
 
 
 async def test_the_default_workflow_answers_the_prompt_and_leaves_the_reward_open(fake_client):
