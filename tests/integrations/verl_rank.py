@@ -150,7 +150,9 @@ class Rank:
             self.worker.optimizer_zero_grad()
         except ConfigError as error:
             return {"refused": str(error)}
-        losses = [self._metrics(self.worker.forward_backward(self.share())) for _ in range(2)]
+        losses = [
+            self._metrics(self.worker.forward_backward(self.share(global_batch_size=SEQUENCES))) for _ in range(2)
+        ]
         between = self.weights()
         return {"losses": losses, "between": between, "step": self.worker.optimizer_step(), "after": self.weights()}
 

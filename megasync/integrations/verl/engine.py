@@ -1,4 +1,4 @@
-"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers.
+"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers. Importing this module registers it.
 
 This module imports nothing of Megatron, so that verl can load it in any process; `computation` does.
 """
@@ -22,6 +22,8 @@ from megasync.integrations.verl.config import STRATEGY, check_contents, to_model
 from megasync.integrations.verl.weights import LiveWeights, Weights
 from megasync.sync.topology import Topology
 
+DEVICES = ["cuda", "cpu"]
+
 
 class TrainMode(BaseEngineCtx):
     """verl's context of training calls. At its end gradients are zero, unless they are to be added to."""
@@ -42,6 +44,7 @@ class TrainMode(BaseEngineCtx):
         super().__exit__(kind, error, traceback)
 
 
+@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=DEVICES)
 class MegasyncEngine(BaseEngine):
     """One rank of a language model; every method but the properties and the questions is a collective.
 
@@ -234,6 +237,7 @@ class MegasyncEngine(BaseEngine):
             raise ConfigError("an engine that only scores (forward_only) has no checkpoint; load its model folder")
 
 
+@EngineRegistry.register(model_type="value_model", backend=STRATEGY, device=DEVICES)
 class MegasyncValueEngine(MegasyncEngine):
     """One rank of a critic: `forward_backward_batch` gives jagged ``values`` in place of log-probs and entropy.
 
@@ -241,9 +245,3 @@ class MegasyncValueEngine(MegasyncEngine):
     """
 
     value_head = True
-
-
-def register() -> None:
-    """Makes the engines known to verl; once per process."""
-    for model_type, engine in (("language_model", MegasyncEngine), ("value_model", MegasyncValueEngine)):
-        EngineRegistry.register(model_type=model_type, backend=STRATEGY, device=["cuda", "cpu"])(engine)
