@@ -7,6 +7,7 @@ MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the com
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -75,7 +76,7 @@ def train(
     loaded = load_config(source, changes)
     check_config(loaded)  # before the import below, which takes seconds
 
-    from megasync.async_trainer import AsyncTrainer
+    from megasync import AsyncTrainer
 
     _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
 
@@ -86,7 +87,7 @@ def train(
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     """Go on with RUN from its newest complete checkpoint (or its start), in the same directory."""
-    from megasync.async_trainer import AsyncTrainer
+    from megasync import AsyncTrainer
 
     _run(AsyncTrainer.resume(run, overrides or ()))
 
@@ -379,6 +380,9 @@ def main() -> None:
             raise
         _complain(f"{type(error).__name__}: {error}")
         sys.exit(REFUSED)
+    finally:
+        # The interpreter ends with a search for garbage in all that was imported, which takes seconds.
+        gc.freeze()
 
 
 def _complain(text: str) -> None:

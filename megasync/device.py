@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ConfigError
 
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# Of a trainer rank that uses GPUs, unless they are set otherwise.
+_CUDA_ENVIRONMENT = {
+    # Sequence parallelism overlaps communication with computation only where kernels start in the order of the program.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # What SGLang sets for its servers; NCCL cannot join two processes of which one takes its memory in another way.
+    "NCCL_CUMEM_ENABLE": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,13 @@ class Device:
         import torch
 
         if self.kind == "cuda":
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            set_cuda_environment()
             torch.cuda.set_device(local_rank)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             # Megatron announces on import, in several places, that it does without CUDA packages.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+            _import_megatron_uncompiled()
 
         from megasync_patches import apply_all
 
@@ -74,6 +85,59 @@ class Device:
             import torch
 
             torch.cuda.empty_cache()
+
+
+def _import_megatron_uncompiled() -> None:
+    """Imports Megatron with the functions that it hands to torch's compiler left as they are.
+
+    A CPU rank calls none of them, and the compiler's own import takes as long as Megatron's. Megatron can be told to do
+    without it, but only once it has been imported, which is too late for the functions of its first modules.
+    """
+    import torch
+
+    def leave(function: Callable | None = None, **options: Any) -> Callable:
+        return leave if function is None else function
+
+    compiling, torch.compile = torch.compile, leave
+    try:
+        from megatron.core.jit import disable_jit_fuser
+    finally:
+        torch.compile = compiling
+    disable_jit_fuser()
+
+
+def set_cuda_environment() -> None:
+    """What must be set before a process asks CUDA or NCCL for anything; without effect on a CPU."""
+    for name, value in _CUDA_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Within it GPU work of this thread neither waits for that of other threads nor holds it up."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.stream(_side_stream(device))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the whole life of the process: memory that torch has used on one stream it keeps for that stream.
+
+    Of high priority: those of usual priority come from one small pool, in turn, and an engine computes on one of them.
+    """
+    import torch
+
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def finish(device: torch.device) -> None:
+    """Returns once the device has done what this thread asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
 
 
 def resolve_device(kind: str) -> Device:
