@@ -41,7 +41,7 @@ class CpuServer:
             max_running_requests=64,
             mem_fraction=0.3,
         )
-        log = Path(tempfile.gettempdir()) / f"{actor_name(replica_rank)}.log"
+        log = Path(tempfile.gettempdir()) / f"{actor_name(replica_rank)}-{os.getpid()}.log"
         self._server = SGLangServer(model_path, rollout, config.dtype, "cpu", "127.0.0.1", 0, log)
         # verl's number of the weights.
         self._step = 0

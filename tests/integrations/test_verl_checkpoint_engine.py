@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from verl.checkpoint_engine import CheckpointEngineRegistry
 
-from megasync.errors import SyncError
+from megasync.errors import ConfigError, SyncError
 from megasync.integrations.verl.checkpoint_engine import MegasyncCheckpointEngine
 
 PROCESS = Path(__file__).with_name("verl_transfer.py")
@@ -116,6 +116,15 @@ def test_every_rank_is_told_who_it_is():
         "port": [5] * 2,
     }
     assert (rollouts["rank"], rollouts["role"][0], len(rollouts["port"])) == ([0, 1, 2], "rollout", 3)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("bucket_megabytes", {"bucket_size": 0}), ("timeout", {"timeout": "600"}), ("timeout", {"timeout": 0})],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(name, options):
+    with pytest.raises(ConfigError, match=name):
+        MegasyncCheckpointEngine(**{"bucket_size": 100, **options})
 
 
 async def test_weights_of_another_engine_are_refused():

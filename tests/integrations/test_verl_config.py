@@ -13,7 +13,8 @@ from verl.workers.engine.base import EngineRegistry
 from megasync.errors import ConfigError
 from megasync.integrations import verl_versions
 from megasync.integrations.verl import MegasyncEngine, MegasyncEngineConfig, MegasyncValueEngine
-from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer
+from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer, verls_names
+from megasync.sync.topology import Topology
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,7 @@ def test_sizes_and_layers_arrive():
     [
         ("strategy", "megatron"),
         ("dtype", "float16"),
+        ("tensor_model_parallel_size", 0),
         ("context_parallel_size", 2),
         ("use_megatron_fsdp", True),
         ("use_dist_checkpointing", True),
@@ -92,6 +94,19 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"expert_model_parallel_size": 3}, "^expert_model_parallel_size=3 x expert_tensor_parallel_size=1 .* 4 ranks"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "raise pipeline_model_parallel_size or set virtual_pipeline_m"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_in_verls_names(options, message):
+    trainer = to_trainer(MegasyncEngineConfig(**options), None, world=4)
+    with pytest.raises(ConfigError, match=message), verls_names():
+        Topology.from_config(trainer)
+
+
+@pytest.mark.parametrize(
     "options, expected",
     [
         ({"lr": 2e-6, "lr_decay_style": "constant"}, ("constant", 0, 0)),
@@ -109,6 +124,7 @@ def test_the_schedule_arrives(options, expected):
     "name, options",
     [
         ("optimizer", {"optimizer": "muon"}),
+        ("use_layer_wise", {"use_layer_wise_distributed_optimizer": True}),
         ("lr_decay_style", {"lr_decay_style": "inverse_square_root"}),
         ("lr_decay_style", {"lr_decay_style": "cosine"}),
         ("override_optimizer_config", {"override_optimizer_config": {"optimizer_cpu_offload": True}}),

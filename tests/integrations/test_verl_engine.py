@@ -117,22 +117,9 @@ def metrics(ranks, step):
 
 
 def check_close(ours, theirs):
-    """Compares weights to 1e-4. verl's engine names experts as transformers keeps them: all of a layer in one tensor."""
-    expected = {}
-    for name, tensor in theirs.items():
-        if name.endswith(".experts.gate_up_proj"):
-            for expert, rows in enumerate(tensor):
-                gate, up = rows.chunk(2)
-                expected[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
-                expected[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
-        elif name.endswith(".experts.down_proj"):
-            for expert, rows in enumerate(tensor):
-                expected[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
-        else:
-            expected[name] = tensor
-    assert ours.keys() == expected.keys()
+    assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0, msg=name)
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-4, rtol=0, msg=name)
 
 
 def response_tokens(model):

@@ -27,7 +27,7 @@ SETTINGS = {"param_offload": True, "optimizer_offload": True}
 CPUS = 10
 
 
-class Worker(TrainingWorker):
+class ExportingWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self):
         """The model, whole on every rank."""
@@ -79,7 +79,7 @@ def main():
     try:
         roles = {
             role: RayClassWithInitArgs(
-                cls=ray.remote(Worker), config=worker_config(role, model, "megasync", settings, padding=True)
+                cls=ray.remote(ExportingWorker), config=worker_config(role, model, "megasync", settings, padding=True)
             )
             for role, model in models.items()
         }

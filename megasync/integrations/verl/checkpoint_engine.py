@@ -22,7 +22,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_name
 
 from megasync.device import resolve_device
-from megasync.errors import SyncError
+from megasync.errors import ConfigError, SyncError
 from megasync.integrations.verl.weights import Weights
 from megasync.sync.broadcast_plan import BroadcastPlan, plan_broadcast
 from megasync.sync.digest import digest, signed
@@ -46,11 +46,19 @@ class MegasyncCheckpointEngine(CheckpointEngine):
         is_master: this is the first trainer rank.
         timeout: seconds for everybody to meet, and for a whole transfer.
         host: address at which others reach this process; None asks Ray.
+
+    Raises:
+        ConfigError: a size or a time that is none.
     """
 
     def __init__(
         self, bucket_size: int, is_master: bool = False, timeout: float = 600.0, host: str | None = None
     ) -> None:
+        section = "actor_rollout_ref.rollout.checkpoint_engine"
+        if bucket_size <= 0:
+            raise ConfigError(f"{section}.update_weights_bucket_megabytes makes {bucket_size} bytes; raise it")
+        if not isinstance(timeout, int | float) or timeout <= 0:
+            raise ConfigError(f"{section}.engine_kwargs.megasync.timeout is {timeout!r}; it must be seconds, above 0")
         self._bucket_size = bucket_size
         self._is_master = is_master
         self._timeout = timeout

@@ -6,6 +6,9 @@ changes nothing for this engine (`use_mbridge`: the layout table does that work)
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,19 @@ TRANSFORMER = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
 }
+# What megasync's errors call the settings of verl.
+NAMES = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "data_parallel": "data-parallel size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "expert_tensor_parallel": "expert_tensor_parallel_size",
+    "first_stage_layers": "override_transformer_config.num_layers_in_first_pipeline_stage",
+    "last_stage_layers": "override_transformer_config.num_layers_in_last_pipeline_stage",
+}
+# Of those, what must be at least 1; verl's None stands for "as otherwise".
+SIZES = [name for name in NAMES.values() if name.endswith("_size")]
 # Checkpoint contents that megasync writes as one.
 WHOLE = frozenset({"model", "optimizer", "extra"})
 
@@ -50,6 +66,10 @@ class MegasyncEngineConfig(McoreEngineConfig):
         VerlEngineConfig.__post_init__(self)
         _allow("strategy", self.strategy, STRATEGY)
         _allow("dtype", self.dtype, *DTYPES)
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name} is {size}; it must be at least 1")
         for name in ("full_determinism", "use_megatron_fsdp", "pad_to_length"):
             _allow(name, getattr(self, name), False)
         _allow("context_parallel_size", self.context_parallel_size, 1)
@@ -67,6 +87,16 @@ class MegasyncEngineConfig(McoreEngineConfig):
                 )
             if TRANSFORMER[key] is not None:
                 _allow(f"override_transformer_config.{key}", value, *TRANSFORMER[key])
+
+
+@contextmanager
+def verls_names() -> Iterator[None]:
+    """Within it, errors about the configuration speak of verl's settings."""
+    try:
+        yield
+    except ConfigError as error:
+        pattern = rf"(?:trainer\.)?\b({'|'.join(NAMES)})\b"
+        raise ConfigError(re.sub(pattern, lambda found: NAMES[found[1]], str(error))) from error
 
 
 def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None, world: int) -> TrainerConfig:
@@ -113,6 +143,7 @@ def to_optimizer(optimizer: McoreOptimizerConfig) -> tuple[OptimizerConfig, int]
     _allow("optim.lr_warmup_init", optimizer.lr_warmup_init, 0.0)
     _allow("optim.weight_decay_incr_style", optimizer.weight_decay_incr_style, "constant")
     _allow("optim.use_precision_aware_optimizer", optimizer.use_precision_aware_optimizer, False)
+    _allow("optim.use_layer_wise_distributed_optimizer", optimizer.use_layer_wise_distributed_optimizer, False)
     _allow("optim.use_checkpoint_opt_param_scheduler", optimizer.use_checkpoint_opt_param_scheduler, False)
     _allow("optim.override_optimizer_config", dict(optimizer.override_optimizer_config or {}), {})
     # verl's sentinels: None or -1 steps stand for "not given".
@@ -171,6 +202,7 @@ def check_contents(checkpoint: CheckpointConfig) -> None:
                 f"and hf_model besides if it is asked for"
             )
     _allow("checkpoint.async_save", checkpoint.async_save, False)
+    _allow("checkpoint.save_lora_only", checkpoint.save_lora_only, False)
 
 
 def _allow(name: str, value: Any, *allowed: Any) -> None:

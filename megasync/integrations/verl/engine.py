@@ -18,7 +18,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megasync.device import resolve_device
 from megasync.errors import ConfigError
-from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer
+from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer, verls_names
 from megasync.integrations.verl.weights import LiveWeights, Weights
 from megasync.sync.topology import Topology
 
@@ -72,7 +72,8 @@ class MegasyncEngine(BaseEngine):
         self._model = to_model(model_config, engine_config)
         self._trainer = to_trainer(engine_config, optimizer_config if self._trains else None, dist.get_world_size())
         self._total_steps = to_optimizer(optimizer_config)[1] if self._trains else 0
-        self._topology = Topology.from_config(self._trainer)
+        with verls_names():
+            self._topology = Topology.from_config(self._trainer)
         self._coords = self._topology.coords(dist.get_rank())
         # The step whose learning rate is in force, from 1.
         self._step = 1
@@ -85,8 +86,8 @@ class MegasyncEngine(BaseEngine):
         from megasync.integrations.verl.computation import Computation
         from megasync.trainer.engine import MegatronEngine
 
-        self._computation = Computation(
-            MegatronEngine(
+        with verls_names():
+            engine = MegatronEngine(
                 self._model,
                 self._trainer,
                 device,
@@ -96,9 +97,8 @@ class MegasyncEngine(BaseEngine):
                 seed=self.engine_config.seed,
                 trains=self._trains,
                 value_head=self.value_head,
-            ),
-            exports=self._saves_hf,
-        )
+            )
+        self._computation = Computation(engine, exports=self._saves_hf)
         self._step = 1
         weights, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=weights, optimizer=optimizer, grad=weights)
