@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from megasync.imports import quick_imports
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -28,4 +30,6 @@ __all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megasync' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    with quick_imports():
+        module = import_module(_PUBLIC[name])
+    return getattr(module, name)

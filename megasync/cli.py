@@ -75,7 +75,7 @@ def train(
     loaded = load_config(source, changes)
     check_config(loaded)  # before the import below, which takes seconds
 
-    from megasync.async_trainer import AsyncTrainer
+    from megasync import AsyncTrainer
 
     _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
 
@@ -86,7 +86,7 @@ def train(
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     """Go on with RUN from its newest complete checkpoint (or its start), in the same directory."""
-    from megasync.async_trainer import AsyncTrainer
+    from megasync import AsyncTrainer
 
     _run(AsyncTrainer.resume(run, overrides or ()))
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megasync.errors import ConfigError
+from megasync.imports import quick_imports
 
 INTERRUPTED = 130
 
@@ -38,8 +39,9 @@ def evaluate(
 
     from rich.console import Console
 
-    from megasync.evaluation import load_target, model_folder, output_folder, run_evaluation
-    from megasync.observe.evaluation import scores_table
+    with quick_imports():
+        from megasync.evaluation import load_target, model_folder, output_folder, run_evaluation
+        from megasync.observe.evaluation import scores_table
 
     console = Console()
     config = load_target(target, overrides or ())

@@ -18,6 +18,7 @@ from megasync.environments import Play
 from megasync.errors import ConfigError, DataError
 from megasync.gateway import AgentWorkflow
 from megasync.held_out_sets import held_out_sets
+from megasync.imports import quick_imports
 from megasync.rewards import RewardRunner
 from megasync.rollout.evaluate import HeldOutSet
 from megasync.rollout.tool_agent import tool_agent
@@ -148,7 +149,8 @@ def read_hf_config(path: str) -> dict[str, Any]:
 
 
 def _load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    with quick_imports():
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)

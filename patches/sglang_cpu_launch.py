@@ -26,6 +26,8 @@ from typing import Any
 
 from megasync_patches import Patch
 
+from megasync.imports import quick_imports
+
 
 def apply() -> None:
     from sglang.srt import batch_invariant_ops
@@ -74,12 +76,15 @@ PATCH = Patch(
 
 def main(arguments: list[str]) -> None:
     PATCH.needed()
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    with quick_imports():
+        # Every architecture that there is; the scheduler looks its own up, and is forked with all of them.
+        import sglang.srt.models.registry  # noqa: F401 - for the children
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
 
-    apply()
-    load_plugins()
+        apply()
+        load_plugins()
     run_server(prepare_server_args(arguments))
 
 

@@ -23,12 +23,15 @@ POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_
 # Requests with the same value of this header go to the same server under `consistent_hashing`.
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 
-# `consistent_hashing` is not on the router's command line, only in its Python arguments.
+# `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's launcher would do
+# the same, but imports SGLang and torch first, for a second router in Python that nobody asks for.
 _LAUNCH = """
 import json, sys
-from sglang_router.launch_router import launch_router
+from setproctitle import setproctitle
+from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
-launch_router(RouterArgs(**json.loads(sys.argv[1])))
+setproctitle("sglang::router")
+Router.from_args(RouterArgs(**json.loads(sys.argv[1]))).start()
 """
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.buffer.trajectory import Group
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
+from megasync.imports import quick_imports
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -55,22 +56,23 @@ class TrainerRank:
 
         log_to_file(self._run_dir / "logs" / f"trainer-{self._rank}.log")
 
-        import torch
-
-        from megasync.device import resolve_device
-
         config = self._config
-        self._device = resolve_device(config.cluster.device)
-        # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
-        self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
-        # Only now: these modules take names from Megatron, which the line above may have bent.
-        from megasync.sync.broadcast_plan import plan_broadcast
-        from megasync.sync.broadcast_sender import BroadcastSender
-        from megasync.sync.disk_writer import DiskWriter
-        from megasync.sync.groups import join_store
-        from megasync.sync.shard_sender import ShardSender
-        from megasync.trainer.engine import MegatronEngine
-        from megasync.trainer.policy import PolicyTrainer
+        with quick_imports():
+            import torch
+
+            from megasync.device import resolve_device
+
+            self._device = resolve_device(config.cluster.device)
+            # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
+            self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
+            # Only now: these modules take names from Megatron, which the line above may have bent.
+            from megasync.sync.broadcast_plan import plan_broadcast
+            from megasync.sync.broadcast_sender import BroadcastSender
+            from megasync.sync.disk_writer import DiskWriter
+            from megasync.sync.groups import join_store
+            from megasync.sync.shard_sender import ShardSender
+            from megasync.trainer.engine import MegatronEngine
+            from megasync.trainer.policy import PolicyTrainer
 
         torch.manual_seed(config.seed)
         torch.distributed.init_process_group(
