@@ -7,6 +7,7 @@ MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the com
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -379,6 +380,9 @@ def main() -> None:
             raise
         _complain(f"{type(error).__name__}: {error}")
         sys.exit(REFUSED)
+    finally:
+        # The interpreter ends with a search for garbage in all that was imported, which takes seconds.
+        gc.freeze()
 
 
 def _complain(text: str) -> None:

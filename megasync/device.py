@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ConfigError
 
@@ -63,6 +64,7 @@ class Device:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             # Megatron announces on import, in several places, that it does without CUDA packages.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+            _import_megatron_uncompiled()
 
         from megasync_patches import apply_all
 
@@ -74,6 +76,25 @@ class Device:
             import torch
 
             torch.cuda.empty_cache()
+
+
+def _import_megatron_uncompiled() -> None:
+    """Imports Megatron with the functions that it hands to torch's compiler left as they are.
+
+    A CPU rank calls none of them, and the compiler's own import takes as long as Megatron's. Megatron can be told to do
+    without it, but only once it has been imported, which is too late for the functions of its first modules.
+    """
+    import torch
+
+    def leave(function: Callable | None = None, **options: Any) -> Callable:
+        return leave if function is None else function
+
+    compiling, torch.compile = torch.compile, leave
+    try:
+        from megatron.core.jit import disable_jit_fuser
+    finally:
+        torch.compile = compiling
+    disable_jit_fuser()
 
 
 def resolve_device(kind: str) -> Device:

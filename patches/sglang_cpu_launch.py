@@ -77,8 +77,8 @@ PATCH = Patch(
 def main(arguments: list[str]) -> None:
     PATCH.needed()
     with quick_imports():
-        # Every architecture that there is; the scheduler looks its own up, and is forked with all of them.
-        import sglang.srt.models.registry  # noqa: F401 - for the children
+        # The scheduler's, which is forked with it.
+        import sglang.srt.models.registry  # noqa: F401
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

@@ -1,0 +1,19 @@
+"""SGLang's own classes, under the name by which it asks a module of a package of external models for them."""
+
+from importlib import import_module
+
+MODULES = (
+    "deepseek_v2",
+    "glm4",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2_classification",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_classification",
+    "qwen3_moe",
+)
+
+_entries = (import_module(f"sglang.srt.models.{module}").EntryClass for module in MODULES)
+EntryClass = [cls for entry in _entries for cls in (entry if isinstance(entry, list) else [entry])]
