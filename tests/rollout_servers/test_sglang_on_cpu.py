@@ -10,13 +10,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasync.rollout.server import stand_ins_path
+from megasync.rollout.server import MODEL_PACKAGE, stand_ins_path
 
 ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def python(code: str, stand_ins: bool) -> subprocess.CompletedProcess:
-    env = dict(os.environ) | ENV
+def python(code: str, stand_ins: bool, **more: str) -> subprocess.CompletedProcess:
+    env = dict(os.environ) | ENV | more
     if stand_ins:
         env["PYTHONPATH"] = stand_ins_path()
     command = [sys.executable, "-c", code]
@@ -71,6 +71,28 @@ print("start method", multiprocessing.get_start_method())
 def test_the_launcher_is_still_needed_and_does_what_it_says():
     result = python(LAUNCH, stand_ins=True)
     assert "start method fork" in result.stdout, result.stderr[-3000:]
+
+
+MODELS = """
+import sys
+from megasync.imports import quick_imports
+with quick_imports():
+    from sglang.srt.models.registry import ModelRegistry
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from megasync.sync.families import FAMILIES
+
+architectures = [names[family] for family in FAMILIES]
+architectures += ["Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"]
+for architecture in architectures:
+    assert ModelRegistry.resolve_model_cls([architecture])[1] == architecture
+assert "sglang.srt.models.gpt2" not in sys.modules
+print(ModelRegistry.resolve_model_cls(["GPT2LMHeadModel"])[0].__module__)
+"""
+
+
+def test_sglang_imports_a_familys_model_alone_and_still_finds_every_other():
+    result = python(MODELS, stand_ins=True, SGLANG_EXTERNAL_MODEL_PACKAGE=MODEL_PACKAGE)
+    assert result.stdout.splitlines()[-1:] == ["sglang.srt.models.gpt2"], result.stderr[-3000:]
 
 
 KERNELS = """
