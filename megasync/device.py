@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# Of a trainer rank that uses GPUs, unless they are set otherwise.
+_CUDA_ENVIRONMENT = {
+    # Sequence parallelism overlaps communication with computation only where kernels start in the order of the program.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # What SGLang sets for its servers; NCCL cannot join two processes of which one takes its memory in another way.
+    "NCCL_CUMEM_ENABLE": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Device:
         import torch
 
         if self.kind == "cuda":
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            set_cuda_environment()
             torch.cuda.set_device(local_rank)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -95,6 +104,40 @@ def _import_megatron_uncompiled() -> None:
     finally:
         torch.compile = compiling
     disable_jit_fuser()
+
+
+def set_cuda_environment() -> None:
+    """What must be set before a process asks CUDA or NCCL for anything; without effect on a CPU."""
+    for name, value in _CUDA_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Within it GPU work of this thread neither waits for that of other threads nor holds it up."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.stream(_side_stream(device))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the whole life of the process: memory that torch has used on one stream it keeps for that stream.
+
+    Of high priority: those of usual priority come from one small pool, in turn, and an engine computes on one of them.
+    """
+    import torch
+
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def finish(device: torch.device) -> None:
+    """Returns once the device has done what this thread asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
 
 
 def resolve_device(kind: str) -> Device:

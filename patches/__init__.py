@@ -1,7 +1,7 @@
 """Deviations from upstream packages, one file each: what is bent, for which exact versions, and why.
 
-A patch is applied inside trainer ranks, by `apply_all`, or inside SGLang servers, by their launcher or megasync's plugin,
-and refuses versions that it was not written for. Every file here has a test that fails once upstream no longer needs the
+A patch is applied inside trainer ranks, by `apply_all`, inside SGLang servers, by their launcher or megasync's plugin, or by
+what starts Ray, and refuses versions that it was not written for. Every file here has a test that fails once upstream no longer needs the
 patch; `megasync doctor` lists which are active. Importing this package imports nothing else.
 """
 

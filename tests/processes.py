@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -51,3 +52,13 @@ def gone(find: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> boo
 def with_word(word: str) -> list[psutil.Process]:
     """Those with this text in their command line."""
     return [p for p in psutil.process_iter(["cmdline"]) if word in " ".join(p.info["cmdline"] or [])]
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
+    """Addresses on which they listen by TCP, each with the name of a process that does."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            places = [one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            found.update((address.removeprefix("::ffff:"), process.name()) for address in places)
+    return found

@@ -51,17 +51,18 @@ class CpuServer:
         return self._control.url
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict, request_id: str, **_: Any) -> Any:
+        """As of verl's own servers. What `abort_all_requests` ends returns the tokens that it has; verl asks for the rest."""
         room = self._config.prompt_length + self._config.response_length - len(prompt_ids)
-        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
-        params["max_new_tokens"] = min(self._config.response_length, room)
+        params = {name: value for name, value in sampling_params.items() if name not in ("logprobs", "max_tokens")}
+        wanted = sampling_params.get("max_tokens", self._config.response_length)
+        params["max_new_tokens"] = min(wanted, room)
         body = {"rid": request_id, "input_ids": list(prompt_ids), "sampling_params": params, "return_logprob": True}
         reply = (await self._control.post("/generate", body, REQUEST))["meta_info"]
-        logprobs = [entry[0] for entry in reply["output_token_logprobs"]]
-        tokens = [entry[1] for entry in reply["output_token_logprobs"]]
+        found = reply.get("output_token_logprobs") or []
         return replica.TokenOutput(
-            token_ids=tokens,
-            log_probs=logprobs,
-            stop_reason="completed",
+            token_ids=[entry[1] for entry in found],
+            log_probs=[entry[0] for entry in found],
+            stop_reason="aborted" if reply["finish_reason"]["type"] == "abort" else "completed",
             extra_fields={"global_steps": self._step},
         )
 
@@ -70,7 +71,11 @@ class CpuServer:
         self._step = step
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        await self._control.post("/abort_request", {"abort_all": True}, REQUEST)
+        """Ends what is under way; what comes meanwhile waits for `resume_generation`."""
+        await self._control.post("/pause_generation", {"mode": "abort"}, REQUEST)
+
+    async def resume_generation(self) -> None:
+        await self._control.post("/continue_generation", {"torch_empty_cache": False}, REQUEST)
 
     async def clear_kv_cache(self) -> None:
         await self._control.post("/flush_cache", {}, REQUEST)
@@ -78,7 +83,7 @@ class CpuServer:
     async def nothing(self) -> None:
         """There is no memory of a GPU to give away or to take back."""
 
-    wake_up = sleep = resume_generation = release_kv_cache = resume_kv_cache = nothing
+    wake_up = sleep = release_kv_cache = resume_kv_cache = nothing
 
 
 class CpuReplica(replica.RolloutReplica):

@@ -8,9 +8,10 @@ import signal
 import threading
 
 import ray
+from megasync_patches import ray_loopback
 
 from megasync.config import Config
-from megasync.config.host import resolve_host
+from megasync.config.host import LOOPBACK
 from megasync.errors import MegasyncError
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ class RayCluster:
         self._address = config.cluster.address
         # Up to a whole node, so that servers can be added while the run goes on.
         self._devices = max(devices_needed, config.cluster.devices_per_node)
-        self._host = resolve_host(config.cluster.host)
         self._owned = False
 
     def connect(self) -> None:
@@ -42,15 +42,17 @@ class RayCluster:
             if self._address:
                 ray.init(address=self._address, **quiet)
             else:
-                ray.init(
-                    # Not whatever other cluster runs here.
-                    address="local",
-                    num_cpus=self._devices + SPARE_CPUS,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    _node_ip_address=self._host,
-                    **quiet,
-                )
+                with ray_loopback.applied():
+                    ray.init(
+                        # Not whatever other cluster runs here.
+                        address="local",
+                        num_cpus=self._devices + SPARE_CPUS,
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        include_dashboard=False,
+                        # Nobody else need reach it, wherever servers and ranks listen.
+                        _node_ip_address=LOOPBACK,
+                        **quiet,
+                    )
                 self._owned = True
         except (
             Exception

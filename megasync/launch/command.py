@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -82,7 +82,7 @@ def launch(
 async def _launch(job: object, requeue: Callable[[], None] | None) -> int:
     from megasync.launch.launcher import Launcher
 
-    launcher = Launcher(job, lambda line: print(line, flush=True))
+    launcher = Launcher(job, _say)
     task = asyncio.create_task(launcher.run(), name="launcher")
     loop, seen, sent = asyncio.get_running_loop(), [], set()
 
@@ -110,8 +110,14 @@ async def _launch(job: object, requeue: Callable[[], None] | None) -> int:
         for number in numbers:
             loop.remove_signal_handler(number)
     if requeue is not None and signal.SIGUSR1 in seen:
-        print("the run is saved; the job goes back into the queue", flush=True)
+        _say("the run is saved; the job goes back into the queue")
         await asyncio.to_thread(requeue)
     elif code:
-        print(f"the run ended with status {code}", file=sys.stderr, flush=True)
+        _say(f"the run ended with status {code}")
     return code
+
+
+def _say(line: str) -> None:
+    """A full disk, or a reader that has gone, costs the line and not the run."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

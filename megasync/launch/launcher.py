@@ -37,10 +37,17 @@ END_SECONDS = STOP_SECONDS + 15.0
 STOPPED = 130
 # With which `megasync train` ends by itself: done, refused or failed with a reason, stopped.
 OWN_ENDS = (0, 2, STOPPED)
+# With which a shell ends that cannot execute a command, or does not find it.
+NOT_EXECUTED = (126, 127)
 # Between two tries to bring a lost node back: the first, and at most.
 AGAIN_SECONDS, AGAIN_MOST = 5.0, 60.0
 # Stands for what is known only when the head is up.
 HEAD_PLACE = "HEAD:PORT"
+# What each machine adds to the commands by itself.
+DRY_RUN_NOTE = (
+    "# Each host runs what is below with LD_PRELOAD=ray_bind.so, which its C compiler makes of ray_bind.c beside the "
+    "environment, and MEGASYNC_BIND=ADDRESS, so that Ray listens on that address alone."
+)
 
 
 @dataclass(frozen=True)
@@ -101,12 +108,12 @@ class Job:
 
 
 def dry_run(job: Job) -> list[str]:
-    """The command lines of a job, in order, as they could be typed; its secrets go another way."""
+    """The command lines of a job, in order, as they could be typed, behind a note; its secrets go another way."""
     head, *others = job.hosts
     commands = [job.ray_node(head, "")]
     commands += [job.ray_node(host, HEAD_PLACE) for host in others]
     commands += [job.on_head(job.doctor(HEAD_PLACE)), job.on_head(job.driver(HEAD_PLACE), job.patience)]
-    return [shlex.join(command) for command in commands]
+    return [DRY_RUN_NOTE, *(shlex.join(command) for command in commands)]
 
 
 class Launcher:
@@ -118,8 +125,10 @@ class Launcher:
         self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()
-        # Why the run ended, where that was not its own doing.
+        # Why the job ended, where that was not the run's own doing.
         self._lost = ""
+        self._begun = False
+        self._farewell: asyncio.Task | None = None
         # What the machines have said of themselves, by host.
         self._places: dict[str, dict[str, str]] = {}
 
@@ -153,6 +162,7 @@ class Launcher:
                 "the machines are not ready; what to do stands above, and the Ray nodes' logs are in "
                 f"{self._job.logs} of each machine"
             )
+        self._begun = True
         self._say("starting the run")
         return await self._on_head(self._job.driver(head), self._job.patience)
 
@@ -221,6 +231,11 @@ class Launcher:
                 code = await node.wait()
             finally:
                 await node.end(END_SECONDS)
+            if code in NOT_EXECUTED and not self._begun:
+                raise MegasyncError(
+                    f"{host.name} cannot execute {self._job.python}; the checkout must lie at {self._job.folder} there, "
+                    "with its environment made by launch/setup.sh"
+                )
             if asyncio.get_running_loop().time() - began > AGAIN_MOST:
                 pause = AGAIN_SECONDS
             self._say(f"[{host.name}] its node ended with status {code}; trying again in {pause:g} s")
@@ -228,14 +243,22 @@ class Launcher:
             pause = min(2 * pause, AGAIN_MOST)
 
     def _report(self, keeper: asyncio.Task) -> None:
-        """A node that nobody keeps any more is not started again; the run may go on without it."""
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            self._say(f"{keeper.get_name()} is given up: {error}")
+        """A node that nobody keeps any more is not started again. A run that has begun may go on without it."""
+        if keeper.cancelled() or (error := keeper.exception()) is None:
+            return
+        self._say(f"{keeper.get_name()} is given up: {error}")
+        if not self._begun:
+            self._lost = str(error)
+            self._farewell = asyncio.create_task(self.request_stop(signal.SIGINT))
 
     async def _on_head(self, command: Sequence[str], stop: float) -> int:
-        remote = self._driver = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
+        remote = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
         await remote.start(self._environment)
+        self._driver = remote
         try:
+            if self._stopping.is_set():
+                # Asked for while it was being started.
+                await remote.send(signal.SIGINT)
             return await remote.wait()
         finally:
             self._driver = None

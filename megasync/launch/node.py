@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from megasync_patches import PatchError, ray_bind
+
 from megasync.cluster.marks import PLENTY, mark_of
 from megasync.config.host import HOST_VARIABLE
 from megasync.device import resolve_device
@@ -48,10 +50,26 @@ def main(arguments: list[str]) -> int:
         os.environ |= {HOST_VARIABLE: address} | leash.environment
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface_of(address))
+        _confine(address, say=args.what == "ray")
         return _run(args, leash) if args.what == "run" else _ray(args, leash, address)
     except MegasyncError as error:
         print(f"{socket.gethostname()}: {error}", flush=True)
         return 2
+
+
+def _confine(address: str, say: bool) -> None:
+    """All that is started from here listens on this address, or on loopback; a machine where that cannot be says so."""
+    os.environ[ray_bind.VARIABLE] = address
+    try:
+        if ray_bind.PATCH.needed():
+            ray_bind.PATCH.apply()
+    except PatchError as error:
+        if say:
+            print(
+                f"Ray listens on ALL interfaces of {socket.gethostname()}: {error}; until then, let a firewall keep "
+                "strangers from this machine's ports",
+                flush=True,
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

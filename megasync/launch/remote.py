@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 
+from megasync.errors import ConfigError
 from megasync.launch.leash import BEAT_SECONDS
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,15 @@ def shell_command(shell: str, host: str, command: Sequence[str]) -> list[str]:
 
     ssh hands the remote side one string, which a shell there takes apart again; every other program (srun, docker exec,
     nsenter) is given the words.
+
+    Raises ConfigError for a `shell` that is no command.
     """
-    words = shlex.split(shell)
+    try:
+        words = shlex.split(shell)
+    except ValueError as error:
+        raise ConfigError(f"--shell {shell!r} is not a command: {error}") from error
+    if not words:
+        raise ConfigError(f"--shell {shell!r} is not a command; name one, such as 'ssh -p 2222'")
     if PurePath(words[0]).name == "ssh":
         return [*words, host, shlex.join(command)]
     return [*words, host, *command]

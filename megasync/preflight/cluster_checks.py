@@ -163,11 +163,12 @@ def _sizes(looks: Answers, config: Config) -> Iterator[Finding]:
     )
     if config.cluster.device == "cpu" or not any(look["gpus"] for look in looks.values()):
         return
+    fewest = min(look["gpus"] for look in looks.values() if look["gpus"])
     for name, look in looks.items():
         if look["gpus"] < per_node:
-            fix = (
-                f"set cluster.devices_per_node={look['gpus']}" if look["gpus"] else "repair its driver, or leave it out"
-            )
+            fix = "repair its driver, or leave it out"
+            if look["gpus"]:
+                fix = f"set cluster.devices_per_node={fewest}, as machines of all pools are used alike, or leave it out"
             yield Finding(f"{name}: gpus", FAILURE, f"{look['gpus']}, cluster.devices_per_node={per_node}", fix)
 
 

@@ -6,6 +6,7 @@ Nothing is left behind.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ def examine_cluster(address: str, nodes: int, wait: float, config: Config | None
         if len(there) < nodes:
             fix = "look at the others' Ray logs; a firewall, or another token or version of Ray, keeps nodes out"
             return [Finding("nodes", FAILURE, f"{len(there)} of {nodes} within {wait:g} s: {', '.join(names)}", fix)]
+        addresses = Counter(node["NodeManagerAddress"] for node in there)
+        if twice := [address for address, times in addresses.items() if times > 1]:
+            fix = "name each machine once: two of the names lead to the same one"
+            return [Finding("nodes", FAILURE, f"{addresses[twice[0]]} Ray nodes at {twice[0]}", fix)]
         probed = RayNodes(names, [node["NodeID"] for node in there])
         return [Finding("nodes", OK, ", ".join(names)), *examine_nodes(probed, config)]
     finally:

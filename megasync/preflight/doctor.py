@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from megasync.config import Config
 from megasync.config.host import LOOPBACK
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.listening import check_compiler
 from megasync.preflight.run_doctor import examine_for
 from megasync.preflight.space import check_ports, check_space, writable
 from megasync.preflight.verl_plugin import check_verl
@@ -237,6 +238,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_patches,
     check_devices,
     check_ray,
+    check_compiler,
     check_memory,
     check_disk,
     check_plugins,

@@ -30,6 +30,7 @@ class NodeProbe:
     def look(self, config: Config | None) -> dict[str, Any]:
         """The node's facts, which others are compared with, and what it finds of itself."""
         from megasync.preflight.doctor import examine
+        from megasync.preflight.listening import check_listening
 
         gpus = _gpus()
         facts = {
@@ -39,6 +40,7 @@ class NodeProbe:
             "devices": ", ".join(gpus) or "no GPU",
         }
         findings = examine(None if config is None else _on_a_node(config), resolve_host("auto"))
+        findings += check_listening()
         return {"facts": facts, "gpus": len(gpus), "findings": [asdict(finding) for finding in findings]}
 
     def clock(self) -> float:

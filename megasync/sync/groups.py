@@ -3,12 +3,20 @@
 Servers join a group by address and name, so both sides must derive the same store keys; `Group` follows what a stock
 SGLang server does. Every wait takes the time that is left of one deadline, so a chain of collectives never takes
 longer than the operation it belongs to.
+
+NCCL differs from gloo in four ways that are met here: torch watches over its groups and ends the process when a message
+fails (`_unwatched`); making a group waits for nobody, and the first message for ever (`_gather`); a wait's limit counts
+from when the message was started (`Transfer`); and tags are ignored, so both ends of a link must start its messages, in
+both directions, in the same order.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -17,8 +25,10 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from megasync.errors import SyncError
 
-# A backend's own watchdog may end the process, so it has to come after this module's deadline and its clean-up.
-WATCHDOG_FACTOR = 4
+# With it torch makes NCCL groups without the thread that watches over their messages.
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+# Thread blocks that one NCCL link may occupy: a receive spins on them until its sender comes, and generation goes on beside.
+LINK_BLOCKS = 4
 
 
 class Deadline:
@@ -61,6 +71,30 @@ def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """NCCL groups made within it are not watched: only the wait for a failed message raises.
+
+    Otherwise a thread of torch's finds the failure, too, and ends the process: a server for a lost trainer rank, and a
+    rank for a lost server.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
+
+
+def _gather(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """Returns once every member has come here. Raises RuntimeError when one has not within ``timeout`` seconds."""
+    store.set(f"here-{rank}", "1")
+    store.wait([f"here-{member}" for member in range(size)], timedelta(seconds=timeout))
+
+
 class Group:
     """A process group of its own: point-to-point and broadcast with a deadline, and a `close` that others notice.
 
@@ -82,16 +116,17 @@ class Group:
         """
         self._backend = backend
         store.set_timeout(timedelta(seconds=timeout))
-        longest = operation_timeout * WATCHDOG_FACTOR if backend == "nccl" else timeout
-        self._group, _ = _new_process_group_helper(
-            size,
-            rank,
-            [],
-            Backend(backend),
-            PrefixStore(name, store),
-            group_name=name,
-            timeout=timedelta(seconds=longest),
-        )
+        longest = operation_timeout if backend == "nccl" else timeout
+        with _unwatched():
+            self._group, _ = _new_process_group_helper(
+                size,
+                rank,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=timedelta(seconds=longest),
+            )
         _world.pg_group_ranks[self._group] = {member: member for member in range(size)}
 
     def broadcast(self, message: torch.Tensor, deadline: Deadline) -> None:
@@ -115,6 +150,20 @@ class Group:
         del self._group
 
 
+class Transfer:
+    """A message under way; its tensor is used again only after `wait`."""
+
+    def __init__(self, work: dist.Work, backend: str) -> None:
+        self._work = work
+        self._started = time.monotonic() if backend == "nccl" else None
+
+    def wait(self, limit: timedelta) -> None:
+        """Returns once the message has left, or is there. Raises RuntimeError if it is not after ``limit`` from now."""
+        if self._started is not None:
+            limit += timedelta(seconds=time.monotonic() - self._started)
+        self._work.wait(limit)
+
+
 class Links:
     """Point-to-point links among the members of one group, with a tag for each message; nothing is registered.
 
@@ -124,11 +173,11 @@ class Links:
     def __init__(
         self, store: dist.Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float
     ) -> None:
-        """Returns once every member is there (gloo), or this one is registered (NCCL, which connects at first use).
+        """Returns once every member is there; NCCL connects two of them with the first message between them.
 
         Args:
             host: this process's address; it listens there and nowhere else.
-            timeout: seconds to wait for the other members; the NCCL watchdog's limit is a multiple of it.
+            timeout: seconds to wait for the other members.
 
         Raises:
             RuntimeError: the others did not come in time.
@@ -137,21 +186,25 @@ class Links:
         store.set_timeout(timedelta(seconds=timeout))
         prefixed = PrefixStore(name, store)
         if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout * WATCHDOG_FACTOR)
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            _gather(prefixed, rank, size, timeout)
+            # Streams of usual priority come from one small pool, and may be the one that the engine computes on.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timedelta(seconds=timeout)
+            options.config.max_ctas = LINK_BLOCKS
+            with _unwatched():
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timedelta(seconds=timeout)
             self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
 
-    def send(self, message: torch.Tensor, to: int, tag: int) -> dist.Work:
-        """Starts sending a flat tensor, which must stay as it is until the work is done."""
-        return self._group.send([message], to, tag)
+    def send(self, message: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Starts sending a flat tensor, which must stay as it is until the transfer is done."""
+        return Transfer(self._group.send([message], to, tag), self._backend)
 
-    def receive(self, message: torch.Tensor, source: int, tag: int) -> dist.Work:
-        return self._group.recv([message], source, tag)
+    def receive(self, message: torch.Tensor, source: int, tag: int) -> Transfer:
+        return Transfer(self._group.recv([message], source, tag), self._backend)
 
     def close(self) -> None:
         """Leaves; members that wait for this one are woken when the connections go."""

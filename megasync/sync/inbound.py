@@ -91,6 +91,12 @@ class Program:
             self.nbytes += parcel["nbytes"]
 
     @property
+    def params(self) -> set[str]:
+        """The parameters that are written."""
+        placed = {place.param for parcel in self.parcels for place in parcel.places}
+        return placed | {fill.param for fill in self.fills}
+
+    @property
     def confirmed_to(self) -> int:
         """The trainer rank that hears when all of a version is here and right."""
         return min(parcel.source for parcel in self.parcels)

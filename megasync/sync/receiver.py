@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megasync.device import finish, own_stream
 from megasync.errors import SyncError
 from megasync.sync import delta
 from megasync.sync.digest import MASK, combine, digest, signed
@@ -73,6 +74,8 @@ class Receiver:
         self._stage: Stage | None = None
         # The attempt whose weights the arena holds whole; deltas build on it.
         self._base = ""
+        # Of each parameter that the program names: shape, strides and dtype when it was traced.
+        self._forms: dict[str, tuple] = {}
         # Where the parameters were, and the copies that a commit consists of.
         self._pairs: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] | None = None
 
@@ -96,13 +99,17 @@ class Receiver:
         if self._program is None or self._program.digest != program.digest:
             self._arena, self._pairs, self._base = None, None, ""
         self._program = program
+        self._forms = self._present_forms(program)
         where = torch.device("cpu") if given["arena"] == "host" else self._wire
         if not stages:
             # The cached copies read from the arena, so they go with it.
             self._arena, self._pairs, self._base = None, None, ""
         elif self._arena is None:
             pin = where.type == "cpu" and self._wire.type == "cuda"
-            self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
+            # An engine in inference mode would make a tensor that another thread may not write to.
+            with torch.inference_mode(False):
+                self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
+            finish(self._wire)
         return {"stages": stages, "bytes": program.nbytes}
 
     def _check_idle(self) -> None:
@@ -123,12 +130,13 @@ class Receiver:
         def run() -> None:
             start = time.monotonic()
             try:
-                links = self._fill_arena(program, given, stage)
-                stage.seconds["total"] = time.monotonic() - start
-                self._base = stage.attempt
-                # First, since the commit may follow at once.
-                stage.state = "staged"
-                self._confirm(links, program, given, stage)
+                with own_stream(self._wire):
+                    links = self._fill_arena(program, given, stage)
+                    stage.seconds["total"] = time.monotonic() - start
+                    self._base = stage.attempt
+                    # First, since the commit may follow at once.
+                    stage.state = "staged"
+                    self._confirm(links, program, given, stage)
             except Exception as error:  # noqa: BLE001 - whatever it is, the driver has to hear of it
                 self._leave()
                 stage.error = f"{type(error).__name__}: {error}"
@@ -176,11 +184,14 @@ class Receiver:
     def _leave(self) -> None:
         links, self._links = self._links, None
         if links is not None:
-            links.close()
+            try:
+                links.close()
+            except RuntimeError as error:
+                log.warning("the links %s could not be closed: %s", self._link_name, error)
 
     def _fill_arena(self, program: Program, given: Mapping[str, Any], stage: Stage) -> Links:
         """Brings the whole arena to what the senders have now, parcel by parcel; over these links."""
-        direct = not given["base"] and self._arena.device == self._wire
+        direct = not given["base"] and self._lands_in_arena()
         ring = None if direct else self._ring(program)
         landing = (lambda index, parcel: self._slice(parcel)) if direct else (lambda index, parcel: ring[index % 2])
         # Behind a header of unknown size nothing can be posted yet.
@@ -201,6 +212,10 @@ class Receiver:
         if not given["headers"]:
             self._compare_all(program, given, stage, links, deadline)
         return links
+
+    def _lands_in_arena(self) -> bool:
+        """Whether messages can arrive where they are kept: not from a GPU in host memory."""
+        return self._arena.device == self._wire
 
     def _compare_all(
         self, program: Program, given: Mapping[str, Any], stage: Stage, links: Links, deadline: Deadline
@@ -285,8 +300,16 @@ class Receiver:
     # Committing
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Raises SyncError unless ``attempt`` is staged here, whole, or is to be streamed; writes nothing."""
-        self._ready(given["program"])
+        """Raises SyncError unless ``attempt`` is staged here, whole, or is to be streamed, and the parameters are as they
+        were when they were traced; writes nothing."""
+        program = self._ready(given["program"])
+        present = self._present_forms(program)
+        for name, form in self._forms.items():
+            if present[name] != form:
+                raise SyncError(
+                    f"the engine keeps {name} as {present[name]} during an update (shape, strides, dtype), but as {form} "
+                    "when its layout was traced: a kernel wants it packed; set sync.transport to broadcast or disk"
+                )
         if given.get("stream"):
             return
         stage = self._stage
@@ -304,7 +327,13 @@ class Receiver:
         if given.get("stream"):
             self._stream(program, given, params)
         else:
-            torch._foreach_copy_(*self._copies(program, params))
+            torch._foreach_copy_(*self._copies(program, params), non_blocking=True)
+        # The arena may be written again as soon as this is answered.
+        finish(self._wire)
+
+    def _present_forms(self, program: Program) -> dict[str, tuple]:
+        params = self._params()
+        return {name: (tuple(params[name].shape), params[name].stride(), params[name].dtype) for name in program.params}
 
     def _copies(
         self, program: Program, params: Mapping[str, torch.Tensor]

@@ -151,7 +151,8 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int,
 
 
 def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
-    """Each tensor of the layout must be kept by some engine rank whole, and each engine parameter must be written.
+    """Each tensor of the layout must be kept by some engine rank whole, in a type to which a cast leads, and each engine
+    parameter must be written.
 
     Raises:
         SyncError: naming the tensor or the parameter.
@@ -160,6 +161,11 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
     for target, rank in enumerate(engine):
         for slot in rank.slots:
             kept[slot.hf_name].add(slot.hf_box)
+            if (dtype := rank.dtypes[slot.param]) not in ITEM_BYTES:
+                raise SyncError(
+                    f"the engine keeps {slot.param!r} in {dtype}, which takes more than a cast; serve the model unquantized, "
+                    f"or set sync.transport to broadcast or disk, where the engine loads weights by itself"
+                )
         if rank.unwritten:
             raise SyncError(
                 f"loading a checkpoint leaves {len(rank.unwritten)} parameters of engine rank {target} unwritten: "

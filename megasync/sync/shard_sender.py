@@ -26,7 +26,7 @@ from megasync.errors import SyncError
 from megasync.sync import delta
 from megasync.sync.digest import MASK, digest, signed
 from megasync.sync.engine_layout import EngineRank
-from megasync.sync.groups import Deadline, Links, join_store, open_store
+from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
 from megasync.sync.inbound import CONFIRMED, CONFIRMED_WORDS, DELTA, FULL, TABLE, Header
 from megasync.sync.layout import Box, Layout
 from megasync.sync.shard_plan import Parcel, ShardPlan, plan_shards
@@ -94,8 +94,8 @@ class ShardSender:
 
         Args:
             given: ``attempt`` (its name), ``timeout`` and ``stall`` (seconds), ``meeting_point`` (host, port), ``join``
-                (kind -> seconds for its links to be made), ``engines`` ([{name, kind, url}]), ``bases`` (kind -> attempt
-                to send deltas against, or ""), ``keep`` (whether later attempts may send deltas against this one),
+                (kind -> seconds for its links to be made), ``engines`` ([{name, kind, url}], the names being of links),
+                ``links`` (names of all that may be used again), ``bases`` (kind -> attempt to send deltas against, or ""), ``keep`` (whether later attempts may send deltas against this one),
                 ``stream`` (whether parcels are used as they come).
 
         Returns:
@@ -106,6 +106,7 @@ class ShardSender:
         """
         start, deadline = time.monotonic(), Deadline(given["timeout"])
         outcome = Outcome()
+        self._close([name for name in self._links if name not in given["links"]])
         try:
             for kind in sorted({engine["kind"] for engine in given["engines"]}):
                 self._send_kind(kind, given, deadline, outcome)
@@ -284,8 +285,11 @@ class ShardSender:
 
     def leave(self) -> None:
         """Leaves all links. May be called at any time, more than once."""
-        links, self._links, self._store = list(self._links.values()), {}, None
-        for link in links:
+        self._store = None
+        self._close(list(self._links))
+
+    def _close(self, names: Sequence[str]) -> None:
+        for link in [self._links.pop(name) for name in names]:
             try:
                 link.close()
             except (RuntimeError, ValueError) as error:
@@ -336,7 +340,7 @@ class _Message:
 
     tag: int
     buffer: int | None
-    works: list[tuple[str, dist.Work]]
+    works: list[tuple[str, Transfer]]
     tensors: tuple[torch.Tensor, ...]
 
 

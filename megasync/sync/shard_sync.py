@@ -261,6 +261,7 @@ class ShardSync:
             "stall": self._stall,
             "meeting_point": self._meeting_point,
             "engines": [{"name": engine.links, "kind": engine.kind, "url": engine.url} for engine in engines],
+            "links": [engine.links for engine in self._engines.values()],
             "join": {kind: self._join_seconds(kind, engines) for kind in {engine.kind for engine in engines}},
             "bases": bases,
             "stream": stream,

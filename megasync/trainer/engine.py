@@ -251,7 +251,7 @@ class MegatronEngine:
     ) -> list[Any]:
         """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only.
 
-        Gradients add up to those there are; see `zero_grad`.
+        Gradients add up to those there are, and the sum is reduced over ranks; so call `zero_grad` before.
 
         Args:
             microbatches: as many on every rank, a multiple of the stages with an interleaved pipeline.

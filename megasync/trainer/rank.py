@@ -60,8 +60,10 @@ class TrainerRank:
         with quick_imports():
             import torch
 
-            from megasync.device import resolve_device
+            from megasync.device import resolve_device, set_cuda_environment
 
+            # Even the question whether there is a GPU is one to CUDA.
+            set_cuda_environment()
             self._device = resolve_device(config.cluster.device)
             # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
             self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))

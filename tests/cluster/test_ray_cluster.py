@@ -1,40 +1,75 @@
 """A run's own Ray, beside whatever other clusters the machine has."""
 
+from __future__ import annotations
+
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megasync.config.host import route_from
+
 pytestmark = pytest.mark.real
 
 PROGRAM = """
+import json
+import os
+import sys
 import ray
+from processes import family, listening
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
 
 cluster = RayCluster(Config(), 1)
-cluster.connect()
-print("nodes:", len(ray.nodes()))
+if "unpatched" in sys.argv:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+else:
+    cluster.connect()
+assert ray.get(ray.remote(lambda: 1).remote()) == 1
+print(json.dumps([len(ray.nodes()), sorted(listening(family(os.getpid())))]))
 cluster.close()
 """
 
 
-def test_another_cluster_on_this_machine_is_not_joined():
-    # Sockets lie in it, whose paths must be short.
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:
-        # Where Ray notes the machine's newest cluster, which it would look for by itself.
-        note = Path(folder, "ray", "ray_current_cluster")
-        note.parent.mkdir()
-        note.write_text("127.0.0.1:1")
-        found = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=os.environ | {"RAY_TMPDIR": folder},
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-    assert found.stdout == "nodes: 1\n", found.stderr
+def started(folder: str, *words: str) -> tuple[int, list[list[str]]]:
+    """The number of nodes, and who listens where."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        env=os.environ | {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return tuple(json.loads(found.stdout.splitlines()[-1]))
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """Sockets lie in it, whose paths must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as made:
+        yield made
+
+
+def test_another_cluster_on_this_machine_is_not_joined_and_only_loopback_is_listened_on(folder: str) -> None:
+    # Where Ray notes the machine's newest cluster, which it would look for by itself.
+    note = Path(folder, "ray", "ray_current_cluster")
+    note.parent.mkdir()
+    note.write_text("127.0.0.1:1")
+    nodes, places = started(folder)
+    assert nodes == 1
+    assert {address for address, _ in places} == {"127.0.0.1"}, places
+    assert {"gcs_server", "raylet"} < {process for _, process in places}
+
+
+@pytest.mark.skipif(route_from() is None, reason="the machine is in no network")
+def test_ray_by_itself_takes_loopback_for_all_interfaces_still(folder: str) -> None:
+    """When this fails, Ray does without the patch that is `megasync_patches.ray_loopback`: delete it."""
+    _, places = started(folder, "unpatched")
+    assert {"gcs_server", "raylet"} <= {process for address, process in places if address == "::"}

@@ -16,8 +16,6 @@ from ssh import Ssh
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
-# Any, of both families: gRPC listens so.
-RAYS = "*"
 APART = "host0=trainer,host1=rollout"
 
 pytestmark = [
@@ -70,20 +68,17 @@ def files_with(words: Iterable[str], folder: Path) -> list[Path]:
     ]
 
 
-def beyond(hosts: FakeHosts) -> set[tuple[str, str]]:
-    """Who listens on more than loopback and the interface that was chosen, but for Ray: each of its processes, and each that
-    has joined it, has ports for everybody who knows the token, and no setting for where."""
+def beyond(hosts: FakeHosts) -> set[tuple[str, str, str]]:
+    """Who listens on more than loopback and the interface that was chosen: host, address, process."""
     ours = {(name, address) for name in hosts.names for address in (hosts.address(name), "127.0.0.1", "::1")}
     found = {
         (name, address.strip("[]").removeprefix("::ffff:"), process)
         for name in hosts.names
         for address, process in hosts.listening(name)
     }
-    assert {
-        ("host0", hosts.address("host0"), "ray::TrainerRan"),
-        ("host1", hosts.address("host1"), "sglang::router"),
-    } <= found
-    return {(address, process) for name, address, process in found if (name, address) not in ours and address != RAYS}
+    there = {process for name, address, process in found if address == hosts.address(name)}
+    assert {"gcs_server", "raylet", "ray::TrainerRan", "ray::SGLangServ", "sglang::router"} <= there
+    return {(name, address, process) for name, address, process in found if (name, address) not in ours}
 
 
 def power_cycle(hosts: FakeHosts, name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import lives
+from processes import listening, lives
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "single_node.sh"
@@ -43,6 +43,7 @@ def test_a_run_is_stopped_goes_on_and_ends_and_touches_no_stranger(
     command = ("bash", SCRIPT, config, "--continue", tmp_path / "this.run")
     first = execute(*command)
     first.wait_for("step 2/")
+    assert {address for address, _ in listening(first.family())} == {"127.0.0.1"}, listening(first.family())
     assert psutil.Process(first.process.pid).cmdline()[-1] == str(tmp_path / "this.run"), "signals reach the run itself"
     # It must not come to its end meanwhile.
     first.signal(signal.SIGSTOP)

@@ -21,29 +21,33 @@ DRIVER = Path(__file__).with_name("verl_driver.py")
 WORLD = 2
 # Seconds for all runs together; several times what they need on two busy cores.
 TIMEOUT = 400
+AWAY = {"param_offload": True, "optimizer_offload": True}
 SIZES = {
     "tensor": {"tensor_model_parallel_size": 2},
-    "pipeline": {"pipeline_model_parallel_size": 2, "use_dynamic_bsz": False},
-    "data": {"param_offload": True, "optimizer_offload": True},
+    "pipeline": {"pipeline_model_parallel_size": 2, "use_dynamic_bsz": False, **AWAY},
+    "data": {},
 }
+EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 RUNS = {
     "fsdp2": {"strategy": "fsdp2", "padding": False},
     "tensor": {"settings": SIZES["tensor"]},
     "pipeline": {"settings": SIZES["pipeline"]},
     "data": {"settings": SIZES["data"], "padding": False},
     "bfloat16": {"settings": {**SIZES["tensor"], "dtype": "bfloat16"}},
-    "experts": {"settings": {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}},
+    "experts": {"settings": EXPERTS},
     "fsdp2 experts": {"strategy": "fsdp2", "padding": False},
     "critic fsdp2": {"strategy": "fsdp2", "padding": False},
+    "critic fsdp2 experts": {"strategy": "fsdp2", "padding": False},
     **{f"critic {name}": {"settings": settings} for name, settings in SIZES.items()},
+    "critic experts": {"settings": EXPERTS},
 }
 # Which of verl's runs computes the same as ours.
 ACTORS = {"tensor": "fsdp2", "pipeline": "fsdp2", "data": "fsdp2", "experts": "fsdp2 experts"}
-CRITICS = {f"critic {name}": "critic fsdp2" for name in SIZES}
+CRITICS = {f"critic {name}": f"critic {theirs}" for name, theirs in ACTORS.items()}
 THEIRS = ACTORS | CRITICS
 OURS = [*THEIRS, "bfloat16"]
-# verl's engine exports experts under other names, those of the fused tensors of transformers.
-DENSE = [name for name in THEIRS if name != "experts"]
+# Whose gradients may stay where they are between calls.
+IN_PARTS = [name for name in THEIRS if not name.endswith("pipeline")]
 
 
 def role_of(name):
@@ -58,8 +62,9 @@ def models(tmp_path_factory) -> dict[str, str]:
     """The folder that each run trains."""
     root = tmp_path_factory.mktemp("models")
     dense, sparse = (str(make_tiny_model(root / family, family, tokenizer=False)) for family in ("qwen3", "qwen3_moe"))
-    critic = str(make_tiny_value_model(root / "critic"))
-    return {name: critic if "critic" in name else sparse if "experts" in name else dense for name in RUNS}
+    critics = [str(make_tiny_value_model(root / f"critic-{family}", family)) for family in ("qwen3", "qwen3_moe")]
+    folders = {"actor": (dense, sparse), "critic": critics}
+    return {name: folders[role_of(name)]["experts" in name] for name in RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,25 @@ def inferred(ranks, name, pass_="infer"):
 
 def metrics(ranks, step):
     return next(rank[step] for rank in ranks if rank[step] is not None)
+
+
+def check_close(ours, theirs):
+    """Compares weights to 1e-4. verl's engine names experts as transformers keeps them: all of a layer in one tensor."""
+    expected = {}
+    for name, tensor in theirs.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, rows in enumerate(tensor):
+                gate, up = rows.chunk(2)
+                expected[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
+                expected[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
+        elif name.endswith(".experts.down_proj"):
+            for expert, rows in enumerate(tensor):
+                expected[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
+        else:
+            expected[name] = tensor
+    assert ours.keys() == expected.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0, msg=name)
 
 
 def response_tokens(model):
@@ -185,14 +209,34 @@ def test_loss_and_gradient_norm_are_those_of_verls_engine(found, layout, step, s
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
 
 
-@pytest.mark.parametrize("layout", DENSE)
+@pytest.mark.parametrize("layout", THEIRS)
 def test_weights_after_a_step_are_those_of_verls_engine(found, layout):
-    theirs = found[THEIRS[layout]][0]
     for rank in found[layout]:
-        assert rank["after"].keys() == theirs["after"].keys()
-        for name, tensor in rank["after"].items():
-            torch.testing.assert_close(tensor, theirs["after"][name], atol=1e-4, rtol=0, msg=name)
+        check_close(rank["after"], found[THEIRS[layout]][0]["after"])
         assert any(not torch.equal(rank["after"][name], rank["before"][name]) for name in rank["after"])
+
+
+@pytest.mark.parametrize("layout", IN_PARTS)
+def test_gradients_of_two_calls_add_up_as_in_verls_engine(found, layout):
+    ours, theirs = ([rank["parts"] for rank in found[run]] for run in (layout, THEIRS[layout]))
+    assert metrics(ours, "step")["grad_norm"] == pytest.approx(metrics(theirs, "step")["grad_norm"], rel=1e-3)
+    for rank, parts in zip(found[layout], ours, strict=True):
+        assert all(torch.equal(parts["between"][name], tensor) for name, tensor in rank["last"].items())
+        assert any(not torch.equal(parts["after"][name], tensor) for name, tensor in rank["last"].items())
+        check_close(parts["after"], theirs[0]["after"])
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "critic pipeline"])
+def test_gradients_that_would_be_lost_between_calls_are_refused(found, layout):
+    for rank in found[layout]:
+        assert "param_offload" in rank["parts"]["refused"]
+
+
+@pytest.mark.parametrize("layout", OURS)
+def test_weights_step_aside_for_earlier_ones(found, layout):
+    """That training goes on the same after it is `test_loss_and_gradient_norm_are_those_of_verls_engine`."""
+    for name in OUTPUTS[role_of(layout)]:
+        assert torch.equal(inferred(found[layout], name, "infer_before"), inferred(found[layout], name))
 
 
 # Weights
@@ -229,7 +273,8 @@ def test_the_exported_folder_holds_the_trained_weights(found, layout, saved):
 def test_verls_critic_loads_the_exported_folder(found, layout, saved):
     folder = saved / layout / "huggingface"
     config = AutoConfig.from_pretrained(folder)
-    assert (config.architectures, config.num_labels) == (["Qwen3ForTokenClassification"], 1)
+    family = "Qwen3Moe" if "experts" in layout else "Qwen3"
+    assert (config.architectures, config.num_labels) == ([f"{family}ForTokenClassification"], 1)
     model, report = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     values = inferred(found[layout], "values", "infer_after")
@@ -251,11 +296,23 @@ def test_memory_goes_away_and_comes_back(found, layout):
 # Through Ray
 
 
-@pytest.fixture(scope="module")
-def through_ray(models, tmp_path_factory) -> dict[str, dict]:
-    """What verl's driver got from a worker group of tensor, pipeline and data parallel ranks, by role."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((4, {"pipeline_model_parallel_size": 2}), id="pipeline x data"),
+        pytest.param(
+            (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+            id="tensor x pipeline x data",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def through_ray(request, models, tmp_path_factory) -> dict[str, dict]:
+    """What verl's driver got from a worker group, by role; that of grpo_cpu.sh is tensor parallel."""
     folder = tmp_path_factory.mktemp("driver")
-    (folder / "request.json").write_text(json.dumps({"actor": models["fsdp2"], "critic": models["critic fsdp2"]}))
+    world, sizes = request.param
+    roles = {"actor": models["fsdp2"], "critic": models["critic fsdp2"]}
+    (folder / "request.json").write_text(json.dumps({"world": world, "sizes": sizes, "models": roles}))
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, str(DRIVER), str(folder)], stdout=output, stderr=subprocess.STDOUT)
@@ -267,7 +324,10 @@ def through_ray(models, tmp_path_factory) -> dict[str, dict]:
     return torch.load(folder / "result.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("role, theirs", [("actor", "fsdp2"), ("critic", "critic fsdp2")])
+ROLES = pytest.mark.parametrize("role, theirs", [("actor", "fsdp2"), ("critic", "critic fsdp2")])
+
+
+@ROLES
 def test_verls_worker_group_of_ray_actors_computes_the_same(found, through_ray, role, theirs):
     ours = [through_ray[role]]
     for name in OUTPUTS[role]:
@@ -276,3 +336,23 @@ def test_verls_worker_group_of_ray_actors_computes_the_same(found, through_ray, 
         expected = metrics(found[theirs], step)
         for name in ("loss", "grad_norm"):
             assert metrics(ours, step)[name] == pytest.approx(expected[name], rel=1e-3), (step, name)
+
+
+@ROLES
+def test_every_actor_of_the_group_exports_the_same_weights(found, models, through_ray, role, theirs):
+    folder = load_file(Path(models[theirs]) / "model.safetensors")
+    ours = through_ray[role]
+    for before, after in zip(ours["before"], ours["after"], strict=True):
+        assert before.keys() == folder.keys()
+        assert all(torch.equal(before[name], tensor) for name, tensor in folder.items())
+        assert all(torch.equal(after[name], tensor) for name, tensor in ours["after"][0].items())
+        check_close(after, found[theirs][0]["after"])
+
+
+@ROLES
+def test_the_group_goes_on_from_its_checkpoint(through_ray, role, theirs):
+    ours = through_ray[role]
+    for name in ("loss", "grad_norm"):
+        assert ours["again"][name] == ours["next"][name]
+    for last, end in zip(ours["last"], ours["end"], strict=True):
+        assert all(torch.equal(end[name], tensor) for name, tensor in last.items())

@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl: chosen by name only, and with a process group that torch opens."""
+"""The CPU as a platform of verl: with a process group that torch opens, and copies of weights that are not pinned."""
 
 import os
 import subprocess
@@ -21,11 +21,18 @@ except ValueError as error:
 from verl.workers.engine_workers import initialize_global_process_group_ray
 initialize_global_process_group_ray()
 print("opened:", torch.distributed.get_backend())
+tensor = torch.ones(3)
+try:
+    torch.Tensor.pin_memory.__wrapped__(tensor)
+except RuntimeError as error:
+    print("refused:", *str(error).split())
+print("kept:", tensor.pin_memory() is tensor)
 """
 
 
-def test_verls_process_group_opens_on_a_cpu_and_would_not_without_the_patch(tmp_path):
-    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`: delete it."""
+def test_verl_works_on_a_cpu_and_would_not_without_the_patches(tmp_path):
+    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`, or
+    `verl_cpu_pinning` if it is the second: delete it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OPEN],
         env={**os.environ, "VERL_PLATFORM": "cpu", "DIST_INIT_METHOD": f"file://{tmp_path / 'meeting'}"},
@@ -34,6 +41,8 @@ def test_verls_process_group_opens_on_a_cpu_and_would_not_without_the_patch(tmp_
         text=True,
         timeout=120,
     )
-    refused, opened = done.stdout.splitlines()[-2:]
+    refused, opened, unpinned, kept = done.stdout.splitlines()[-4:]
     assert refused.startswith("refused:") and "cpu" in refused, done.stderr[-3000:]
     assert opened == "opened: gloo"
+    assert unpinned.startswith("refused:") and "accelerator" in unpinned
+    assert kept == "kept: True"

@@ -1,4 +1,4 @@
-"""A rank under verl's own TrainingWorker: `verl_rank.py RANK WORLD FOLDER`.
+"""A rank under verl's own workers: `verl_rank.py RANK WORLD FOLDER`.
 
 FOLDER/request.json has runs by name; FOLDER/result-RANK.pt gets what `run` returned of each, by the same names.
 """
@@ -26,10 +26,11 @@ from verl.workers.config import (
     McoreOptimizerConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import sft_loss
 from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
+from megasync.errors import ConfigError
 from megasync.integrations.verl import MegasyncEngineConfig
 
 MODEL_TYPES = {"actor": "language_model", "critic": "value_model"}
@@ -54,7 +55,7 @@ def join(name):
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
-def worker_config(role, model, strategy, settings, padding, saves=True):
+def worker_config(role, model, strategy, settings, padding):
     sizes = {
         "max_token_len_per_gpu": 40,
         "infer_max_token_len_per_gpu": 48,
@@ -85,9 +86,7 @@ def worker_config(role, model, strategy, settings, padding, saves=True):
         ),
         engine_config=config,
         optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"])
-        if saves
-        else None,
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
     )
 
 
@@ -96,7 +95,8 @@ class Rank:
 
     def __init__(self, role, model, strategy, settings, padding):
         self.role = role
-        self.worker = TrainingWorker(worker_config(role, model, strategy, settings, padding))
+        # A TrainingWorker that may also be asked for the parts of a step one by one.
+        self.worker = TinkerTrainingWorker(worker_config(role, model, strategy, settings, padding))
         self.worker.reset()
         self.loss = loss_of(role, strategy)
         self.worker.set_loss_fn(self.loss)
@@ -141,6 +141,21 @@ class Rank:
         data = self.share(order, global_batch_size=MINIBATCH, mini_batch_size=MINIBATCH)
         return self._metrics(self.worker.train_mini_batch(data))
 
+    def train_in_parts(self):
+        """Metrics of two backward passes over the same sequences, and of the optimizer step after them.
+
+        The weights in between; or only the refusal, of an engine that could not keep gradients between calls.
+        """
+        try:
+            self.worker.optimizer_zero_grad()
+        except ConfigError as error:
+            return {"refused": str(error)}
+        losses = [
+            self._metrics(self.worker.forward_backward(self.share(global_batch_size=SEQUENCES))) for _ in range(2)
+        ]
+        between = self.weights()
+        return {"losses": losses, "between": between, "step": self.worker.optimizer_step(), "after": self.weights()}
+
     def _metrics(self, found):
         return None if found is None else tu.get(found, "metrics")
 
@@ -148,6 +163,22 @@ class Rank:
         tensors, adapter = self.engine.get_per_tensor_param()
         assert adapter is None
         return {name: tensor.detach().clone() for name, tensor in tensors}
+
+    def copy(self):
+        """As verl's trainer with separate servers keeps weights, for later ones to step aside."""
+        from verl.utils.megatron_utils import copy_megatron_model_to_cpu
+
+        return copy_megatron_model_to_cpu(self.engine.module)
+
+    def infer_with(self, weights):
+        """What the weights of an earlier `copy` give; afterwards the present ones are back."""
+        from verl.utils.megatron_utils import restore_megatron_model_from_cpu
+
+        present = self.copy()
+        restore_megatron_model_from_cpu(self.engine.module, weights)
+        found = self.infer()
+        restore_megatron_model_from_cpu(self.engine.module, present)
+        return found
 
     def go_away(self):
         """Empties this rank's memory, exports all the same, and fills it again; the export, and bytes in between."""
@@ -169,7 +200,10 @@ def run(model, strategy, role="actor", settings=None, padding=True, save=None):
         found |= {"each_its_own": rank.infer(each_its_own=True), "supervised": rank.supervised_loss()}
     if strategy != "fsdp2":
         reference = Rank(role, model, strategy, {**(settings or {}), "forward_only": True}, padding)
+        first = rank.copy()
     found |= {"train": rank.train_batch(), "after": rank.weights(), "infer_after": rank.infer()}
+    if strategy != "fsdp2":
+        found["infer_before"] = rank.infer_with(first)
     if save:
         rank.worker.save_checkpoint(save, global_step=1)
         found["away"], found["held"] = rank.go_away()
@@ -178,6 +212,7 @@ def run(model, strategy, role="actor", settings=None, padding=True, save=None):
         rank.worker.reset()
         rank.worker.load_checkpoint(save)
         found |= {"restored": rank.weights(), "again": rank.train_mini_batch(), "end": rank.weights()}
+    found["parts"] = rank.train_in_parts()
     if strategy != "fsdp2":
         found["reference"] = reference.infer()
         parallel_state.destroy_model_parallel()

@@ -1,5 +1,6 @@
 """Which machines a job gets, and how a command reaches them."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ def test_hosts_come_from_a_list_or_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the big ones\na\n\nb  # and this\n")
     assert read_hosts(str(file)) == [Host("a"), Host("b")]
+    file.write_bytes(b"\xef\xbb\xbfa\r\n\r\nme@b\r\n  10.0.0.3\t\r\n")
+    assert read_hosts(str(file)) == [Host("a"), Host("me@b"), Host("10.0.0.3")], "as editors of other systems write"
 
 
 def test_hosts_may_be_kept_for_a_pool(tmp_path: Path) -> None:
@@ -32,8 +35,11 @@ def test_hosts_may_be_kept_for_a_pool(tmp_path: Path) -> None:
     ("source", "words"),
     [
         (",", "names no host"),
-        ("missing/hosts.txt", "cannot be read"),
+        ("missing/hosts", "cannot be read"),
+        ("hosts.txt", "cannot be read"),
         ("a,b,a", "'a' is named twice"),
+        ("me@a,b,you@a", "'a' is named twice"),
+        ("a;b,c", "'a;b' in 'a;b,c' is not a host"),
         ("a=trainer,b", "host 'b' has no pool"),
         ("a=trainer,b=trainer", "name hosts for each pool"),
         ("a=judge,b=rollout", "'judge' behind host 'a' is not a pool"),
@@ -60,6 +66,16 @@ def test_the_interface_is_the_one_that_leads_to_the_peer() -> None:
         address_towards("no-such-host.invalid")
     with pytest.raises(ConfigError, match="has no interface 'eth99'; it has .*lo"):
         address_of("eth99")
+
+
+def test_a_host_with_addresses_of_both_families_is_reached_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    by6 = (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 9, 0, 0))
+    by4 = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 9))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [by6, by4])
+    assert address_towards("both") == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [by6])
+    with pytest.raises(ConfigError, match=r"knows 'new' by IPv6 only \(::1\); name hosts by IPv4"):
+        address_towards("new")
 
 
 def test_slurm_names_the_nodes_of_a_job(fake_scontrol: Path) -> None:

@@ -123,6 +123,42 @@ def test_quickstart_and_tests_pass_their_arguments_on(checkout):
     assert bash(checkout / ".ci" / "run").stdout == "python -m pytest\n"
 
 
+def test_a_single_machine_is_examined_for_what_it_will_run(checkout):
+    script = checkout / "launch" / "single_node.sh"
+    arguments = ("my run.yaml", "seed=3", "--continue", "this.run", "name=x")
+    doctor, train = bash(script, "--dry-run", *arguments).stdout.splitlines()
+    assert doctor == r".venv/bin/megasync doctor my\ run.yaml seed=3 name=x"
+    assert train == r".venv/bin/megasync train my\ run.yaml seed=3 name=x --continue this.run"
+    program(checkout / ".venv" / "bin" / "megasync", 'echo "$*"')
+    assert bash(script, *arguments).stdout.splitlines() == [
+        "doctor my run.yaml seed=3 name=x",
+        "train my run.yaml seed=3 name=x --continue this.run",
+    ]
+    program(checkout / ".venv" / "bin" / "megasync", 'echo "$1"; [ "$1" != doctor ]')
+    sick = bash(script, *arguments)
+    assert (sick.returncode, sick.stdout) == (2, "doctor\n") and "not ready" in sick.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("single_node.sh", [], "name a configuration, such as"),
+        ("single_node.sh", ["--dryrun", "x.yaml"], "unknown option --dryrun"),
+        ("single_node.sh", ["x.yaml", "--continue"], "--continue needs a FILE"),
+        ("single_node.sh", ["x.yaml"], "make it with: bash launch/setup.sh"),
+        ("multi_node.sh", ["x.yaml", "--hosts", "a"], "make it with: bash launch/setup.sh"),
+    ],
+)
+def test_what_a_script_cannot_do_it_says(checkout, script, arguments, words):
+    refused = bash(checkout / "launch" / script, *arguments)
+    assert (refused.returncode, refused.stdout) == (2, "") and words in refused.stderr
+
+
+def test_the_script_for_one_machine_explains_itself(checkout):
+    helped = bash(checkout / "launch" / "single_node.sh", "--help")
+    assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine alone")
+
+
 def test_the_tests_add_verl_to_the_environment_once(checkout):
     python = fake_python(checkout, "true")
     run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))

@@ -238,6 +238,15 @@ def test_machines_that_do_not_come(monkeypatch):
     assert (found.subject, found.status) == ("nodes", FAILURE) and "1 of 2 within 0 s: h0 (192.0.2.1)" in found.detail
 
 
+def test_a_machine_under_two_names(monkeypatch):
+    node = {"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0"}
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [node | {"NodeID": "0"}, node | {"NodeID": "1"}])
+    found = only(cluster_doctor.examine_cluster("auto", 2, 0.0))
+    assert (found.status, found.detail) == (FAILURE, "2 Ray nodes at 192.0.2.1") and "once" in found.fix
+
+
 def test_a_probe_reads_reaches_and_adds_for_real(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
     here, there = NodeProbe(), NodeProbe()

@@ -1,5 +1,7 @@
 """The plan of a shard-to-shard sync, carried out in memory: every byte once, from a rank that holds it, to its place."""
 
+import re
+from dataclasses import replace
 from math import prod
 from unittest import mock
 
@@ -150,6 +152,14 @@ def test_a_parameter_that_loading_leaves_alone_is_named():
     bad = [EngineRank(r.slots, r.fills, r.dtypes, r.sizes, ("extra.weight",)) for r in ranks]
     with pytest.raises(SyncError, match=r"parameters of engine rank 0 unwritten: extra\.weight"):
         plan_shards(layout, bad, 500, "float32")
+
+
+def test_a_parameter_in_a_quantized_type_is_refused():
+    layout, ranks = small_case()
+    name = ranks[0].slots[0].param
+    quantized = [replace(rank, dtypes={**rank.dtypes, name: "float8_e4m3fn"}) for rank in ranks]
+    with pytest.raises(SyncError, match=rf"keeps '{re.escape(name)}' in float8_e4m3fn, .* unquantized"):
+        plan_shards(layout, quantized, 500, "float32")
 
 
 def test_a_tensor_that_the_trainer_does_not_have_is_named():

@@ -1,9 +1,11 @@
 """Senders and receivers over real gloo links, a thread each: what arrives, what deltas save, and what faults do."""
 
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tiny_shards import random_weights, shards_of
 
 from megasync.device import Device
 from megasync.errors import SyncError
+from megasync.sync import receiver as receiving
 from megasync.sync import shard_plan, shard_sender
 from megasync.sync.digest import combine
 from megasync.sync.layout import Layout
@@ -59,7 +62,9 @@ class Wires:
             "arena": "device",
             "arena_bytes": arena_bytes,
         }
-        self.stages = [receiver.handle("program", program)["stages"] for receiver in self.receivers]
+        # An engine may be in inference mode then.
+        with torch.inference_mode():
+            self.stages = [receiver.handle("program", program)["stages"] for receiver in self.receivers]
         self.links = "first"
         self.listen()
 
@@ -77,6 +82,7 @@ class Wires:
         sender = common | {
             "meeting_point": self.meeting_point,
             "engines": [{"name": self.links, "kind": KIND, "url": "http://engine"}],
+            "links": [self.links],
             "bases": {KIND: base} if base else {},
             "stream": stream,
             "join": {KIND: 10.0},
@@ -187,6 +193,71 @@ def test_versions_arrive_one_after_another_over_the_same_links(wires):
         assert all(buffer.numel() <= w.plan.largest_packed for sender in w.senders for buffer in sender._buffers)
         w.commit(f"v{version}")
         assert w.serves(whole)
+
+
+def test_an_arena_in_other_memory_is_filled_message_by_message(wires, monkeypatch):
+    """As beside a GPU with ``sync.arena: host``."""
+    monkeypatch.setattr(Receiver, "_lands_in_arena", lambda receiver: False)
+    w = wires()
+    for version in range(2):
+        whole = weights(w, version)
+        w.weights(whole)
+        _, received = w.stage(f"v{version}")
+        assert [report["state"] for report in received] == ["staged", "staged"], received
+        w.commit(f"v{version}")
+        assert w.serves(whole)
+
+
+def test_waits_for_messages_hold_up_no_other_stream_and_a_commit_is_over_when_it_returns(wires, monkeypatch):
+    inside, waited, finished = threading.local(), [], []
+
+    @contextmanager
+    def fake_stream(device: torch.device) -> Iterator[None]:
+        inside.stream = device
+        yield
+        inside.stream = None
+
+    def wait(*args) -> None:
+        waited.append(getattr(inside, "stream", None))
+        arrived(*args)
+
+    arrived = receiving._wait
+    monkeypatch.setattr(receiving, "own_stream", fake_stream)
+    monkeypatch.setattr(receiving, "_wait", wait)
+    w = wires()
+    monkeypatch.setattr(receiving, "finish", finished.append)
+    whole = weights(w, 0)
+    w.weights(whole)
+    w.stage("a")
+    assert waited
+    assert set(waited) == {torch.device("cpu")}
+    assert not finished
+    w.commit("a")
+    assert finished == [torch.device("cpu")] * 2
+    assert w.serves(whole)
+
+
+def test_parameters_that_an_update_finds_otherwise_are_not_written(wires):
+    w = wires()
+    w.weights(weights(w, 0))
+    w.stage("a")
+    name = next(iter(w.receivers[0]._forms))
+    packed = dict(w.engine[0].tensors())
+    packed[name] = packed[name].reshape(1, -1)
+    w.receivers[0]._params = lambda: packed
+    with pytest.raises(SyncError, match=f"the engine keeps {re.escape(name)} as .* a kernel wants it packed"):
+        w.receivers[0].check({"attempt": "a", "program": KIND})
+    w.receivers[1].check({"attempt": "a", "program": KIND})
+
+
+def test_links_that_are_not_used_again_are_closed(wires):
+    w = wires()
+    w.weights(weights(w, 0))
+    for name in ("first", "second"):
+        w.links = name
+        _, received = w.stage(name)
+        assert [report["state"] for report in received] == ["staged", "staged"], received
+        assert [list(sender._links) for sender in w.senders] == [[name], [name]]
 
 
 def changed_in_one_percent(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

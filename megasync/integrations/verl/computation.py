@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from megasync.integrations.verl.checkpoints import Checkpoints
 from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.offload import OPTIMIZER, WEIGHTS, Offload
+from megasync.trainer.offload import GRADIENTS, OPTIMIZER, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
 
@@ -42,6 +42,8 @@ class Computation:
         self._engine = engine
         self._ranks = engine.topology.data
         self._losses_are_finite = True
+        # There are gradients of an earlier call.
+        self._has_gradients = False
         self._outputs = self._values if engine.layout.value_head else self._scores
         self.data_group: dist.ProcessGroup = engine.data_group
         self.offload = Offload(engine.memory, engine.device)
@@ -65,8 +67,11 @@ class Computation:
         batch = VerlBatch([part.to(device) for part in parts])
         microbatches, tokens = self._meet(batch.microbatches)
         evaluate = partial(self._evaluate, batch, loss, forward_only)
-        reports = self._engine.run(microbatches, batch.samples, tokens, evaluate, forward_only=forward_only)
-        self._losses_are_finite = all(math.isfinite(report["loss"]) for report in reports)
+        with nullcontext() if forward_only else self._added_gradients():
+            reports = self._engine.run(microbatches, batch.samples, tokens, evaluate, forward_only=forward_only)
+        finite = all(math.isfinite(report["loss"]) for report in reports)
+        if not forward_only:
+            self._losses_are_finite = self._losses_are_finite and finite
         if self._engine.coords.pp < topology.pipeline - 1:
             return {}
         return postprocess_batch_func(reports, order, data)
@@ -108,8 +113,23 @@ class Computation:
     def _values(self, part: TensorDict, packed: Batch, values: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"values": values.squeeze(1).float()}
 
+    @contextmanager
+    def _added_gradients(self) -> Iterator[None]:
+        """Within it, the gradients of earlier calls wait outside: Megatron's reduction over ranks must meet each once."""
+        if self._has_gradients:
+            gradients = self._engine.memory()[GRADIENTS]
+            earlier = [tensor.clone() for tensor in gradients]
+            self._engine.zero_grad()
+            yield
+            for tensor, before in zip(gradients, earlier, strict=True):
+                tensor += before
+        else:
+            yield
+        self._has_gradients = True
+
     def zero_grad(self) -> None:
         self._engine.zero_grad()
+        self._has_gradients, self._losses_are_finite = False, True
 
     def update(self, step: int) -> float:
         """Clips and updates, or, when a loss or the norm is not finite on some rank, leaves everything as it is.

@@ -1,4 +1,4 @@
-"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers.
+"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers. Importing this module registers it.
 
 This module imports nothing of Megatron, so that verl can load it in any process; `computation` does.
 """
@@ -6,6 +6,7 @@ This module imports nothing of Megatron, so that verl can load it in any process
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,10 +19,32 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from megasync.device import resolve_device
 from megasync.errors import ConfigError
 from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer
-from megasync.integrations.verl.weights import Weights
+from megasync.integrations.verl.weights import LiveWeights, Weights
 from megasync.sync.topology import Topology
 
+DEVICES = ["cuda", "cpu"]
 
+
+class TrainMode(BaseEngineCtx):
+    """verl's context of training calls. At its end gradients are zero, unless they are to be added to."""
+
+    def __init__(self, engine: MegasyncEngine, **kwargs: Any) -> None:
+        super().__init__(engine, mode="train", **kwargs)
+        if engine.is_param_offload_enabled and not (self.zero_grad_on_exit or self.disable_auto_offload):
+            raise ConfigError(
+                "param_offload is True, and leaving the GPU loses gradients that are to be kept between calls "
+                "(zero_grad_on_exit=False); set param_offload=false"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.zero_grad_on_exit or error is not None:
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, error, traceback)
+
+
+@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=DEVICES)
 class MegasyncEngine(BaseEngine):
     """One rank of a language model; every method but the properties and the questions is a collective.
 
@@ -109,7 +132,7 @@ class MegasyncEngine(BaseEngine):
         return self.engine_config.optimizer_offload
 
     def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
-        return BaseEngineCtx(self, mode="train", **kwargs)
+        return TrainMode(self, **kwargs)
 
     def eval_mode(self, **kwargs: Any) -> BaseEngineCtx:
         return BaseEngineCtx(self, mode="eval", **kwargs)
@@ -134,6 +157,12 @@ class MegasyncEngine(BaseEngine):
 
     # Computation
 
+    @property
+    def optimizer(self) -> MegasyncEngine:
+        """Where verl's workers of split steps look for parameter groups, to change them for one step. There are none, and
+        verl's refusal names whatever this returns."""
+        return self
+
     def optimizer_zero_grad(self) -> None:
         self._computation.zero_grad()
 
@@ -153,7 +182,8 @@ class MegasyncEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """verl's contract: ``data`` holds this data-parallel rank's sequences, as jagged ``input_ids``.
+        """verl's contract: ``data`` holds this data-parallel rank's sequences, as jagged ``input_ids``. Gradients are added
+        to those of earlier calls.
 
         Returns:
             ``model_output`` (jagged ``log_probs``, and ``entropy`` if it is asked for; while training only with
@@ -169,6 +199,11 @@ class MegasyncEngine(BaseEngine):
     def get_per_tensor_param(self, **_: Any) -> tuple[Weights, None]:
         """The model as an iterator of whole tensors, see `Weights`. There is no adapter, so the second is always None."""
         return Weights(self._computation.shards), None
+
+    @property
+    def module(self) -> list[LiveWeights]:
+        """What verl's `DetachActorWorker` copies, so that later weights can step aside for those that a batch met first."""
+        return [LiveWeights(self._computation.shards)]
 
     def save_checkpoint(
         self,
@@ -202,6 +237,7 @@ class MegasyncEngine(BaseEngine):
             raise ConfigError("an engine that only scores (forward_only) has no checkpoint; load its model folder")
 
 
+@EngineRegistry.register(model_type="value_model", backend=STRATEGY, device=DEVICES)
 class MegasyncValueEngine(MegasyncEngine):
     """One rank of a critic: `forward_backward_batch` gives jagged ``values`` in place of log-probs and entropy.
 
@@ -209,9 +245,3 @@ class MegasyncValueEngine(MegasyncEngine):
     """
 
     value_head = True
-
-
-def register() -> None:
-    """Makes the engines known to verl; once per process."""
-    for model_type, engine in (("language_model", MegasyncEngine), ("value_model", MegasyncValueEngine)):
-        EngineRegistry.register(model_type=model_type, backend=STRATEGY, device=["cuda", "cpu"])(engine)

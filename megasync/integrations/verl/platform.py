@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from megasync_patches import verl_cpu_group
+from megasync_patches import verl_cpu_group, verl_cpu_pinning
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
@@ -44,8 +44,9 @@ class CpuPlatform(PlatformBase):
     def install(cls) -> None:
         """Makes it known to verl; once per process, before verl's workers are imported."""
         PlatformRegistry.register("cpu")(cls)
-        if verl_cpu_group.PATCH.needed():
-            verl_cpu_group.PATCH.apply()
+        for patch in (verl_cpu_group.PATCH, verl_cpu_pinning.PATCH):
+            if patch.needed():
+                patch.apply()
 
     @property
     def device_name(self) -> str:

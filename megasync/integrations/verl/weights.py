@@ -1,4 +1,4 @@
-"""What verl gets as "the weights": an iterator of whole tensors, from which megasync's own transfer takes the shards."""
+"""What verl gets as "the weights": whole tensors, from which megasync's own transfer takes the shards, or live parameters."""
 
 from __future__ import annotations
 
@@ -30,3 +30,20 @@ class Weights(Iterator[tuple[str, torch.Tensor]]):
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self.held() as shards:
             yield from stream_tensors(shards, EXPORT_BYTES)
+
+
+class LiveWeights:
+    """This rank's weights as verl's trainer with separate servers copies them and puts them back: it takes this for a
+    model, and asks for its parameters.
+
+    Args:
+        held: as of `Weights`.
+    """
+
+    def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
+        self._held = held
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters themselves, on their device until the last has been taken."""
+        with self._held() as shards:
+            yield from shards.params.items()

@@ -1,0 +1,129 @@
+"""What asynchrony saves: whole runs of one configuration that differ in `schedule.max_staleness` only.
+
+    python benchmarks/asynchrony.py CONFIG [--staleness 0 1 2] [--steps 8] [--rounds 3] [--pools shared] [key=value ...]
+
+Every run is `megasync train` with real ranks, servers and weight syncs, in turns, evaluation off. The first steps of a
+run are not counted: until the buffer has come to its steady state they live on groups that were generated before.
+`--pools apart` gives the trainer's processes one half of the cores and the servers' the other, as on separate GPUs;
+`shared` lets both use all cores, so that `max_staleness: 0` is what a colocated synchronous run is: each phase has the
+whole machine. The last column is the limit of any overlap: the busier side's seconds of the synchronous run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+# Steps that are not counted, beside those that the buffer's head start lasts.
+WARM_UP = 2
+OFF = (
+    "eval.every_steps=0",
+    "eval.samples=1",
+    "eval.temperatures=[0.0]",
+    "checkpoint.every_steps=0",
+    "checkpoint.export=false",
+)
+# A run that writes nothing for so long has failed.
+PATIENCE = 600.0
+
+
+def pin(root: psutil.Process) -> None:
+    """Servers get the upper half of the cores, all other processes of the run the lower."""
+    cores = sorted(os.sched_getaffinity(0))
+    lower, upper = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+    servers = [child for child in root.children(recursive=True) if "sglang" in " ".join(child.cmdline())]
+    inside = {process.pid for server in servers for process in (server, *server.children(recursive=True))}
+    for process in (root, *root.children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, upper if process.pid in inside else lower)
+
+
+def steps_of(run_root: Path) -> list[dict]:
+    found = list(run_root.glob("*/metrics.jsonl"))
+    if not found:
+        return []
+    lines = [json.loads(line) for line in found[0].read_text().splitlines()]
+    return [line for line in lines if "time/step" in line]
+
+
+def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[str]) -> dict[str, float]:
+    """Medians per counted step, in seconds, and tokens trained per second."""
+    skipped = WARM_UP + staleness
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "megasync", "train", config, *OFF, f"run_root={folder}"]
+        command += [f"schedule.max_staleness={staleness}", f"schedule.total_steps={skipped + steps}", *overrides]
+        log = Path(folder) / "output"
+        with log.open("w") as output:
+            process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        pinned, deadline, seen = not apart, time.monotonic() + PATIENCE, 0
+        while process.poll() is None:
+            done = len(steps_of(Path(folder)))
+            if done > seen:
+                seen, deadline = done, time.monotonic() + PATIENCE
+            if done and not pinned:
+                pin(process)
+                pinned = True
+            if time.monotonic() > deadline:
+                process.terminate()
+                raise SystemExit(f"no step in {PATIENCE:g} s:\n{log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        if process.returncode:
+            raise SystemExit(log.read_text()[-2000:])
+        rows = steps_of(Path(folder))
+    counted = rows[skipped:]
+    span = counted[-1]["time"] - rows[skipped - 1]["time"]
+    medians = {
+        key: statistics.median(row[f"time/{key}"] for row in counted) for key in ("wait_for_groups", "train", "sync")
+    }
+    return medians | {
+        "step": span / len(counted),
+        "tokens": sum(row["train/tokens"] for row in counted) / span,
+        "staleness": max(row["train/staleness_max"] for row in counted),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pools", choices=("apart", "shared"), default="shared")
+    given = parser.parse_intermixed_args()
+    if given.staleness[0] != 0:
+        parser.error("--staleness begins with 0, which the others are compared with")
+    found: dict[int, list[dict[str, float]]] = {staleness: [] for staleness in given.staleness}
+    for _ in range(given.rounds):
+        for staleness, results in found.items():
+            results.append(run(given.config, staleness, given.steps, given.pools == "apart", given.overrides))
+            print(f"max_staleness {staleness}: {results[-1]['step']:.2f} s a step", file=sys.stderr, flush=True)
+    print("| max_staleness | s a step | waits for groups | trains | syncs | tokens/s | oldest token | × synchronous |")
+    print("|---|---|---|---|---|---|---|---|")
+    for staleness, results in found.items():
+        ratios = [base["step"] / result["step"] for base, result in zip(found[0], results, strict=True)]
+        median = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        print(
+            f"| {staleness} | {median['step']:.2f} | {median['wait_for_groups']:.2f} | {median['train']:.2f} | "
+            f"{median['sync']:.2f} | {median['tokens']:.0f} | {median['staleness']:.0f} | "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
+    if given.pools == "apart":
+        waits, works = (
+            statistics.median(r["wait_for_groups"] for r in found[0]),
+            statistics.median(r["train"] + r["sync"] for r in found[0]),
+        )
+        print(f"\nlimit of any overlap: {(waits + works) / max(waits, works):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What the plugin brings into verl's processes, and when."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+
+LOOK = """
+import sys
+import verl.experimental.reward_loop
+assert "megasync.integrations.verl" in sys.modules
+loaded = [name for name in ("megatron.core", "verl.workers.engine", "megasync.integrations.verl.engine") if name in sys.modules]
+print("before:", loaded)
+from verl.workers.engine.base import EngineRegistry
+print("after:", EngineRegistry.get_engine_cls("value_model", "megasync").__name__)
+"""
+
+
+def test_processes_that_compute_nothing_are_spared_the_engine():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOK],
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-2:] == ["before: []", "after: MegasyncValueEngine"], done.stderr[-3000:]
+
+
+def test_a_name_that_the_package_lacks_is_told_with_those_it_has():
+    import megasync.integrations.verl as plugin
+
+    with pytest.raises(AttributeError, match=r"MegasyncConfig.*MegasyncEngineConfig"):
+        plugin.MegasyncConfig  # noqa: B018
