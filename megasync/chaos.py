@@ -32,7 +32,7 @@ from megasync.run_lock import holder
 # What a process of each kind has in its command line, or in the title that Ray gives it.
 MARKS = {
     "server": "sglang::scheduler",
-    "router": "launch_router",
+    "router": "sglang::router",
     "rank": "TrainerRank",
     "buffer": "AsyncBuffer",
 }

@@ -22,7 +22,7 @@ from megasync.rollout.control import ServerControl
 from megasync.rollout.service import Service
 
 # Unless the environment names a package of somebody's own.
-MODELS = "megasync.rollout.sglang_models"
+MODEL_PACKAGE = "megasync.rollout.sglang_models"
 
 # What the stand-in folder has, each used only when the real package is missing.
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
@@ -138,7 +138,7 @@ class SGLangServer(Service):
         return command
 
     def environment(self) -> dict[str, str]:
-        env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS} | os.environ | _ENVIRONMENT
+        env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE} | os.environ | _ENVIRONMENT
         if self._folder is not None:
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder

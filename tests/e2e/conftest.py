@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -111,6 +112,17 @@ class Launched:
 
     def wait(self, patience: float = PATIENCE) -> int:
         return self.process.wait(patience)
+
+    def ends_cleanly(self, number: signal.Signals, run_dir: Path) -> None:
+        """One signal: the step under way is finished and saved, and nothing is left running."""
+        step = self.last_step()
+        self.signal(number)
+        assert self.wait() == 0, self.output
+        assert f"stopping: {number.name}" in self.output
+        assert "*** SIG" not in self.output
+        *_, marker = sorted((run_dir / "checkpoints").glob("step-*/COMPLETE"))
+        assert json.loads((marker.parent / "state.json").read_text())["step"] >= step > 0
+        assert self.survivors() == []
 
     def survivors(self) -> list[str]:
         """Processes of the run that are still there after a while: Ray's agents look for a dead parent only now and then."""

@@ -20,7 +20,8 @@ EVERY = 20
 
 def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
-    run = launch("train", miniature(schedule=schedule, checkpoint={"every_steps": EVERY, "export": False}))
+    checkpoints = {"every_steps": EVERY, "export": False}
+    run = launch("train", miniature(schedule=schedule, checkpoint=checkpoints, rollout={"servers": 1}))
     run.wait_for("checkpoint: ")
     # Stands for a full disk, which needs a file system of its own: rank 1 may write no file beyond this size.
     (rank,) = [p for p in run.find("TrainerRank") if writes_to(p, the_run_dir() / "logs" / "trainer-1.log")]

@@ -1,4 +1,4 @@
-"""`megasync scale` on a run that is going on."""
+"""`megasync scale` on a run that is going on, and ends with SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scale(run_dir: Path, servers: int) -> subprocess.CompletedProcess[str]:
 
 def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
-    run = launch("train", miniature(schedule=schedule, rollout={"servers": 1}))
+    run = launch("train", miniature(schedule=schedule, rollout={"servers": 1}, trainer={"tensor_parallel": 1}))
     run.wait_for("step 2/")
     run_dir = the_run_dir()
 
@@ -37,9 +37,7 @@ def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, th
     refused = scale(run_dir, 0)
     assert refused.returncode == 2 and "rollout.min_servers=1" in refused.stderr
 
-    run.signal(signal.SIGINT)
-    assert run.wait() == 0, run.output
-    assert run.survivors() == []
+    run.ends_cleanly(signal.SIGTERM, run_dir)
     assert load_config(run_dir / CONFIG_FILE).rollout.servers == 1
     ended = scale(run_dir, 2)
     assert ended.returncode == 2 and "is not going on" in ended.stderr

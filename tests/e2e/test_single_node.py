@@ -39,7 +39,8 @@ def test_a_run_is_stopped_goes_on_and_ends_and_touches_no_stranger(
     strangers: list[subprocess.Popen], miniature, execute, the_run_dir, tmp_path: Path
 ) -> None:
     schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}
-    command = ("bash", SCRIPT, miniature(schedule=schedule), "--continue", tmp_path / "this.run")
+    config = miniature(schedule=schedule, rollout={"servers": 1}, trainer={"tensor_parallel": 1})
+    command = ("bash", SCRIPT, config, "--continue", tmp_path / "this.run")
     first = execute(*command)
     first.wait_for("step 2/")
     assert {address for address, _ in listening(first.family())} == {"127.0.0.1"}, listening(first.family())

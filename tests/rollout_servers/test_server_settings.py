@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config.schema import RolloutConfig
-from megasync.rollout.server import SGLangServer, stand_ins_path
+from megasync.rollout.server import MODEL_PACKAGE, SGLangServer, stand_ins_path
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:
@@ -32,6 +32,12 @@ def test_what_both_devices_share(device):
     assert value(server, "--admin-api-key") == "k"
     # A health probe that generates hangs while the server is paused.
     assert server.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_the_environment_may_name_other_models(monkeypatch):
+    assert make().environment()["SGLANG_EXTERNAL_MODEL_PACKAGE"] == MODEL_PACKAGE
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "theirs.models")
+    assert make().environment()["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "theirs.models"
 
 
 def test_a_cpu_server_runs_one_thread_and_sleeps_when_idle():

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasync.rollout.server import stand_ins_path
+from megasync.rollout.server import MODEL_PACKAGE, stand_ins_path
 
 ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def python(code: str, stand_ins: bool) -> subprocess.CompletedProcess:
-    env = dict(os.environ) | ENV
+def python(code: str, stand_ins: bool, **more: str) -> subprocess.CompletedProcess:
+    env = dict(os.environ) | ENV | more
     if stand_ins:
         env["PYTHONPATH"] = stand_ins_path()
     command = [sys.executable, "-c", code]
@@ -31,13 +31,18 @@ def test_sglang_still_does_not_start_without_the_stand_ins():
 
 
 LAUNCH = """
-import inspect, multiprocessing
-from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
-from sglang.srt.entrypoints import engine, http_server
-from sglang.srt.models import qwen2_classification, qwen3_classification
-from sglang.srt.models.deepseek_common import attention_backend_handler as latent
-import sglang.srt.batch_invariant_ops as batch_invariant_ops
-from megasync_patches.sglang_cpu_launch import PATCH
+import inspect, multiprocessing, sys
+from megasync.imports import quick_imports
+with quick_imports():
+    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
+    from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.models import qwen2_classification, qwen3_classification
+    from sglang.srt.models.deepseek_common import attention_backend_handler as latent
+    from sglang.srt.models.registry import ModelRegistry
+    import sglang.srt.batch_invariant_ops as batch_invariant_ops
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from megasync.sync.families import FAMILIES
+    from megasync_patches.sglang_cpu_launch import PATCH
 
 PATCH.needed()
 # Still needed: upstream spawns, does not admit torch_native and treats it as triton in latent attention, wants an
@@ -65,12 +70,27 @@ http_server._freeze_gc_after_server_warmup(None)
 from sglang.srt.server_args import ServerArgs
 engine._set_envs_and_config(ServerArgs(model_path="dummy"))
 print("start method", multiprocessing.get_start_method())
+
+architectures = [names[family] for family in FAMILIES]
+architectures += ["Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"]
+for architecture in architectures:
+    assert ModelRegistry.resolve_model_cls([architecture])[1] == architecture
+assert "sglang.srt.models.gpt2" not in sys.modules
+print("another model", ModelRegistry.resolve_model_cls(["GPT2LMHeadModel"])[0].__module__)
 """
 
 
-def test_the_launcher_is_still_needed_and_does_what_it_says():
-    result = python(LAUNCH, stand_ins=True)
-    assert "start method fork" in result.stdout, result.stderr[-3000:]
+@pytest.fixture(scope="module")
+def launched() -> subprocess.CompletedProcess:
+    return python(LAUNCH, stand_ins=True, SGLANG_EXTERNAL_MODEL_PACKAGE=MODEL_PACKAGE)
+
+
+def test_the_launcher_is_still_needed_and_does_what_it_says(launched):
+    assert "start method fork" in launched.stdout, launched.stderr[-3000:]
+
+
+def test_sglang_imports_a_familys_model_alone_and_still_finds_every_other(launched):
+    assert "another model sglang.srt.models.gpt2" in launched.stdout, launched.stderr[-3000:]
 
 
 KERNELS = """

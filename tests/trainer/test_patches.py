@@ -88,6 +88,17 @@ def test_patches_are_applied_once_and_only_on_their_device(monkeypatch):
     assert applied == [1]
 
 
+def test_a_cpu_rank_imports_no_compiler():
+    code = (
+        "import sys; from megasync.device import resolve_device; resolve_device('cpu').prepare_process(0);"
+        "import torch, megasync.trainer.engine;"
+        "print([m for m in ('torch._dynamo', 'torch._inductor.compile_fx') if m in sys.modules],"
+        "torch.compile.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] torch"
+
+
 def test_looking_at_the_registry_imports_nothing_upstream():
     code = (
         "import sys, megasync_patches; megasync_patches.registered(); import megasync.device;"
