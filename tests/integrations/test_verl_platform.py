@@ -31,8 +31,8 @@ print("kept:", tensor.pin_memory() is tensor)
 
 
 def test_verl_works_on_a_cpu_and_would_not_without_the_patches(tmp_path):
-    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`, or
-    `verl_cpu_pinning` if it is the second: delete it."""
+    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`, or, if it is the
+    second, `megasync_patches.verl_cpu_pinning`: delete it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OPEN],
         env={**os.environ, "VERL_PLATFORM": "cpu", "DIST_INIT_METHOD": f"file://{tmp_path / 'meeting'}"},
