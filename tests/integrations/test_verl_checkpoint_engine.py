@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model

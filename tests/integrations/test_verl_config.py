@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 from tiny_models import make_tiny_model
 from verl.trainer.config import CheckpointConfig

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model, make_tiny_value_model
 
-pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 from integrations.verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"
 # Seconds; several times what each needs on two busy cores.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 LOOK = """
 import sys

@@ -9,6 +9,11 @@ import pytest
 from megasync.preflight import verl_plugin
 from megasync.preflight.finding import FAILURE, OK
 
+# Not `verl`: without the package that is the folder of its examples.
+needs_verl = pytest.mark.skipif(
+    find_spec("verl.version") is None, reason="verl is not installed; run `bash launch/test.sh`"
+)
+
 
 def test_without_verl_there_is_nothing_to_repair(monkeypatch):
     def version(package):
@@ -20,14 +25,14 @@ def test_without_verl_there_is_nothing_to_repair(monkeypatch):
     assert finding.detail == "verl is not installed; the plugin is for verl 0.9.1"
 
 
-@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; run `bash launch/test.sh`")
+@needs_verl
 def test_a_fresh_interpreter_has_the_engine():
     (finding,) = verl_plugin.check_verl()
     assert finding.status == OK, finding.detail
     assert finding.detail == "verl 0.9.1 has the engine of megasync.integrations.verl.engine"
 
 
-@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; run `bash launch/test.sh`")
+@needs_verl
 def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     (finding,) = verl_plugin.check_verl()
