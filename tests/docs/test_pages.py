@@ -110,3 +110,13 @@ def test_what_the_readme_claims_beside_peers_stands_on_the_page_that_it_names():
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", text), f"{figure} is not in {pages}: {own}"
             claims += 1
     assert claims > 10
+
+
+def test_the_page_of_the_design_has_every_room():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rooms = {
+        f"{place.name}/" if place.is_dir() else place.name
+        for place in (ROOT / "megasync").iterdir()
+        if not place.name.startswith("_")
+    }
+    assert {room for room in rooms if f"`{room}" not in text} == set()
