@@ -20,9 +20,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
-# From <sys/prctl.h>: the signal that the calling process gets when its parent dies.
-PR_SET_PDEATHSIG = 1
+# From <sys/prctl.h>: the signal that the calling process gets when its parent dies; whether it inherits the children of
+# its descendants that die.
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# How long killed processes may take to go, which those with much memory, or in a driver, do not do at once.
+GONE_SECONDS = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,6 +63,17 @@ def _wait(owner: int, child: subprocess.Popen) -> int:
     return child.wait()
 
 
+def _await_end(group: int) -> None:
+    """Returns once no process of a killed group is left, whose members are all this script's children by then."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
+
+
 def _remove(patterns: list[str]) -> None:
     for pattern in patterns:
         for path in glob.glob(pattern):
@@ -81,6 +96,7 @@ def main(owner: int, scratch: list[str], command: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGUSR1, on_signal)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         child = subprocess.Popen(
             command,
@@ -96,6 +112,7 @@ def main(owner: int, scratch: list[str], command: list[str]) -> int:
         return _wait(owner, child)
     finally:
         _signal_group(child.pid, signal.SIGKILL)
+        _await_end(child.pid)
         _remove(scratch)
 
 

@@ -17,12 +17,15 @@ from processes import living
 from megasync.errors import ServerError
 from megasync.rollout.process import ManagedProcess
 
-# A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM.
+# A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM. The child
+# has much memory, so that it takes a while to go when it is killed.
 FAMILY = """
 import os, signal, subprocess, sys, time
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+fill = "import time; full = b'1' * 2**29; print('full', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", fill], stdout=subprocess.PIPE)
+child.stdout.readline()
 with open(sys.argv[1] + ".part", "w") as out:
     out.write(f"{os.getpid()} {child.pid}")
 os.rename(sys.argv[1] + ".part", sys.argv[1])
