@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,8 @@ OFF = (
 )
 # A run that writes nothing for so long has failed.
 PATIENCE = 600.0
+# That a run gets to save and end when it is told to.
+END_SECONDS = 120.0
 
 
 def pin(root: psutil.Process) -> None:
@@ -56,6 +59,33 @@ def steps_of(run_root: Path) -> list[dict]:
     return [line for line in lines if "time/step" in line]
 
 
+def _watch(process: psutil.Popen, folder: Path, log: Path, apart: bool) -> None:
+    """Returns when the run has ended by itself."""
+    pinned, deadline, seen = not apart, time.monotonic() + PATIENCE, 0
+    while process.poll() is None:
+        done = len(steps_of(folder))
+        if done > seen:
+            seen, deadline = done, time.monotonic() + PATIENCE
+        if done and not pinned:
+            pin(process)
+            pinned = True
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no step in {PATIENCE:g} s:\n{log.read_text()[-2000:]}")
+        time.sleep(0.5)
+
+
+def _end(process: psutil.Popen) -> None:
+    """Leaves no run behind, whatever ended the watch; a killed driver takes its processes with it."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except psutil.TimeoutExpired:
+        process.kill()
+        process.wait(END_SECONDS)
+
+
 def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[str]) -> dict[str, float]:
     """Medians per counted step, in seconds, and tokens trained per second."""
     skipped = WARM_UP + staleness
@@ -65,18 +95,10 @@ def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[st
         log = Path(folder) / "output"
         with log.open("w") as output:
             process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        pinned, deadline, seen = not apart, time.monotonic() + PATIENCE, 0
-        while process.poll() is None:
-            done = len(steps_of(Path(folder)))
-            if done > seen:
-                seen, deadline = done, time.monotonic() + PATIENCE
-            if done and not pinned:
-                pin(process)
-                pinned = True
-            if time.monotonic() > deadline:
-                process.terminate()
-                raise SystemExit(f"no step in {PATIENCE:g} s:\n{log.read_text()[-2000:]}")
-            time.sleep(0.5)
+        try:
+            _watch(process, Path(folder), log, apart)
+        finally:
+            _end(process)
         if process.returncode:
             raise SystemExit(log.read_text()[-2000:])
         rows = steps_of(Path(folder))
@@ -101,6 +123,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pools", choices=("apart", "shared"), default="shared")
     given = parser.parse_intermixed_args()
+    # Otherwise the benchmark would end without ending its run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if given.staleness[0] != 0:
         parser.error("--staleness begins with 0, which the others are compared with")
     found: dict[int, list[dict[str, float]]] = {staleness: [] for staleness in given.staleness}

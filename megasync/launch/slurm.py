@@ -14,6 +14,8 @@ from megasync.launch.hosts import Host
 # Runs one command on a node of the allocation, beside what else runs there.
 SHELL = "srun --overlap --quiet --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --nodelist"
 
+# Slurm's controller may be busy, or away for a moment.
+ANSWER_SECONDS = 120.0
 # What scontrol says of a job that it is asked to requeue and that is in the queue.
 WAITS_ALREADY = "job is pending"
 
@@ -66,9 +68,14 @@ def requeue(environment: Mapping[str, str] = os.environ) -> None:
     Raises MegasyncError when Slurm refuses.
     """
     job = environment["SLURM_JOB_ID"]
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-    if done.returncode and WAITS_ALREADY not in done.stderr.lower():
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        refusal = (done.stderr.strip() or f"status {done.returncode}") if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        refusal = f"no answer in {ANSWER_SECONDS:g} s"
+    if refusal and WAITS_ALREADY not in refusal.lower():
         raise MegasyncError(
-            f"Slurm does not put job {job} back into its queue: {done.stderr.strip()}; submit the same command again with "
+            f"Slurm does not put job {job} back into its queue: {refusal}; submit the same command again with "
             f"--continue RUN_ROOT/slurm-{job}.run, which goes on from what was saved"
         )
