@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, verl on top, and runs the tests. Arguments go to pytest.
+# Sets everything up, verl on top, and runs the tests: bash launch/test.sh [--tier fast|standard|full] [pytest's arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh

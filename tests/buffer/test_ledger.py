@@ -195,9 +195,7 @@ class Life:
             self.check()
 
 
-@settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_a_crash_at_any_call_changes_nothing_and_nothing_is_trained_twice(tmp_path_factory, seed):
     life = Life(tmp_path_factory.mktemp("ledger") / "ledger.db", seed)

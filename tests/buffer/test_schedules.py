@@ -202,7 +202,7 @@ def test_pacing_alone_keeps_every_group_within_the_bound(block):
     assert reached[True] and reached[False]
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_the_laws_hold_at_any_rate_of_failures(seed, lag, failures):
     Run(seed, lag=lag, failures=failures).play()

@@ -195,7 +195,7 @@ def test_a_saved_configuration_is_read_back_unchanged(tmp_path):
 LEAVES = [key for key, hint in schema_keys() if hint is int]
 
 
-@settings(max_examples=40, deadline=None)  # the machine may be busy
+@settings(max_examples=40)
 @given(key=st.sampled_from(LEAVES), value=st.integers(-(10**9), 10**9))
 def test_every_whole_number_of_the_schema_can_be_overridden(key, value):
     values = {
@@ -209,13 +209,13 @@ def test_every_whole_number_of_the_schema_can_be_overridden(key, value):
     assert node == value
 
 
-@settings(max_examples=40, deadline=None)  # the machine may be busy
+@settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda t: "=" not in t))
 def test_no_text_without_an_equals_sign_is_an_override(text):
     assert "key=value" in refused(MODEL, text)
 
 
-@settings(max_examples=40, deadline=None)  # the machine may be busy
+@settings(max_examples=40)
 @given(key=st.text("abcdefghij._", min_size=1, max_size=12), value=st.text(max_size=12))
 def test_an_override_of_any_form_is_taken_or_refused_as_configuration(key, value):
     try:

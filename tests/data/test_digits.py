@@ -1,7 +1,7 @@
 """Digit tasks: right answers, partial credit, and splits that never share a row."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.config.schema import DatasetConfig
@@ -22,7 +22,6 @@ def test_what_each_task_asks_for(task, prompt, answer):
     assert found[prompt] == answer
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     task=st.sampled_from(sorted(TASKS)),
     length=st.integers(3, 8),
@@ -66,7 +65,6 @@ def test_the_reward_is_the_share_of_right_positions(completion, finish, reward):
     assert digit_reward([completion], answer=["2301"], finish_reasons=[finish], prompt=["x"]) == [pytest.approx(reward)]
 
 
-@settings(deadline=None)
 @given(st.text("0123456789=+?", max_size=8), st.text("0123456789", min_size=1, max_size=6), st.booleans())
 def test_only_an_exact_match_that_ends_gets_one(completion, answer, ended):
     (reward,) = digit_reward([completion], answer=[answer], finish_reasons=["stop" if ended else "length"])

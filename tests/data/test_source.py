@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.config.schema import PromptConfig
@@ -27,7 +27,6 @@ def epochs(rows, count):
     return {f"{epoch}:{row}" for epoch in range(count) for row in range(rows)}
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(rows=st.integers(1, 12), count=st.integers(1, 4), shuffle=st.booleans(), seed=st.integers(0, 5))
 def test_each_epoch_holds_each_row_once_under_uids_that_never_repeat(rows, count, shuffle, seed):
     uids = take(source(rows, shuffle, seed), rows * count)
@@ -42,7 +41,6 @@ def test_the_order_is_the_files_or_the_seeds():
     assert [uid.split(":")[1] for uid in shuffled[:50]] != [uid.split(":")[1] for uid in shuffled[50:]]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     rows=st.integers(1, 7),
     actions=st.lists(st.sampled_from(["draw", "admit", "finish", "checkpoint"]), max_size=60),
@@ -106,7 +104,6 @@ def test_the_cursor_passes_over_a_prompt_that_was_requeued_from_ahead_of_it():
     assert take(prompts, 6) == ["0:1", "1:0", "0:0", "0:2", "1:1", "1:2"]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(rows=st.integers(1, 7), drawn=st.integers(0, 30), cursor=st.integers(0, 10), seed=st.integers(0, 3))
 def test_what_was_admitted_is_not_served_again_and_nothing_else_is_passed_over(rows, drawn, cursor, seed):
     """The cursor is any earlier one; some of what it had drawn was admitted later, some was not."""

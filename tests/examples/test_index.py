@@ -12,13 +12,12 @@ from deepresearch.prepare import prepare
 from deepresearch.searcher import Query, Searcher
 from deepresearch.sharded_index import ShardedIndex
 from fake_embedder import FakeEmbedder
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 DIMENSION = 8
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 40), shards=st.integers(1, 7), top_k=st.integers(1, 50), seed=st.integers(0, 10_000))
 def test_shards_find_what_one_look_at_all_vectors_finds(rows, shards, top_k, seed):
     chance = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """Too many failed groups end the run; a few do not."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
@@ -39,7 +39,6 @@ def test_the_summary_has_a_line_for_each_reason_with_an_example():
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=300), st.sampled_from([0.1, 0.5, 1.0]))
 def test_it_ends_exactly_when_the_share_is_over_the_limit_or_all_of_the_first_failed(outcomes, share):
     watch = DropWatch(share)

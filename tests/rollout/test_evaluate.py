@@ -44,7 +44,7 @@ async def test_the_score_is_the_share_of_full_rewards_and_each_answer_is_told_as
     assert {(a.number, a.prompt, a.text, a.reward) for a in answers[:5]} >= {(0, "q0", "0", 1.0), (1, "q1", "", 0.5)}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(1, 8), min_size=1, max_size=3), repeats=st.integers(1, 4), inflight=st.integers(1, 8)
 )

@@ -61,7 +61,7 @@ class FakeSource:
         pass
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     extra=st.integers(0, 3),

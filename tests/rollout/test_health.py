@@ -42,7 +42,7 @@ def healthy(policy=POLICY):
 events = st.lists(st.sampled_from([*(name for name in EVENTS if name != "retire")] * 4 + ["retire"]), max_size=60)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(events)
 def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_failed_since(names):
     health = ServerHealth(POLICY, FakeClock())
@@ -58,7 +58,7 @@ def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_
         assert health.serves <= health.up
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(events)
 def test_retired_is_final_and_only_a_restart_leads_out_of_death(names):
     health = ServerHealth(POLICY, FakeClock())
@@ -78,7 +78,6 @@ def test_retired_is_final_and_only_a_restart_leads_out_of_death(names):
         assert (health.state is State.HEALTHY) <= (health.reason == "")
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["probe_ok", "probe_failed", "request_ok", "request_failed"]), max_size=40))
 def test_each_kind_of_failure_has_a_streak_of_its_own(names):
     health = healthy()
@@ -148,7 +147,6 @@ def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
     assert health.reason == "3 restarts in 100 s were not enough; the last time: killed again"
 
 
-@settings(deadline=None)
 @given(limit=st.integers(0, 5), gaps=st.lists(st.floats(0.0, 60.0), max_size=40))
 def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(limit, gaps):
     clock = FakeClock()

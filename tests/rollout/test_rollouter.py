@@ -24,7 +24,7 @@ async def until(condition):
             await asyncio.sleep(0.001)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 7),
     total=st.integers(1, 25),

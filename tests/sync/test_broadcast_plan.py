@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.sync.broadcast_plan import ITEM_BYTES, plan_broadcast
@@ -45,7 +45,6 @@ limits = st.integers(1, 20_000)
 dtypes = st.sampled_from(sorted(ITEM_BYTES))
 
 
-@settings(deadline=None)
 @given(topology=topologies, limit=limits, dtype=dtypes, tied=st.booleans())
 def test_buckets_hold_every_tensor_once_back_to_back(topology, limit, dtype, tied):
     layout = Layout(CONFIG | {"tie_word_embeddings": tied}, topology)
@@ -64,7 +63,6 @@ def test_buckets_hold_every_tensor_once_back_to_back(topology, limit, dtype, tie
         assert bucket.nbytes == offset
 
 
-@settings(deadline=None)
 @given(topology=topologies, limit=limits)
 def test_contributions_fill_each_bucket_exactly_and_come_from_ranks_that_hold_them(topology, limit):
     layout = Layout(CONFIG, topology)
@@ -109,7 +107,6 @@ def test_tensors_of_another_dtype_have_buckets_of_their_own():
     assert layout.hf_dtype("lm_head.weight", "bfloat16") == "bfloat16"
 
 
-@settings(deadline=None)
 @given(limit=st.integers(1, 4000), spec=st.sampled_from(["local", "te"]))
 def test_down_projections_that_the_engine_fuses_travel_together(limit, spec):
     for bucket in plan_broadcast(Layout(DEEPSEEK, Topology(tensor=2), spec), limit, "float32").buckets:
@@ -119,7 +116,6 @@ def test_down_projections_that_the_engine_fuses_travel_together(limit, spec):
             assert (f"{prefix}.q_a_proj.weight" in names) == (f"{prefix}.kv_a_proj_with_mqa.weight" in names)
 
 
-@settings(deadline=None)
 @given(topology=topologies, limit=limits)
 def test_a_bucket_is_within_the_limit_or_a_single_fused_group(topology, limit):
     layout = Layout(CONFIG, topology)
@@ -131,7 +127,6 @@ def test_a_bucket_is_within_the_limit_or_a_single_fused_group(topology, limit):
         assert bucket.nbytes <= limit or len(inside) == 1
 
 
-@settings(deadline=None)
 @given(topology=topologies, limit=limits)
 def test_the_plan_is_the_same_each_time_and_one_rank_sends_per_stage(topology, limit):
     plan = plan_broadcast(Layout(CONFIG, topology), limit, "float32")

@@ -19,7 +19,7 @@ from megasync.sync.layout import Layout, padded_vocab
 from megasync.sync.shards import assemble, load_shards
 from megasync.sync.topology import Topology
 
-SLOW_OK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

@@ -29,7 +29,7 @@ EXPERTS = {
 FAMILIES = {"dense": SIZES, "experts": SIZES | EXPERTS}
 # (tensor, pipeline, expert); data replicas as experts need them.
 EVERY = list(product((1, 2), (1, 2), (1, 2)))
-# What always runs; the others with `-m matrix`.
+# What always runs; the others with `--tier full`.
 LEAN = {("experts", (2, 1, 2)), ("experts", (1, 2, 2))}
 
 

@@ -20,7 +20,7 @@ from megasync.sync.shard_plan import intersect, plan_shards
 from megasync.sync.shards import box_of
 from megasync.sync.topology import Topology
 
-SLOW_OK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

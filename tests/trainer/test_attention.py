@@ -63,13 +63,13 @@ def differences(segments, dtype):
 
 
 @given(forests())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_float32_equals_dense_attention(segments):
     assert max(differences(segments, torch.float32)) < 1e-5
 
 
 @given(forests())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_bfloat16_equals_dense_attention_to_its_precision(segments):
     assert max(differences(segments, torch.bfloat16)) < 0.03
 

@@ -1,0 +1,41 @@
+"""`--tier fast|standard|full` chooses how much of the suite runs. A test runs in the tier of its markers and all above."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("megasync", deadline=None)
+settings.load_profile("megasync")
+
+TIERS = ("fast", "standard", "full")
+# The lowest tier that runs a test with the marker; a test without any of them runs in every tier.
+LOWEST_TIER = {"real": "standard", "processes": "standard", "matrix": "full", "hosts": "full", "soak": "full"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=TIERS,
+        default="standard",
+        help="fast: no real servers, ranks or runs. standard (default): what CI runs. full: matrices, long faults and soak",
+    )
+
+
+def lowest_tier(markers: set[str]) -> int:
+    return max((TIERS.index(tier) for marker, tier in LOWEST_TIER.items() if marker in markers), default=0)
+
+
+# After `-m` has made its choice, so that `-m` narrows a tier and never widens it.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = TIERS.index(config.getoption("--tier"))
+    above = [item for item in items if lowest_tier({mark.name for mark in item.iter_markers()}) > tier]
+    if above:
+        config.hook.pytest_deselected(items=above)
+        items[:] = [item for item in items if item not in set(above)]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"tier: {config.getoption('--tier')} (of {', '.join(TIERS)})"
