@@ -6,7 +6,6 @@ What is opened is pushed on the caller's exit stack the moment it exists.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.reward_servers import RewardServers
 from megasync.cluster.together import together
 from megasync.config import Config
+from megasync.config.access import router_trust
 from megasync.config.pools import PoolSpec
 from megasync.device import Device
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
+from megasync.rollout.keys import Keys
 from megasync.workload import Task
 
 
@@ -48,18 +49,19 @@ async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, Poo
 class Servers:
     fleet: Fleet
     reward_models: RewardServers
+    keys: Keys
 
     @classmethod
     def of(
         cls, stack: AsyncExitStack, config: Config, run_dir: Path, device: Device, pools: Pools, task: Task
     ) -> Servers:
         """Nothing is started yet, and all that will be is put away by the stack."""
-        key = secrets.token_hex(24)
-        fleet = Fleet(config, run_dir, device, pools, key)
+        keys = Keys.draw(config.cluster)
+        fleet = Fleet(config, run_dir, device, pools, keys)
         stack.push_async_callback(fleet.stop)
-        reward_models = RewardServers(config, run_dir, device, pools, key, task.scoring.models)
+        reward_models = RewardServers(config, run_dir, device, pools, keys, task.scoring.models)
         stack.push_async_callback(reward_models.stop)
-        return cls(fleet, reward_models)
+        return cls(fleet, reward_models, keys)
 
     async def start(self) -> None:
         """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
@@ -83,6 +85,8 @@ class Servers:
             tokenizer=task.tokenizer,
             stream_interval=config.rollout.stream_interval,
             chat=config.rollout.chat,
+            api_key=self.keys.generation,
+            trust=router_trust(config.cluster),
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

@@ -28,11 +28,13 @@ from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.cluster.together import together
 from megasync.config import Config
+from megasync.config.access import router_trust
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
+from megasync.rollout.keys import Keys
 from megasync.rollout.router_members import RouterMembers
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Fleet:
         run_dir: Path,
         device: Device,
         pools: Pools,
-        api_key: str,
+        keys: Keys,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -62,7 +64,7 @@ class Fleet:
         self._logs = run_dir / "logs"
         self._device = device
         self._pools = pools
-        self._api_key = api_key
+        self._keys = keys
         health = config.rollout.health
         self._policy = HealthPolicy.of(health)
         self._slots: dict[int, ServerSlot] = {}
@@ -306,10 +308,11 @@ class Fleet:
     # Processes, and the ways to them
 
     def _control(self, url: str) -> ServerControl:
-        return ServerControl(url, self._api_key)
+        return ServerControl(url, self._keys.admin)
 
     def _members(self, router_url: str) -> RouterMembers:
-        return RouterMembers(router_url)
+        router = ServerControl(router_url, self._keys.router, router_trust(self._config.cluster))
+        return RouterMembers(router, self._keys.generation)
 
     def _server_process(self, index: int) -> ServerProcess:
         config = self._config
@@ -321,9 +324,10 @@ class Fleet:
             config.cluster.host,
             0,
             str(self._logs / f"server-{index}.log"),
-            self._api_key,
+            self._keys.admin,
             config.seed + index,
             config.rollout.deterministic,
+            self._keys.generation,
         )
         return ActorProcess("server", arguments, self._pools, slot=index)
 
@@ -337,5 +341,7 @@ class Fleet:
             port,
             log_path,
             config.timeouts.request,
+            self._keys,
+            config.cluster,
         )
         return ActorProcess("router", arguments, self._pools, guest=True)

@@ -26,6 +26,7 @@ from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
+from megasync.rollout.keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RewardServers:
         run_dir: Path,
         device: Device,
         pools: Pools,
-        api_key: str,
+        keys: Keys,
         clients: Mapping[str, Client],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,7 +59,7 @@ class RewardServers:
         self._logs = run_dir / "logs"
         self._device = device
         self._pools = pools
-        self._api_key = api_key
+        self._keys = keys
         self._clients = clients
         self._clock = clock
         self._policy = HealthPolicy.of(config.rollout.health)
@@ -142,7 +143,7 @@ class RewardServers:
             self._config.rollout.health,
             timeouts.server_start,
             timeouts.shutdown,
-            lambda url: ServerControl(url, self._api_key),
+            lambda url: ServerControl(url, self._keys.admin),
             lambda slot, before: self._on_change(name, slot, before),
             f"reward model {name}, server",
         )
@@ -173,9 +174,10 @@ class RewardServers:
             config.cluster.host,
             0,
             str(self._logs / f"reward-{name}-{index}.log"),
-            self._api_key,
+            self._keys.admin,
             config.seed + index,
             gpus,
+            self._keys.generation,
         )
         pool = "rollout" if shared else reward_pool(name)
         return ActorProcess("reward_model", arguments, self._pools, slot=index, pool=pool, beside=shared)

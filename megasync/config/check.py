@@ -10,6 +10,7 @@ import string
 from pathlib import Path
 
 from megasync.buffer.pacing import Pacing
+from megasync.config.access import check_access
 from megasync.config.check_agent import check_agent
 from megasync.config.check_chat import check_chat
 from megasync.config.check_evaluation import check_evaluation
@@ -59,6 +60,7 @@ def check_config(
     check_reward_models(config, planning)
     _check_trainer(config)
     _check_cluster(config, training)
+    check_access(config.cluster, planning=planning)
     _check_model(config, planning)
     _check_data(config, planning, own_rows or not training, own_eval_rows)
     _check_run_root(config)

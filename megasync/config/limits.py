@@ -181,6 +181,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sync.transport": ("auto", "p2p", "broadcast", "disk"),
     "sync.arena": ("device", "host"),
     "cluster.device": ("auto", "cpu", "cuda"),
+    "cluster.generation_key": ("auto", "always", "never"),
 }
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -199,7 +200,10 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
 }
 
 # Keys that name a file or folder of this machine, wherever it is.
-PATHS = ("run_root", "model.path", "model.config", "sync.disk_dir")
+PATHS = (
+    *("run_root", "model.path", "model.config", "sync.disk_dir"),
+    *("cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca"),
+)
 
 # Text, lists and switches that any value of their type fits, or that `check` looks at together with other keys.
 FREE = {
@@ -240,6 +244,9 @@ FREE = {
     "checkpoint.export",
     "sync.delta",
     "sync.disk_dir",
+    "cluster.tls_cert",
+    "cluster.tls_key",
+    "cluster.tls_ca",
     "observe.live",
     "observe.tensorboard",
 }

@@ -30,8 +30,18 @@ RESERVED: dict[str, str | None] = {
     "--host": "cluster.host",
     "--port": None,
     "--weight-version": None,
-    "--api-key": None,
+    "--api-key": "cluster.generation_key",
     "--admin-api-key": None,
+    # Keys, or any other argument, from a file of the user's.
+    "--config": None,
+    # HTTP workers and servers beside the HTTP server, in front of which there would be no guard.
+    "--tokenizer-worker-num": None,
+    "--grpc-port": None,
+    "--grpc-mode": None,
+    "--smg-grpc-mode": None,
+    "--sidecar": None,
+    "--encoder-only": None,
+    "--use-ray": None,
 }
 OF_ROLLOUT: dict[str, str | None] = {
     "--model-path": "model.path",
@@ -57,7 +67,9 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
             raise ConfigError(
                 f"{servers}.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
             )
-        if argument in reserved:
-            key = reserved[argument]
+        # Also written as --flag=value.
+        name = argument.partition("=")[0]
+        if name in reserved:
+            key = reserved[name]
             fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"
             raise ConfigError(f"{servers}.server_args may not hold {argument}: {fix}")

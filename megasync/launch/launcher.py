@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasync.config import Config
+from megasync.config.access import GENERATION_KEY_VARIABLE, given_generation_key
 from megasync.errors import MegasyncError
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
@@ -123,6 +124,8 @@ class Launcher:
         self._job = job
         self._say = say
         self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # What the driver alone is told.
+        self._secrets = {} if (key := given_generation_key()) is None else {GENERATION_KEY_VARIABLE: key}
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()
         # Why the job ended, where that was not the run's own doing.
@@ -253,7 +256,7 @@ class Launcher:
 
     async def _on_head(self, command: Sequence[str], stop: float) -> int:
         remote = Remote(self._job.hosts[0].name, self._job.on_head(command, stop), self._say)
-        await remote.start(self._environment)
+        await remote.start(self._environment | self._secrets)
         self._driver = remote
         try:
             if self._stopping.is_set():

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from megasync.buffer.pacing import Pacing
+from megasync.config.access import describe_access
 from megasync.config.check import model_layout
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
 from megasync.config.schema import Config
@@ -100,6 +101,7 @@ class Plan:
     parameters: int
     sizes: Sizes
     nodes: int
+    access: str
     trainer: Pool
     rollout: Pool
     reward_models: tuple[RewardModel, ...]
@@ -156,6 +158,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         parameters=sum(prod(shape) for shape in layout.hf_tensors.values()),
         sizes=layout.sizes,
         nodes=nodes,
+        access=describe_access(config.cluster),
         trainer=trainer,
         rollout=rollout,
         reward_models=reward_models,

@@ -76,6 +76,7 @@ def _summary(plan: Plan) -> Table:
         f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "
         + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
         + " of each request it runs",
+        "access": plan.access,
     }
     return facts(rows)
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import operator
 import random
+import ssl
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,11 +72,13 @@ class RolloutClient:
         api_key: str | None = None,
         stream_interval: int = 0,
         chat: ChatConfig | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
         `servers` are those that are told to abort requests; `add_server` and `remove_server` change them.
-        `stream_interval` is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is the router's, if it has one.
+        `stream_interval` is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is that
+        of generation, if there is one; `trust` is for a router that speaks https.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -85,6 +88,7 @@ class RolloutClient:
         self._base = base_params(sampling)
         self._timeout = request_timeout
         self._api_key = api_key
+        self._trust = trust
         self._stream = stream_interval > 0
         self._chat_config = chat or ChatConfig()
         self._chat: Chat | None = None
@@ -349,7 +353,7 @@ class RolloutClient:
             self._session = aiohttp.ClientSession(
                 headers=headers,
                 # How much runs at once is the rollouter's business; the deadline is `generate`'s.
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._trust or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

@@ -1,4 +1,4 @@
-"""Control calls to one server: an HTTP session with JSON in and out, and errors that say who answered what.
+"""Control calls to one server, or to the router: an HTTP session with JSON in and out, and errors that say who answered what.
 
 Calls go straight to the server, never through the router, which forwards generation only. The session opens on the
 loop of the first call and is closed by `close` on that loop, for good: whoever still holds the control of a server that
@@ -7,6 +7,7 @@ is gone gets a ServerError.
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 import aiohttp
@@ -21,9 +22,11 @@ _BODY_SHOWN = 500
 class ServerControl:
     """One SGLang server, seen by whoever pauses it, loads its weights and asks how it is."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
+        """`trust` is for an https URL; the system's authorities by default."""
         self.url = url.rstrip("/")
         self._api_key = api_key
+        self._trust = trust
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -87,5 +90,7 @@ class ServerControl:
                 headers["Authorization"] = f"Bearer {self._api_key}"
             # A connection per call: servers close idle ones after seconds, and a call that meets such a closing fails
             # although nothing is wrong.
-            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(force_close=True))
+            self._session = aiohttp.ClientSession(
+                headers=headers, connector=aiohttp.TCPConnector(force_close=True, ssl=self._trust or True)
+            )
         return self._session

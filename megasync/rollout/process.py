@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megasync.errors import ServerError
@@ -35,8 +36,12 @@ class ManagedProcess:
         env: Mapping[str, str],
         log_path: str | Path,
         scratch: Sequence[str] = (),
+        stdin: bytes | None = None,
     ) -> None:
         """`env` is the whole environment. The log gets standard output and error, appended.
+
+        `stdin` is what the command reads from its standard input, through a pipe: the place for secrets, as other users
+        of the machine see command lines. It must fit into a pipe's buffer (64 KiB).
 
         `scratch` are glob patterns of files and folders that are removed when the command has ended, in whatever way.
         """
@@ -44,6 +49,7 @@ class ManagedProcess:
         self.log_path = Path(log_path)
         self._env = dict(env)
         self._scratch = os.pathsep.join(scratch)
+        self._stdin = stdin
         self._process: subprocess.Popen | None = None
         self._log_start = 0
 
@@ -59,13 +65,18 @@ class ManagedProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-S", "-E", str(supervisor), str(os.getpid()), self._scratch, *self.command],
                     env=self._env,
-                    stdin=subprocess.DEVNULL,
+                    # The supervisor leaves its own to the command.
+                    stdin=subprocess.DEVNULL if self._stdin is None else subprocess.PIPE,
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
         except OSError as error:
             raise ServerError(f"cannot start {self.command[0]} with its log at {self.log_path}: {error}") from error
+        if self._stdin is not None:
+            # Not a broken pipe: of a process that has died already, `returncode` tells.
+            with suppress(BrokenPipeError), self._process.stdin as pipe:
+                pipe.write(self._stdin)
 
     @property
     def pid(self) -> int | None:

@@ -26,6 +26,7 @@ class RewardModelServer(SGLangServer):
         api_key: str | None = None,
         seed: int = 0,
         gpus: str = "",
+        generation_key: str | None = None,
     ) -> None:
         """`mem_fraction` is of the memory that is free when it starts. `gpus`, as for CUDA_VISIBLE_DEVICES, are those of
         the server that it shares devices with; empty where it has devices of its own."""
@@ -39,7 +40,9 @@ class RewardModelServer(SGLangServer):
             stream_interval=0,
             server_args=model.server_args,
         )
-        super().__init__(model.path, serving, dtype, device, host, port, log_path, api_key, seed)
+        super().__init__(
+            model.path, serving, dtype, device, host, port, log_path, api_key, seed, generation_key=generation_key
+        )
         self._classifier = model.kind == "classifier"
         self._gpus = gpus
 

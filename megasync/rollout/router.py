@@ -2,7 +2,8 @@
 
 It forwards generation only; control calls go straight to the servers. Which servers those are may change while it runs
 (`router_members`). A request is sent once: the router's own retries would run a generation twice, so they are off and the
-client retries. Health probes stay rare and lenient, because a server that is paused for a weight sync must not be taken
+client retries. With keys its list of servers is open to the holder of the router's key alone, and generation to that of
+the generation key where there is one; other routes tell how many servers are healthy, and the model's name. Health probes stay rare and lenient, because a server that is paused for a weight sync must not be taken
 out of rotation.
 """
 
@@ -14,8 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiohttp
+
+from megasync.config.access import check_certificates, router_trust
+from megasync.config.schema import ClusterConfig
 from megasync.errors import ServerError
 from megasync.rollout.control import ServerControl
+from megasync.rollout.keys import Keys
 from megasync.rollout.ports import free_port
 from megasync.rollout.service import Service
 
@@ -31,7 +37,7 @@ from setproctitle import setproctitle
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 setproctitle("sglang::router")
-Router.from_args(RouterArgs(**json.loads(sys.argv[1]))).start()
+Router.from_args(RouterArgs(**json.loads(sys.argv[1]), **json.load(sys.stdin))).start()
 """
 
 
@@ -48,7 +54,10 @@ class Router(Service):
         port: int,
         log_path: str | Path,
         request_timeout: float = 600.0,
+        keys: Keys | None = None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
+        """`cluster` names the certificate, if there is one."""
         super().__init__(host, port, log_path)
         if policy not in POLICIES:
             raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
@@ -56,10 +65,14 @@ class Router(Service):
         # Between two is how power_of_two chooses; the router refuses to start with it for fewer.
         self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) < 2 else policy
         self.request_timeout = request_timeout
+        self._keys = keys
+        self._cluster = cluster or ClusterConfig()
+        self.scheme = "http" if self._cluster.tls_cert is None else "https"
         self._prometheus_port = 0
 
     def arguments(self) -> dict[str, object]:
         """Fields of the router package's `RouterArgs`."""
+        certificate = {"server_cert_path": self._cluster.tls_cert, "server_key_path": self._cluster.tls_key}
         return {
             "worker_urls": self.worker_urls,
             "policy": self.policy,
@@ -83,9 +96,20 @@ class Router(Service):
             "shutdown_grace_period_secs": 1,
             "history_backend": "none",
             "log_level": "warn",
-        }
+        } | {name: str(path) for name, path in certificate.items() if path is not None}
+
+    def secrets(self) -> bytes:
+        if self._keys is None:
+            return b"{}"
+        # Named, as the router wants it: id, name, key, role.
+        found: dict[str, object] = {"control_plane_api_keys": [("megasync", "megasync", self._keys.router, "admin")]}
+        if self._keys.generation is not None:
+            found["api_key"] = self._keys.generation
+        return json.dumps(found).encode()
 
     def prepare(self) -> None:
+        # On the machine that the router runs on, which may be another one than the driver's.
+        check_certificates(self._cluster)
         self._prometheus_port = free_port(self.host)
 
     def command(self) -> list[str]:
@@ -105,11 +129,20 @@ class Router(Service):
         return ready.issuperset(self.worker_urls)
 
     async def workers(self) -> list[dict] | None:
-        """What the router knows of its servers; None while it does not answer."""
-        control = ServerControl(self.url)
+        """What the router knows of its servers; None while it does not answer. Raises ServerError for a certificate that
+        does not prove who answers."""
+        control = ServerControl(
+            self.url, None if self._keys is None else self._keys.router, router_trust(self._cluster)
+        )
         try:
             return (await control.get("/workers", timeout=5.0)).get("workers", [])
-        except ServerError:
+        except ServerError as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorCertificateError):
+                raise ServerError(
+                    f"the certificate in cluster.tls_cert={self._cluster.tls_cert} does not prove that {self.url} is the "
+                    f"router: {error.__cause__.certificate_error}; it must name {self.host} and be signed by "
+                    f"{self._cluster.tls_ca or 'itself'} (cluster.tls_ca)"
+                ) from error
             return None
         finally:
             await control.close()

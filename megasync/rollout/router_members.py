@@ -18,8 +18,10 @@ ANSWER_SECONDS = 5.0
 class RouterMembers:
     """The list of one router; `close` when it is not looked at any more."""
 
-    def __init__(self, router_url: str) -> None:
-        self._control = ServerControl(router_url)
+    def __init__(self, router: ServerControl, generation_key: str | None = None) -> None:
+        """`generation_key` is that of the servers."""
+        self._control = router
+        self._server = {} if generation_key is None else {"api_key": generation_key}
 
     async def adjust(self, wanted: Collection[str]) -> bool:
         """Asks for what is missing or too much; True when exactly the wanted servers were listed already.
@@ -31,7 +33,7 @@ class RouterMembers:
         for url in ids.keys() - set(wanted):
             await self._remove(ids[url])
         for url in set(wanted) - ids.keys():
-            await self._control.post("/workers", {"url": url}, timeout=ANSWER_SECONDS)
+            await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
         return ids.keys() == set(wanted)
 
     async def _remove(self, worker: str) -> None:

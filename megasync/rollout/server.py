@@ -1,7 +1,8 @@
 """One SGLang server: its command line, its environment, and its life.
 
-The server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only;
-control endpoints want the admin key when there is one, generation does not, so the router needs no key.
+The server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only.
+With an admin key every route is closed that `server_guard` does not open; the server reads its keys from a pipe, and has
+not started before it has shown that it refuses a stranger (`_check_guard`).
 
 The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`) saves
 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
@@ -9,6 +10,7 @@ The server keeps its tokenizer although requests are token ids in and out: leavi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -17,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megasync.config.schema import RolloutConfig
-from megasync.errors import ServerError
+from megasync.errors import Refused, ServerError
 from megasync.rollout.control import ServerControl
+from megasync.rollout.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 from megasync.rollout.service import Service
 
 # Unless the environment names a package of somebody's own.
@@ -79,8 +82,12 @@ class SGLangServer(Service):
         api_key: str | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        generation_key: str | None = None,
     ) -> None:
-        """`dtype` is float32 or bfloat16, `device` cpu or cuda. `api_key` guards the control endpoints.
+        """`dtype` is float32 or bfloat16, `device` cpu or cuda.
+
+        `api_key` is the admin key; without one everything is open, as a test or a benchmark may want it.
+        `generation_key`, with it, closes generation to those who have neither key.
 
         `deterministic` makes each request sample from its own seed, whatever else is in the batch.
         """
@@ -90,6 +97,7 @@ class SGLangServer(Service):
         self.dtype = dtype
         self.device = device
         self.api_key = api_key
+        self.generation_key = generation_key
         self.seed = seed
         self.deterministic = deterministic
         self._folder: str | None = None
@@ -115,7 +123,6 @@ class SGLangServer(Service):
             "--context-length": rollout.context_length,
             "--max-total-tokens": rollout.max_total_tokens,
             "--max-running-requests": rollout.max_running_requests,
-            "--admin-api-key": self.api_key,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
         if rollout.stream_interval:
@@ -139,6 +146,9 @@ class SGLangServer(Service):
 
     def environment(self) -> dict[str, str]:
         env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE} | os.environ | _ENVIRONMENT
+        env.pop(KEYS_VARIABLE, None)
+        if self.api_key is not None:
+            env[KEYS_VARIABLE] = "stdin"
         if self._folder is not None:
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder
@@ -158,6 +168,11 @@ class SGLangServer(Service):
             path = [stand_ins_path(), *filter(None, [env.get("PYTHONPATH")])]
             env["PYTHONPATH"] = os.pathsep.join(path)
         return env
+
+    def secrets(self) -> bytes | None:
+        if self.api_key is None:
+            return None
+        return json.dumps({"admin": self.api_key, "generation": self.generation_key}).encode()
 
     def prepare(self) -> None:
         # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
@@ -203,6 +218,8 @@ class SGLangServer(Service):
             await control.close()
 
     async def _after_start(self) -> None:
+        if self.api_key is not None:
+            await self._check_guard()
         control = ServerControl(self.url, self.api_key)
         try:
             version = await control.weight_version(timeout=30.0)
@@ -212,6 +229,21 @@ class SGLangServer(Service):
             await control.post("/freeze_gc", timeout=30.0)
         finally:
             await control.close()
+
+    async def _check_guard(self) -> None:
+        """Raises ServerError for a server that does not refuse a call without the key."""
+        stranger = ServerControl(self.url)
+        try:
+            await stranger.get(CLOSED_ROUTE, timeout=30.0)
+        except Refused as refused:
+            if refused.status == 401:
+                return
+        finally:
+            await stranger.close()
+        raise ServerError(
+            f"{self.url} answers calls without its key: megasync's plugin does not guard it; let SGLANG_PLUGINS, if it is "
+            f"set, name megasync, and take out of server_args what replaces SGLang's HTTP server"
+        )
 
 
 def stand_ins_path() -> str:

@@ -29,6 +29,7 @@ class Service:
     """`port` 0 takes a free one at each start; `url` is known once started."""
 
     name = "service"
+    scheme = "http"
 
     def __init__(self, host: str, port: int, log_path: str | Path) -> None:
         self.host = host
@@ -40,7 +41,7 @@ class Service:
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
     def prepare(self) -> None:
         """Called before each attempt to start, when the port is known."""
@@ -50,6 +51,10 @@ class Service:
 
     def environment(self) -> dict[str, str]:
         raise NotImplementedError
+
+    def secrets(self) -> bytes | None:
+        """What the command reads from its standard input."""
+        return None
 
     def scratch(self) -> list[str]:
         """Glob patterns of what is removed when the process has ended, in whatever way."""
@@ -107,7 +112,9 @@ class Service:
 
     async def _start_once(self, deadline: float, timeout: float) -> None:
         self.prepare()
-        self._process = ManagedProcess(self.command(), self.environment(), self.log_path, self.scratch())
+        self._process = ManagedProcess(
+            self.command(), self.environment(), self.log_path, self.scratch(), self.secrets()
+        )
         self._process.start()
         try:
             polls = 0

@@ -9,6 +9,8 @@ alone would go on with other weights than its peers. Guaranteed by `_agree`, whi
 anything is written (then the old weights serve on everywhere), and after. A command never raises, because the other
 ranks already wait for this one's answer; errors come back as data.
 
+A server that megasync has started with keys is guarded besides (`Guarded`): its HTTP routes are closed but for a few.
+
 Besides `engine_blueprint` this is the only file that knows SGLang's insides. SGLang and torch are imported when a hook first runs.
 """
 
@@ -17,7 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +41,11 @@ from megasync.rollout.engine_protocol import (
     decode,
     encode,
 )
+from megasync.rollout.server_guard import KEYS_VARIABLE, ServerGuard
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
+_SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 log = logging.getLogger(__name__)
@@ -207,9 +214,46 @@ class Plugin:
         return self._traces[digest]
 
 
+class Guarded:
+    """SGLang's HTTP server with megasync's guard in front of it.
+
+    The keys never become server arguments, which SGLang logs, hands to its other processes and shows at `/server_info`.
+    """
+
+    def __init__(self, admin: str, generation: str | None) -> None:
+        self._admin = admin
+        self._generation = generation
+
+    def register(self) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(_SERVE, self.around_serve, HookType.AROUND)
+        HookRegistry.register(_ADD_MIDDLEWARE, self.add_guard, HookType.REPLACE)
+
+    def around_serve(self, stock: Callable, *arguments: Any, **options: Any) -> Any:
+        from sglang.srt.runtime_context import get_serving
+
+        serving = get_serving()
+        # Neither would pass the guard: HTTP workers import the application anew, gRPC is another server beside it.
+        if serving.tokenizer_worker_num != 1 or serving.grpc_port is not None:
+            raise ServerError(
+                f"a server with keys cannot be guarded with --tokenizer-worker-num={serving.tokenizer_worker_num} and "
+                f"--grpc-port={serving.grpc_port}; leave both out of server_args, and SGLANG_GRPC_PORT unset"
+            )
+        # What makes SGLang ask for a guard, and what its own warm-up and collection of garbage call it with.
+        with serving.override(admin_api_key=self._admin, api_key=self._generation):
+            return stock(*arguments, **options)
+
+    def add_guard(self, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+        app.add_middleware(ServerGuard, admin=self._admin, generation=self._generation)
+
+
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin(ShardReceiver()).register()
+    # The HTTP server's own process, not those that it starts: nothing is left in the pipe for them.
+    if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
+        Guarded(**json.loads(sys.stdin.buffer.read())).register()
     if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
         SCORE_BIAS.apply()
 

@@ -29,6 +29,7 @@ from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.client import RolloutClient
+from megasync.rollout.keys import Keys
 from megasync.rollout.parts import Parts
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -72,14 +73,22 @@ async def rig(tmp_path_factory):
     cluster = RayCluster(config, devices_needed=1)
     cluster.connect()
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
-    fleet = Fleet(config, folder, resolve_device("cpu"), pools, "admin-key-of-this-test")
+    keys = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
+    fleet = Fleet(config, folder, resolve_device("cpu"), pools, keys)
     client = None
     try:
         await pools.create(60)
         await fleet.start()
         gone: list[str] = []
         client = RolloutClient(
-            fleet.router_url, [], VOCAB, 2048, SamplingConfig(max_new_tokens=TOKENS), 300.0, stream_interval=8
+            fleet.router_url,
+            [],
+            VOCAB,
+            2048,
+            SamplingConfig(max_new_tokens=TOKENS),
+            300.0,
+            stream_interval=8,
+            api_key=keys.generation,
         )
         fleet.follow(client.add_server, client.remove_server)
         fleet.follow(lambda control: None, gone.append)

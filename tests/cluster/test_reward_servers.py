@@ -23,6 +23,7 @@ from megasync.config.schema import HealthConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
+from megasync.rollout.keys import Keys
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,7 +73,9 @@ async def rig(tmp_path_factory):
     cluster = RayCluster(config, devices_needed=2)
     cluster.connect()
     pools = Pools(specs, "cpu")
-    servers = RewardServers(config, folder, resolve_device("cpu"), pools, "admin-key-of-this-test", rewards)
+    servers = RewardServers(
+        config, folder, resolve_device("cpu"), pools, Keys("admin-key-of-this-test", "router-key"), rewards
+    )
     try:
         await pools.create(60)
 

@@ -54,6 +54,13 @@ CONTRADICTIONS = [
     (["rollout.server_args={port: 1}"], ["'port'", "--chunked-prefill-size"]),
     (["rollout.server_args={--tp-size: 2}"], ["--tp-size", "rollout.tensor_parallel"]),
     (["rollout.server_args={--port: 2}"], ["--port"]),
+    # A key on the command line, however it is written, and what would stand beside the guarded server.
+    (["rollout.server_args={--admin-api-key=k: true}"], ["--admin-api-key=k", "megasync chooses it"]),
+    (["rollout.server_args={--api-key: k}"], ["--api-key", "cluster.generation_key"]),
+    (["rollout.server_args={--tokenizer-worker-num: 2}"], ["--tokenizer-worker-num"]),
+    (["rollout.server_args={--grpc-port: 2}"], ["--grpc-port"]),
+    (["cluster.tls_ca=/absent.pem"], ["cluster.tls_ca=/absent.pem", "cluster.tls_cert is not set"]),
+    (["cluster.tls_cert=/absent.pem"], ["cluster.tls_cert=/absent.pem", "cluster.tls_key=None"]),
     (
         ["rollout.context_length=1200"],
         ["data.prompt.max_tokens=1024", "rollout.sampling.max_new_tokens=256", "rollout.context_length=1200"],

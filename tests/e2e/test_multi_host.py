@@ -11,8 +11,10 @@ import psutil
 import pytest
 import ssh
 from namespaces import FakeHosts, permitted
-from processes import living
+from processes import command_line, living
 from ssh import Ssh
+
+from megasync.config.access import GENERATION_KEY_VARIABLE
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
@@ -50,14 +52,16 @@ def small(miniature) -> Path:
 
 
 def secrets(run) -> set[str]:
-    """Ray's token and the servers' key, found where only the same user looks."""
-    found = set()
+    """Ray's token and the key for generation, found where only the same user looks, and nowhere else."""
+    found, lines = set(), []
     for process in living(run.family()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.add(process.environ().get("RAY_AUTH_TOKEN", ""))
-            words = process.cmdline()
-            found.update(words[place + 1] for place, word in enumerate(words) if word == "--admin-api-key")
-    return found - {""}
+            environment = process.environ()
+            found.update(environment.get(name, "") for name in ("RAY_AUTH_TOKEN", GENERATION_KEY_VARIABLE))
+            lines.append(command_line(process))
+    found -= {""}
+    assert not any(word in line for line in lines for word in found)
+    return found
 
 
 def files_with(words: Iterable[str], folder: Path) -> list[Path]:
@@ -100,8 +104,9 @@ def after(run, act: Callable[[], object], *words: str) -> None:
 
 
 def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head_is_lost(
-    hosts: FakeHosts, small: Path, execute, tmp_path: Path
+    hosts: FakeHosts, small: Path, execute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(GENERATION_KEY_VARIABLE, "a-key-of-the-users-own")
     command = ("bash", SCRIPT, small, "--hosts", APART, "--shell", hosts.shell, "--continue", tmp_path / "this.run")
     run = execute(*command)
     run.wait_for("over 2 nodes")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config import load_config
+from megasync.config.access import GENERATION_KEY_VARIABLE
 from megasync.errors import MegasyncError
 from megasync.launch import command
 from megasync.launch.hosts import Host
@@ -58,6 +59,17 @@ async def test_a_machine_that_cannot_execute_it_ends_the_job_at_once(job) -> Non
     with pytest.raises(MegasyncError, match=r"b cannot execute .*/python; the checkout must lie at "):
         await asyncio.wait_for(Launcher(job(other="exit 127", doctor=WAITS), said.append).run(), PATIENCE)
     assert "starting the run" not in said
+
+
+async def test_the_key_for_generation_goes_to_the_driver_and_through_its_pipe(job, monkeypatch) -> None:
+    monkeypatch.setenv(GENERATION_KEY_VARIABLE, "a-key-of-the-users-own")
+    said, tell = [], 'read -r line; echo "told $line $*"'
+    launcher = Launcher(job(other=f"{tell}; cat >/dev/null", doctor=f"{tell}; exit 1"), said.append)
+    with pytest.raises(MegasyncError, match="not ready"):
+        await asyncio.wait_for(launcher.run(), PATIENCE)
+    (told,) = [line for line in said if " doctor " in line and "told" in line]
+    assert told.count("a-key-of-the-users-own") == 1
+    assert not any("a-key-of-the-users-own" in line for line in said if line != told)
 
 
 async def test_who_asks_for_the_end_while_the_run_is_being_started_is_heard(job) -> None:

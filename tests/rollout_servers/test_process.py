@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import living
+from processes import command_line, living
+from processes import family as family_of
 
 from megasync.errors import ServerError
 from megasync.rollout.process import ManagedProcess
@@ -186,3 +187,20 @@ def test_a_log_that_cannot_be_written_is_a_server_error(tmp_path):
     process = ManagedProcess(["true"], dict(os.environ), tmp_path / "file" / "log")
     with pytest.raises(ServerError, match="log"):
         process.start()
+
+
+async def test_what_comes_through_the_pipe_is_on_no_command_line(tmp_path):
+    """Through the supervisor, whole, and with an end; without it there is nothing to read."""
+    read = [sys.executable, "-c", "import sys, time; print(repr(sys.stdin.read()), flush=True); time.sleep(60)"]
+    for given, shown in ((b"a secret\n", "'a secret\\n'"), (None, "''")):
+        process = ManagedProcess(read, dict(os.environ), tmp_path / f"{given}.log", stdin=given)
+        process.start()
+        try:
+            async with asyncio.timeout(20):
+                while not process.tail():
+                    await asyncio.sleep(0.02)
+            assert process.tail() == shown
+            lines = [command_line(member) for member in family_of(process.pid)]
+            assert len(lines) >= 2 and not any("a secret" in line for line in lines)
+        finally:
+            await process.stop(1.0)

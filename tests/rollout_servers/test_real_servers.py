@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from glob import glob
+from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-from processes import family, living
+from processes import command_line, family, living
 from tiny_models import make_tiny_model
 
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
+from megasync.rollout.keys import Keys
 from megasync.rollout.router import Router
 from megasync.rollout.server import SGLangServer
+from megasync.rollout.server_guard import GENERATION, PROBES
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-KEY = "admin-key-of-this-test"
-ROLLOUT = RolloutConfig(max_total_tokens=16384, max_running_requests=32, mem_fraction=0.3)
+KEYS = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
+SECRETS = (KEYS.admin, KEYS.router, KEYS.generation)
+# Metrics, so that theirs is one of the routes.
+ROLLOUT = RolloutConfig(
+    max_total_tokens=16384, max_running_requests=32, mem_fraction=0.3, server_args={"--enable-metrics": True}
+)
 VOCAB = 300
 
 
@@ -39,7 +50,8 @@ class Stack:
 
 
 def make_server(model_path, log_path, **changes) -> SGLangServer:
-    arguments = {"dtype": "float32", "device": "cpu", "host": "127.0.0.1", "port": 0, "api_key": KEY}
+    arguments = {"dtype": "float32", "device": "cpu", "host": "127.0.0.1", "port": 0}
+    arguments |= {"api_key": KEYS.admin, "generation_key": KEYS.generation}
     return SGLangServer(model_path, ROLLOUT, log_path=log_path, **(arguments | changes))
 
 
@@ -51,10 +63,12 @@ async def stack(tmp_path_factory):
     router = None
     try:
         urls = await asyncio.gather(*(server.start(180) for server in servers))
-        router = Router(urls, "round_robin", "127.0.0.1", 0, folder / "router.log")
+        router = Router(urls, "round_robin", "127.0.0.1", 0, folder / "router.log", keys=KEYS)
         await router.start(60)
-        controls = [ServerControl(url, KEY) for url in urls]
-        client = RolloutClient(router.url, controls, VOCAB, 2048, SamplingConfig(max_new_tokens=16), 120.0)
+        controls = [ServerControl(url, KEYS.admin) for url in urls]
+        client = RolloutClient(
+            *(router.url, controls, VOCAB, 2048, SamplingConfig(max_new_tokens=16), 120.0), api_key=KEYS.generation
+        )
         assert all(glob(pattern) for server in servers for pattern in server.scratch())
         for server in servers:
             # SGLang names those of all its models that cannot be imported here, when it looks through them.
@@ -204,16 +218,92 @@ async def test_versions_come_from_the_server_that_was_updated_mid_generation(sta
     assert [await control.weight_version() for control in stack.controls] == [old + 2, old + 2]
 
 
-async def test_control_wants_the_key_and_generation_does_not(stack):
-    stranger = ServerControl(stack.servers[0].url)
-    try:
-        for path in ("/flush_cache", "/pause_generation", "/abort_request"):
-            with pytest.raises(ServerError, match="401"):
-                await stranger.post(path, {})
-        answer = await stranger.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
-        assert answer["meta_info"]["weight_version"] == str(await stranger.weight_version())
-    finally:
-        await stranger.close()
+# (method, path) of all that SGLang's application routes; * for what takes any method, ws for a WebSocket.
+ROUTES = """
+import json
+from sglang.srt.entrypoints.http_server import app
+from sglang.srt.utils import add_prometheus_middleware
+add_prometheus_middleware(app)
+def walk(routes):
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        yield from [route] if included is None else walk(included.routes)
+kinds = {"Mount": ["*"], "APIWebSocketRoute": ["ws"], "WebSocketRoute": ["ws"]}
+found = [(kinds.get(type(r).__name__) or list(r.methods), r.path) for r in walk(app.routes)]
+print("ROUTES", json.dumps([(method, path) for methods, path in found for method in methods]))
+"""
+
+
+def routes_of(server: SGLangServer, folder: Path) -> set[tuple[str, str]]:
+    env = server.environment() | {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", ROUTES], env=env, capture_output=True, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("ROUTES "))
+    return {(method, path) for method, path in json.loads(line.removeprefix("ROUTES "))}
+
+
+async def test_every_route_of_a_server_is_closed_or_tells_no_secret(stack, tmp_path):
+    server = stack.servers[0]
+    routes = await asyncio.to_thread(routes_of, server, tmp_path)
+    assert len(routes) > 100
+    assert {("ws", "/v1/realtime"), ("*", "/metrics"), ("GET", "/v1/loads"), ("GET", "/openapi.json")} <= routes
+    # Nothing is open by a name that SGLang no longer has.
+    opened = {("GET", "/metrics") if method == "*" else (method, path) for method, path in routes} & (
+        PROBES | GENERATION
+    )
+    assert opened == (PROBES | GENERATION) - {("GET", "/metrics/")}
+    before = await resolved(stack)
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(method: str, path: str, key: str | None = None) -> tuple[int, str]:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            if method != "ws":
+                async with session.request(method, server.url + path, headers=headers, json={}) as answer:
+                    return answer.status, await answer.text()
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await session.ws_connect(server.url + path, headers=headers)
+            return refused.value.status, ""
+
+        for method, path in sorted(routes):
+            path = re.sub(r"{[^}]+}", "x", path)
+            for each in ("GET", "POST", "PUT", "DELETE") if method == "*" else (method,):
+                status, text = await ask(each, path)
+                if (each, path) in PROBES:
+                    assert status == 200 and not any(secret in text for secret in SECRETS), (each, path, status)
+                else:
+                    # A WebSocket is one to a server that has a library for it, else a plain request.
+                    assert status == 401 or (each, status) == ("ws", 403), (each, path, status)
+                    status, _ = await ask(each, path, KEYS.generation)
+                    assert (status not in (401, 403)) == ((each, path) in GENERATION), (each, path, status)
+    assert await resolved(stack) == before
+
+
+async def resolved(stack: Stack) -> dict:
+    """What a server says of itself to the holder of the admin key: its settings. It does not tell a key either."""
+    info = await stack.controls[0].get("/server_info")
+    assert not any(secret in str(info) for secret in SECRETS)
+    changing = ("internal_states", "kv_events")
+    return {key: value for key, value in info.items() if key not in changing} | await stack.controls[0].get(
+        "/model_info"
+    )
+
+
+async def test_keys_are_on_no_command_line_and_in_no_log(stack):
+    parts = [*stack.servers, stack.router]
+    for process in (process for part in parts for process in processes_of(part)):
+        told = command_line(process)
+        assert told and not any(secret in told for secret in SECRETS), told
+    for part in parts:
+        assert not any(secret in part.log_path.read_text() for secret in SECRETS)
+
+
+async def test_the_router_adds_nothing_to_what_a_stranger_reaches(stack):
+    async with aiohttp.ClientSession() as session:
+        for path in ("/get_server_info", "/get_model_info", "/engine_metrics", "/v1/models", "/readiness"):
+            async with session.get(stack.router.url + path) as answer:
+                text = await answer.text()
+                assert answer.status == 200 and not any(secret in text for secret in SECRETS), (path, text)
+        async with session.post(stack.router.url + "/generate", json={"input_ids": [5]}) as answer:
+            assert answer.status == 401
 
 
 async def test_nothing_listens_beyond_loopback(stack):

@@ -116,7 +116,7 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
         router = Router([], "round_robin", "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(router.stop)
         url = await router.start(30)
-        members = RouterMembers(url)
+        members = RouterMembers(ServerControl(url))
         stack.push_async_callback(members.close)
         client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=4), 20.0, stream_interval=2)
         stack.push_async_callback(client.close)

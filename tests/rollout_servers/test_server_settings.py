@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
 import pytest
 
-from megasync.config.schema import RolloutConfig
+from megasync.config.schema import RewardModelConfig, RolloutConfig
+from megasync.rollout.reward_server import RewardModelServer
 from megasync.rollout.server import MODEL_PACKAGE, SGLangServer, stand_ins_path
+from megasync.rollout.server_guard import KEYS_VARIABLE
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:
@@ -23,15 +26,35 @@ def value(server: SGLangServer, name: str) -> str:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_both_devices_share(device):
-    server = make(device=device, api_key="k", seed=7)
+    server = make(device=device, seed=7)
     assert value(server, "--model-path") == "/models/m"
     assert (value(server, "--host"), value(server, "--port")) == ("127.0.0.1", "30001")
     assert value(server, "--dtype") == "bfloat16"
     assert value(server, "--weight-version") == "0"
     assert value(server, "--random-seed") == "7"
-    assert value(server, "--admin-api-key") == "k"
     # A health probe that generates hangs while the server is paused.
     assert server.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["rollout", "classifier", "judge"])
+def test_keys_go_through_the_pipe_alone(device, kind):
+    keys = {"api_key": "admin-key", "generation_key": "generation-key"}
+    if kind == "rollout":
+        server = make(device=device, **keys)
+    else:
+        model = RewardModelConfig(path="/models/m", kind=kind)
+        server = RewardModelServer(model, "float32", 0.3, device, "127.0.0.1", 30001, "log", **keys)
+    assert json.loads(server.secrets()) == {"admin": "admin-key", "generation": "generation-key"}
+    assert server.environment()[KEYS_VARIABLE] == "stdin"
+    for place in (server.command(), [f"{name}={value}" for name, value in server.environment().items()]):
+        assert not any("admin-key" in word or "generation-key" in word for word in place)
+
+
+def test_a_server_without_keys_looks_for_none(monkeypatch):
+    monkeypatch.setenv(KEYS_VARIABLE, "stdin")
+    server = make()
+    assert server.secrets() is None and KEYS_VARIABLE not in server.environment()
 
 
 def test_the_environment_may_name_other_models(monkeypatch):

@@ -1,0 +1,109 @@
+"""Who may generate, and what is refused of keys and certificates."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from megasync.config.access import (
+    GENERATION_KEY_VARIABLE,
+    check_access,
+    describe_access,
+    generation_needs_key,
+    router_trust,
+)
+from megasync.config.schema import ClusterConfig
+from megasync.errors import ConfigError
+from megasync.rollout.keys import Keys
+
+OWN = "a-key-of-the-users-own"
+
+
+@pytest.fixture(autouse=True)
+def no_key_of_ones_own(monkeypatch):
+    monkeypatch.delenv(GENERATION_KEY_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "needed"),
+    [
+        ({}, False),
+        ({"host": "::1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "auto"}, True),
+        ({"host": "10.0.0.3"}, True),
+        ({"host": "node7"}, True),
+        ({"host": "10.0.0.3", "generation_key": "never"}, False),
+        ({"generation_key": "always"}, True),
+    ],
+)
+def test_generation_takes_a_key_where_a_network_reaches_it(cluster, needed):
+    config = ClusterConfig(**cluster)
+    assert generation_needs_key(config) is needed
+    assert (Keys.draw(config).generation is not None) is needed
+    assert ("generate for holders of the generation key" in describe_access(config)) is needed
+
+
+def test_keys_differ_from_each_other_and_from_run_to_run():
+    drawn = [Keys.draw(ClusterConfig(host="auto")) for _ in range(2)]
+    found = [key for keys in drawn for key in (keys.admin, keys.router, keys.generation)]
+    assert len(set(found)) == 6 and min(map(len, found)) == 48
+    assert not any(key in f"{keys!r}{keys!s}" for keys in drawn for key in found)
+
+
+def test_a_key_of_ones_own_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv(GENERATION_KEY_VARIABLE, OWN)
+    check_access(ClusterConfig())
+    assert Keys.draw(ClusterConfig()).generation == OWN
+    with pytest.raises(ConfigError, match=f"generation_key=never, but {GENERATION_KEY_VARIABLE}") as refused:
+        check_access(ClusterConfig(generation_key="never"))
+    assert OWN not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["short", "with a blank in it", "schlüssel-der-zu-viel-hat", "two-lines-of\r\nheaders"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(monkeypatch, key):
+    monkeypatch.setenv(GENERATION_KEY_VARIABLE, key)
+    with pytest.raises(ConfigError, match=f"{GENERATION_KEY_VARIABLE} has {len(key)} characters") as refused:
+        check_access(ClusterConfig())
+    assert key not in str(refused.value)
+
+
+def test_half_of_a_certificate_is_refused():
+    with pytest.raises(ConfigError, match=r"tls_cert=a\.pem and cluster\.tls_key=None"):
+        check_access(ClusterConfig(tls_cert="a.pem"), planning=True)
+    with pytest.raises(ConfigError, match=r"tls_ca=ca\.pem.*tls_cert is not set"):
+        check_access(ClusterConfig(tls_ca="ca.pem"), planning=True)
+
+
+def test_files_that_are_not_there_are_refused_at_start_but_not_in_a_plan(tmp_path):
+    cluster = ClusterConfig(tls_cert=str(tmp_path / "absent.pem"), tls_key=str(tmp_path / "absent.key"))
+    check_access(cluster, planning=True)
+    with pytest.raises(ConfigError, match=r"cluster\.tls_cert=.*absent\.pem cannot be read: No such file"):
+        check_access(cluster)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    files = {}
+    for name, secret in (("one", []), ("other", []), ("locked", ["-passout", "pass:secret"])):
+        cert, key = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+            + [*(secret or ["-nodes"]), "-subj", f"/CN={name}", "-out", str(cert), "-keyout", str(key)],
+            check=True,
+            capture_output=True,
+        )
+        files[name] = str(cert), str(key)
+
+    def cluster(cert: str, key: str, ca: str | None = None) -> ClusterConfig:
+        return ClusterConfig(tls_cert=files[cert][0], tls_key=files[key][1], tls_ca=ca)
+
+    check_access(cluster("one", "one"))
+    check_access(cluster("one", "one", files["other"][0]))
+    assert router_trust(cluster("one", "one")) is not None and router_trust(ClusterConfig()) is None
+    with pytest.raises(ConfigError, match=r"cannot be used together: .*mismatch"):
+        check_access(cluster("one", "other"))
+    with pytest.raises(ConfigError, match="must not be encrypted"):
+        check_access(cluster("locked", "locked"))
+    with pytest.raises(ConfigError, match=r"cluster\.tls_ca=.*one\.key cannot be used"):
+        check_access(cluster("one", "one", files["one"][1]))
