@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
 from megasync.continuing import has_begun, named_run
+from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
@@ -57,6 +58,8 @@ class AsyncTrainer:
             own_eval_rows=eval_dataset is not None,
             own_agent=agent is not None,
         )
+        if self.config.cluster.address is None:
+            check_machine(self.config.cluster.device, trains=True)
 
     @classmethod
     def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: object) -> AsyncTrainer:

@@ -200,7 +200,7 @@ def check_layout(
     Cuts the weights as the trainer holds them, moves every parcel of a shard-to-shard sync in this process, and compares
     what arrives with what SGLang's own loader would leave. No trainer, server or GPU. Status 1 names the tensors.
     """
-    from megasync.device import resolve_device
+    from megasync.device import check_machine, resolve_device
     from megasync.errors import SyncError
     from megasync.preflight.layout_check import check_layout as check
     from megasync.preflight.render_layout import report_data, report_tables
@@ -208,6 +208,7 @@ def check_layout(
     from megasync.sync.topology import Topology
 
     topology = Topology(tensor=tp, pipeline=pp, data=dp, expert=ep, expert_tensor=etp, virtual=vpp)
+    check_machine(device, trains=False)
     place = resolve_device(device)
     try:
         report = check(

@@ -1,6 +1,9 @@
 """Everything that differs between a CPU and a GPU run. Other modules ask a `Device` and never test for CUDA themselves.
 
-Importing this module imports neither torch nor Megatron, so the driver may ask it too.
+Importing this module imports neither torch nor Megatron, so the driver may ask it too. The driver needs no GPU and asks
+CUDA nothing: even the question whether there is a GPU would take memory of one, and forbid the driver to fork. It names
+the device (`resolve_device`) and looks for what can be seen without (`check_machine`); a trainer rank, which computes,
+asks CUDA itself (`Device.prepare_process`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
+from glob import glob
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,9 @@ _CUDA_ENVIRONMENT = {
     # What SGLang sets for its servers; NCCL cannot join two processes of which one takes its memory in another way.
     "NCCL_CUMEM_ENABLE": "0",
 }
+
+# Where a GPU's driver shows it: on a server, under WSL, on a Jetson.
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu")
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,10 @@ class Device:
 
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
-    @cached_property
+    @property
     def spec(self) -> str:
-        """Flavour of Megatron's layers: "te" (Transformer Engine) on GPUs that have it, "local" everywhere else."""
-        return "te" if self.kind == "cuda" and find_spec("transformer_engine") else "local"
+        """Flavour of Megatron's layers: "te" (Transformer Engine) on GPUs, "local" on a CPU."""
+        return "te" if self.kind == "cuda" else "local"
 
     @property
     def expert_dispatcher(self) -> str:
@@ -62,13 +69,20 @@ class Device:
         """Makes this process a trainer rank: selects its device and bends upstream packages before they are used.
 
         On a CPU the ranks and servers of a run share the cores, so a rank computes with one thread unless
-        OMP_NUM_THREADS says otherwise.
+        OMP_NUM_THREADS says otherwise. Raises ConfigError for a GPU without what its ranks take.
         """
         import torch
 
         if self.kind == "cuda":
+            check_transformer_engine()
             set_cuda_environment()
-            torch.cuda.set_device(local_rank)
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    f"the run takes GPUs, but torch {torch.__version__} sees none in this process on {os.uname().nodename}; "
+                    f"run `megasync doctor` there, or set cluster.device=cpu"
+                )
+            # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             # Megatron announces on import, in several places, that it does without CUDA packages.
@@ -141,18 +155,46 @@ def finish(device: torch.device) -> None:
 
 
 def resolve_device(kind: str) -> Device:
-    """The device of a run. ``kind`` is "auto" (CUDA when there is one), "cpu" or "cuda".
-
-    Raises:
-        ConfigError: an unknown kind, or CUDA on a machine without it.
+    """The device of a run. ``kind`` is "auto" (CUDA when this machine has a GPU), "cpu" or "cuda". Raises ConfigError for
+    any other. Touches no GPU, so that "cuda" is taken at its word.
     """
     if kind not in ("auto", *BACKENDS):
         raise ConfigError(f"cluster.device is {kind!r}; it must be auto, cpu or cuda")
-    if kind == "cpu":
-        return Device("cpu")
+    if kind == "auto":
+        return Device("cuda" if gpu_trouble() is None else "cpu")
+    return Device(kind)
+
+
+def check_machine(kind: str, *, trains: bool) -> None:
+    """Raises ConfigError where a run on this machine alone lacks what ``kind`` takes, as far as can be seen untouched."""
+    if resolve_device(kind).kind == "cpu":
+        return
+    if (trouble := gpu_trouble()) is not None:
+        raise ConfigError(
+            f"cluster.device is {kind!r}, but {trouble}; set cluster.device=cpu or auto, or cluster.address for machines "
+            f"with GPUs"
+        )
+    if trains:
+        check_transformer_engine()
+
+
+def check_transformer_engine() -> None:
+    """Raises ConfigError where trainer ranks on GPUs have no layers: the local ones are for CPUs."""
+    if find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"trainer ranks take Transformer Engine's layers on GPUs (cluster.device=cuda, or auto where there is one), and "
+            f"it is not installed on {os.uname().nodename}; pip install 'megasync[gpu]' (docs/install.md), or set "
+            f"cluster.device=cpu"
+        )
+
+
+def gpu_trouble() -> str | None:
+    """Why this process has no use for a GPU, by its environment, torch's build and the machine's device files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+    if not any(glob(pattern) for pattern in _DEVICE_FILES):
+        return "this machine has no GPU"
     import torch
 
-    present = torch.cuda.is_available()
-    if kind == "cuda" and not present:
-        raise ConfigError("cluster.device is 'cuda', but torch sees no GPU here; set cluster.device=cpu or auto")
-    return Device("cuda" if present else "cpu")
+    return None if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"

@@ -24,7 +24,7 @@ from megasync.cluster.roles import check_capabilities
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import TrainerConfig
-from megasync.device import resolve_device
+from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.observe.evaluation import EvaluationView, write_scores
 from megasync.observe.logfile import log_to_file
@@ -122,6 +122,8 @@ def run_evaluation(
     config.model.path = str(served)
     _drop_unused_rewards(config, only)
     check_config(config, training=False)
+    if config.cluster.address is None:
+        check_machine(config.cluster.device, trains=False)
     task = prepare_task(config, only)
     save_config(config, out / CONFIG_FILE)
     handler = log_to_file(out / "logs" / "evaluation.log")

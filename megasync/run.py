@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,8 +118,10 @@ class Run:
 
     async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
         """Starts every process of the run, both pools at the same time, and wires the controller."""
-        config, schedule, workload = self.config, self.config.schedule, self._workload
-        device = resolve_device(config.cluster.device)
+        device = resolve_device(self.config.cluster.device)
+        # The ranks are told what was found here, on a machine that may be another kind than theirs.
+        config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
+        schedule, workload = config.schedule, self._workload
         ledger = self.run_dir / LEDGER_FILE
         progress = await asyncio.to_thread(
             restore, self._checkpoint, ledger, schedule, workload.source, observer.message

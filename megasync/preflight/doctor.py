@@ -163,17 +163,17 @@ def check_transformer_engine() -> Iterator[Finding]:
     """Whether the layers that trainer ranks take on GPUs can be loaded; nothing on a CPU, where they are not used."""
     from megasync.device import resolve_device
 
-    device, subject = resolve_device("auto"), "transformer engine"
-    if device.kind == "cpu":
+    subject = "transformer engine"
+    if resolve_device("auto").kind == "cpu":
         return
-    if device.spec != "te":
+    if find_spec("transformer_engine") is None:
         fix = "pip install 'megasync[gpu]'"
-        yield Finding(subject, WARNING, "not installed; trainer ranks take slower layers, which need more memory", fix)
+        yield Finding(subject, FAILURE, "not installed; trainer ranks take its layers on GPUs and have no others", fix)
         return
     try:
         import_module("transformer_engine.pytorch")
     except Exception as error:  # noqa: BLE001 - a build for another CUDA or torch may raise anything
-        fix = "install a build for this torch and CUDA, or uninstall it: trainer ranks then take slower layers"
+        fix = "install a build for this torch and CUDA"
         yield Finding(subject, FAILURE, f"{type(error).__name__}: {error}", fix)
     else:
         yield Finding(subject, OK, version("transformer-engine"))

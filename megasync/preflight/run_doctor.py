@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasync.config import Config
+from megasync.config.access import check_access, describe_access, generation_needs_key
 from megasync.config.check import check_config, model_layout
-from megasync.config.host import resolve_host
+from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder
 from megasync.config.pools import pool_specs
-from megasync.device import resolve_device
+from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
-from megasync.preflight.finding import FAILURE, OK, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import checkpoint_bytes
 from megasync.preflight.space import bytes_text, check_ports, check_space, writable
 
@@ -30,7 +31,7 @@ def examine_for(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield _refused(error)
         return
-    found = [*check_model(config), *check_reward_models(config), *check_run_folder(config)]
+    found = [*check_model(config), *check_reward_models(config), *check_run_folder(config), *check_keys(config)]
     yield from found
     if all(finding.status == OK for finding in found):  # else it would say the same again
         yield from check_contradictions(config)
@@ -116,12 +117,32 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {bytes_text(each * kept)}")
 
 
+def check_keys(config: Config) -> Iterator[Finding]:
+    """Whether the keys and certificates of the servers and their router can be used, and who may generate."""
+    cluster = config.cluster
+    try:
+        check_access(cluster)
+    except ConfigError as error:
+        yield Finding("access", FAILURE, str(error), "change what is named there, in the file or in the environment")
+        return
+    if is_loopback(cluster.host) or generation_needs_key(cluster):
+        yield Finding("access", OK, describe_access(cluster))
+    else:
+        fix = "set cluster.generation_key=auto, or keep others off that network"
+        yield Finding("access", WARNING, describe_access(cluster), fix)
+
+
 def check_gpus(config: Config) -> Iterator[Finding]:
     """Whether a run on this machine alone finds the GPUs that its pools take. On several, the cluster's doctor counts."""
+    device = resolve_device(config.cluster.device)
     try:
-        device = resolve_device(config.cluster.device)
+        check_machine(config.cluster.device, trains=True)
     except ConfigError as error:
-        yield Finding("devices", FAILURE, str(error), "install a CUDA build of torch, or set cluster.device=cpu")
+        fix = "install what is named there, or set cluster.device=cpu"
+        if config.cluster.address is None:
+            yield Finding("devices", FAILURE, str(error), fix)
+        else:
+            yield Finding("devices", WARNING, str(error), f"for more than the driver, which needs no GPU, {fix}")
         return
     try:
         needed = sum(spec.total_devices for spec in pool_specs(config).values())

@@ -60,13 +60,10 @@ class TrainerRank:
         with quick_imports():
             import torch
 
-            from megasync.device import resolve_device, set_cuda_environment
+            from megasync.device import resolve_device
 
-            # Even the question whether there is a GPU is one to CUDA.
-            set_cuda_environment()
             self._device = resolve_device(config.cluster.device)
-            # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
-            self._device.prepare_process(local_rank=self._rank % max(1, torch.cuda.device_count()))
+            self._device.prepare_process(local_rank=self._rank)
             # Only now: these modules take names from Megatron, which the line above may have bent.
             from megasync.sync.broadcast_plan import plan_broadcast
             from megasync.sync.broadcast_sender import BroadcastSender

@@ -182,11 +182,11 @@ def test_a_patch_that_upstream_made_superfluous_is_told(monkeypatch):
 def test_transformer_engine_is_looked_at_where_there_are_gpus(monkeypatch):
     assert list(doctor.check_transformer_engine()) == []
     monkeypatch.setattr(device, "resolve_device", lambda kind: device.Device("cuda"))
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     (absent,) = doctor.check_transformer_engine()
-    assert (absent.status, absent.fix) == (WARNING, "pip install 'megasync[gpu]'")
+    assert (absent.status, absent.fix) == (FAILURE, "pip install 'megasync[gpu]'")
     # As a metapackage without the build for torch: it is found, and cannot be imported.
-    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (broken,) = doctor.check_transformer_engine()
     assert broken.status == FAILURE and "transformer_engine" in broken.detail and broken.fix

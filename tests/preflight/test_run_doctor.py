@@ -12,7 +12,7 @@ from megasync.config.schema import RewardModelConfig
 from megasync.device import Device
 from megasync.models import fetch
 from megasync.preflight import run_doctor
-from megasync.preflight.finding import FAILURE, OK
+from megasync.preflight.finding import FAILURE, OK, WARNING
 from megasync.preflight.run_doctor import examine_for
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -136,12 +136,28 @@ def test_a_disk_without_room_for_the_checkpoints(examine):
     assert "1000000001 checkpoints take" in found.detail and "checkpoint.keep=1000000000" in found.fix
 
 
+def test_a_certificate_that_is_not_there(examine):
+    found = only(examine("cluster.tls_cert=/absent.pem", "cluster.tls_key=/absent.key"), "access")
+    assert "cluster.tls_cert=/absent.pem cannot be read" in found.detail
+
+
+def test_generation_that_is_open_to_a_network(examine):
+    found = [finding for finding in examine("cluster.host=192.0.2.1", "cluster.generation_key=never")]
+    access = next(finding for finding in found if finding.subject == "access")
+    assert access.status == WARNING and "generate for whoever reaches them" in access.detail
+
+
 def test_gpus_that_are_not_there(examine):
-    assert "CUDA build" in only(examine("cluster.device=cuda"), "devices").fix
+    alone = only(examine("cluster.device=cuda"), "devices")
+    assert "this machine has no GPU" in alone.detail and "cluster.device=cpu" in alone.fix
+    # One of several machines: perhaps that of the driver.
+    (found,) = examine("cluster.device=cuda", "cluster.address=auto")
+    assert (found.subject, found.status) == ("devices", WARNING) and "driver" in found.fix
 
 
 def test_fewer_gpus_than_the_pools_take(examine, monkeypatch):
     monkeypatch.setattr(run_doctor, "resolve_device", lambda kind: Device("cuda"))
+    monkeypatch.setattr(run_doctor, "check_machine", lambda kind, trains: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     found = only(examine(), "devices")
     assert found.detail == "4 GPUs taken, 3 here" and "rollout.servers" in found.fix

@@ -154,15 +154,8 @@ def test_latent_attention_and_routing_that_are_not_implemented_are_refused_by_na
 def test_devices():
     assert resolve_device("cpu").backend == "gloo"
     assert resolve_device("cpu").spec == "local"
-    assert resolve_device("auto").kind == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ConfigError, match="must be auto, cpu or cuda"):
         resolve_device("tpu")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
-        resolve_device("cuda")
 
 
 @pytest.mark.parametrize(
