@@ -81,6 +81,7 @@ class Controller:
         self._cursor = cursor
         self._observer = observer
         self._clock = clock
+        self._watchdog = Watchdog(clock)
         self._recovery = Recovery(
             config.trainer.max_restarts,
             trainer=trainer,
@@ -89,9 +90,9 @@ class Controller:
             fleet=fleet,
             observer=observer,
             progress=self.progress,
+            watchdog=self._watchdog,
             pause=self._pause,
         )
-        self._watchdog = Watchdog(clock)
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._target_reached = False
@@ -226,7 +227,8 @@ class Controller:
         self._observer.activity("trainer", "training")
         step = progress.step + 1
         self._trainer_fit = False
-        metrics = await self._trainer.step(groups, step, progress.version)
+        with self._watchdog.bounded():
+            metrics = await self._trainer.step(groups, step, progress.version)
         self._trainer_fit = True
         progress.trained(step)
         self._recovery.stepped()
@@ -379,7 +381,8 @@ class Controller:
             "pending": await self._buffer.live_uids(),
             "buffer": await self._buffer.counters(),
         }
-        saved = await self._trainer.save(self.progress.step, state)
+        with self._watchdog.bounded():
+            saved = await self._trainer.save(self.progress.step, state)
         self._saved_step = self.progress.step
         await self._buffer.checkpointed(self.progress.step, saved.oldest_step)
         self._observer.message(f"checkpoint: {saved.path}")

@@ -29,6 +29,7 @@ from megasync.sync.attempt import PublishError
 if TYPE_CHECKING:
     from megasync.parts import Fleet, Observer, Publisher, Trainer
     from megasync.progress import Progress
+    from megasync.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Recovery:
         fleet: Fleet,
         observer: Observer,
         progress: Progress,
+        watchdog: Watchdog,
         pause: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         self._max_restarts = max_restarts
@@ -61,6 +63,7 @@ class Recovery:
         self._fleet = fleet
         self._observer = observer
         self._progress = progress
+        self._watchdog = watchdog
         self._pause = pause
         self._furthest = progress.step
         self._restarts_in_a_row = 0
@@ -101,7 +104,8 @@ class Recovery:
                 continue
             self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
             try:
-                await self._publisher.publish(self._progress.version, joiners)
+                with self._watchdog.bounded():
+                    await self._publisher.publish(self._progress.version, joiners)
             except PublishError as error:
                 await self._blame(error)
             else:
@@ -144,7 +148,8 @@ class Recovery:
                 # Only such are left as failed before and still live; the fleet ends those that fail too often.
                 lost.clear()
             try:
-                metrics = await self._publisher.publish(version, targets - lost if lost else None)
+                with self._watchdog.bounded():
+                    metrics = await self._publisher.publish(version, targets - lost if lost else None)
             except PublishError as error:
                 lost |= await self._blame(error)
             else:
@@ -155,7 +160,8 @@ class Recovery:
         """Who made a publish fail: the servers that did, which the fleet is told of. Raises RankLost for a rank."""
         self._faults["failed_publishes"] += 1
         # Asked first: servers that wait for a dead rank look as if they had failed themselves.
-        await self._trainer.check()
+        with self._watchdog.bounded():
+            await self._trainer.check()
         if not error.failed:
             self._link_failures += 1
             if self._link_failures >= LINK_FAILURES:
@@ -195,7 +201,8 @@ class Recovery:
             f"starting the trainer ranks again, attempt {self._restarts_in_a_row} of {self._max_restarts}: {loss}"
         )
         self._observer.activity("trainer", "starting again")
-        state = await self._trainer.restart()
+        with self._watchdog.bounded():
+            state = await self._trainer.restart()
         step = 0 if state is None else state["step"]
         again = progress.step - step
         progress.rewind(step)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,6 +252,8 @@ class Rig:
         rollout: dict | None = None,
         progress: Progress | None = None,
         reward_models: FakeRewardModels | None = None,
+        fleet: FakeFleet | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **schedule: object,
     ) -> None:
         config = Config()
@@ -266,7 +269,7 @@ class Rig:
         self.trainer = trainer or FakeTrainer()
         self.publisher = publisher or FakePublisher()
         self.observer = FakeObserver()
-        self.fleet = FakeFleet()
+        self.fleet = fleet or FakeFleet()
 
         async def held_out(step: int, version: int) -> dict[str, float]:
             await asyncio.sleep(0)
@@ -284,6 +287,7 @@ class Rig:
             cursor=lambda: {"position": 7},
             observer=self.observer,
             progress=progress,
+            clock=clock,
         )
 
     async def run(self) -> Progress:
