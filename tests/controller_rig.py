@@ -18,9 +18,13 @@ from megasync.sync.attempt import PublishError
 
 
 class FakeRollouter:
-    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many."""
+    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many;
+    `first` is the number of the first prompt."""
 
-    def __init__(self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None) -> None:
+    def __init__(
+        self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None, first: int = 0
+    ) -> None:
+        self._first = first
         self.finished_groups = 0
         self.gates: list[str] = []
         self._stall_after = stall_after
@@ -41,7 +45,7 @@ class FakeRollouter:
             await asyncio.gather(*loops, stopped, return_exceptions=True)
 
     async def _draw(self) -> None:
-        number = 0
+        number = self._first
         while True:
             uid = f"0:{number}"
             await self._buffer.admit(uid)
@@ -81,9 +85,20 @@ class FakeSaved:
 
 
 class FakeTrainer:
-    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it."""
+    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it. A step with
+    one of the `poison` groups raises an error, `times` in all."""
 
-    def __init__(self, fail_at: int | None = None, disk_full: bool = False, lose: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        fail_at: int | None = None,
+        disk_full: bool = False,
+        lose: dict[str, int] | None = None,
+        poison: Collection[str] = (),
+        times: int = 1_000,
+    ) -> None:
+        self.failures: list[tuple[int, list[str]]] = []
+        self._poison = set(poison)
+        self._times = times
         self.steps: list[tuple[int, int, list[str]]] = []
         self.saved: list[dict] = []
         self.save_calls = 0
@@ -104,6 +119,10 @@ class FakeTrainer:
         await asyncio.sleep(0)
         if step == self._fail_at:
             raise TrainingError("rank 1 failed")
+        uids = [group.uid for group in groups]
+        if self._poison & set(uids) and len(self.failures) < self._times:
+            self.failures.append((step, uids))
+            raise TrainingError("rank 0 failed in step(): an index is out of range")
         self._maybe_lose(f"step {step}")
         self.steps.append((step, version, [group.uid for group in groups]))
         self.weights += self.steps[-1][2]
@@ -249,6 +268,10 @@ class Rig:
         checkpoint_every: int = 0,
         no_progress: float = 60.0,
         max_restarts: int = 3,
+        step_attempts: int = 2,
+        max_failed_steps: int = 1,
+        failed_steps: Path | None = None,
+        ledger: Path | None = None,
         rollout: dict | None = None,
         progress: Progress | None = None,
         reward_models: FakeRewardModels | None = None,
@@ -263,8 +286,10 @@ class Rig:
         config.checkpoint.every_steps = checkpoint_every
         config.timeouts.no_progress = no_progress
         config.trainer.max_restarts = max_restarts
+        config.trainer.step_attempts = step_attempts
+        config.trainer.max_failed_steps = max_failed_steps
         total = config.schedule.total_steps * config.schedule.groups_per_step
-        self.buffer = AsyncBuffer(config.schedule, total)
+        self.buffer = AsyncBuffer(config.schedule, total, ledger=ledger)
         self.rollouter = FakeRollouter(self.buffer, **(rollout or {}))
         self.trainer = trainer or FakeTrainer()
         self.publisher = publisher or FakePublisher()
@@ -287,6 +312,7 @@ class Rig:
             cursor=lambda: {"position": 7},
             observer=self.observer,
             progress=progress,
+            failed_steps=failed_steps,
             clock=clock,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megasync.buffer.trajectory import Group
 from megasync.cluster.trainer_group import Saved
-from megasync.errors import RankLost
+from megasync.errors import RankLost, TrainingError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
@@ -53,6 +53,9 @@ class SimRanks:
             await self.work(about, self._deadline)
             self.kill()
         dies = self._chance.happens("rank dies in a step", about)
+        if poison := [group.uid for group in groups if self._chance.always("step raises", group.uid)]:
+            self._laws.raises(poison[0])
+            raise TrainingError(f"group {poison[0]} cannot be trained")
         await self.work(about, self._chance.seconds("train", TRAIN_SECONDS, about))
         if dies:
             self.kill()

@@ -63,6 +63,10 @@ def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
 PUBLISH = TrajectoryBuffer.publish
 
 
+async def counts_no_failure(self: AsyncBuffer, step: int, attempts: int, most_in_a_row: int) -> dict:
+    return {"attempt": 1, "set_aside": [], "in_a_row": 0}
+
+
 @contextmanager
 def counts_recovery(self: Watchdog) -> Iterator[None]:
     """A step, a restart or a publish within its own deadline counts as silence."""
@@ -81,6 +85,7 @@ def counts_recovery(self: Watchdog) -> Iterator[None]:
         (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained"),
         (AsyncBuffer, "_wake_all", lambda self: None, "no group was finished|is not over|could wake"),
         (Watchdog, "bounded", counts_recovery, "no group was finished"),
+        (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts"),
         (Controller, "_train", saves_too_early, "does not fit the last trained step"),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
