@@ -357,7 +357,9 @@ class Controller:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self._watch_servers()
-            await self._show_rollout()
+            # A buffer that starts again answers once it has read its ledger; it has deadlines of its own for that.
+            with self._watchdog.bounded():
+                await self._show_rollout()
             if self._finishing or not self._begun.is_set():
                 # Evaluations have deadlines of their own.
                 continue

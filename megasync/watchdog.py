@@ -4,7 +4,7 @@ A wedged server keeps its requests in flight for ever, so requests, pings and he
 and trained steps do.
 
 Work that has a deadline of its own is no silence while it goes on: a training step, a save, a restart of the ranks, a
-publish. Its time is left out of the count, and its end adds no progress: a run that only ever recovers is still ended.
+publish, a buffer that reads its ledger. Its time is left out of the count, and its end adds no progress: a run that only ever recovers is still ended.
 """
 
 from __future__ import annotations

@@ -109,6 +109,26 @@ async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, pa
     assert clock.now == 1000.0
 
 
+async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None:
+    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.001)
+    clock, fleet = Clock(), WatchedFleet()
+    rig = Rig(rollout={"stall_after": 0}, fleet=fleet, clock=clock, no_progress=100.0)
+    counts = rig.buffer.counts
+
+    async def late() -> dict:
+        if fleet.looks == 5:
+            clock.now += 1000.0
+        return await counts()
+
+    monkeypatch.setattr(rig.buffer, "counts", late)
+    running = asyncio.create_task(rig.run())
+    while fleet.looks < 10 and not running.done():
+        await asyncio.sleep(0)
+    rig.controller.request_stop("enough")
+    await running
+    assert clock.now == 1000.0
+
+
 async def test_a_wait_for_servers_that_never_come_is_silence(monkeypatch) -> None:
     """A sync without a server to go to has no deadline of its own."""
     monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.01)
