@@ -1,7 +1,15 @@
-"""`megasync chaos`: trains as a configuration says, kills processes of the run at random moments, and looks what came of it.
+"""`megasync chaos`: trains as a configuration says, injects faults at random moments, and reports the outcome.
 
-The run is a process of its own, as a person starts it, and whatever hits it comes from outside. Its processes are found
-among its descendants on this machine.
+The run is a process of its own, as a person starts it, and every fault comes from outside. Its processes are found among
+its descendants on this machine.
+
+    kind                                 fault                                   ends
+    -----------------------------------  --------------------------------------  --------------------------------
+    server, router, rank, buffer         SIGKILL, or SIGSTOP                     when the run has recovered by itself
+    controller                           SIGKILL, then `megasync resume`         with the resumed run
+    slow                                 a server at a fifth of its speed        after `hold` seconds
+    disk                                 no space is left for the run            the same; `megasync resume` if it ended
+    cut                                  a link to a host is down                the same
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.pacing import Pacing
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError
+from megasync.inject import PERIOD_SECONDS, STOPPED_SHARE, Disk, Link, slowed
 from megasync.observe import names
 from megasync.observe.metrics import METRICS_FILE, TIME, read_rows
 from megasync.run_lock import holder
@@ -38,16 +47,19 @@ MARKS = {
 }
 CONTROLLER = "controller"
 KINDS = (*MARKS, CONTROLLER)
+# Faults that last for a while.
+SLOW, DISK, CUT = "slow", "disk", "cut"
 LOOK_SECONDS = 0.2
 OUTPUT_FILE = "chaos.log"
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """A process that was hit, and how long it took until a step was trained after it; None when none was."""
+class Fault:
+    """What was injected, and how long it took until a step was trained after its end; None when none was."""
 
     kind: str
-    sent: str
+    # The signal, or what was done for how long.
+    how: str
     # Seconds since the run was started.
     at: float
     step: int
@@ -56,10 +68,10 @@ class Blow:
 
 @dataclass
 class Verdict:
-    """What came of the run."""
+    """The outcome of the run."""
 
     run_dir: Path
-    blows: list[Blow]
+    faults: list[Fault]
     status: int
     steps: int
     # Groups by how they ended, from the ledger.
@@ -74,10 +86,10 @@ class Verdict:
 
 
 class Chaos:
-    """One run under fire. `say` is told of each blow as it falls.
+    """One run under faults. `say` is told of each fault as it is injected.
 
-    `pause` is the longest random wait between the step that follows a blow and the next blow, `patience` the longest wait
-    for that step, in seconds.
+    `pause` is the longest random wait between the step that follows a fault and the next fault, `patience` the longest wait
+    for that step, `hold` how long a slow server, a full disk and a cut link last, in seconds.
     """
 
     def __init__(
@@ -91,14 +103,24 @@ class Chaos:
         stop: bool,
         pause: float,
         patience: float,
+        hold: float = 20.0,
+        slow: bool = False,
+        disk: Path | None = None,
+        cut: str | None = None,
         say: Callable[[str], None],
     ) -> None:
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ConfigError(f"--kill {','.join(unknown)} names no part of a run; choose from {', '.join(KINDS)}")
+        check_patience(loaded, kinds, stop, patience)
+        self._disk = None if disk is None else Disk.of(disk, Path(loaded.run_root))
+        self._link = None if cut is None else Link.parse(cut)
         self._config = config
         self._loaded = loaded
         self._overrides = list(overrides)
-        self._kinds = list(kinds)
+        self._kinds = [*kinds, *([SLOW] if slow else []), *([DISK] if disk else []), *([CUT] if cut else [])]
+        if not self._kinds:
+            raise ConfigError("there is no fault to inject; name some by --kill, --slow, --disk or --cut")
+        self._hold = hold
         self._chance = random.Random(seed)
         self._stop = stop
         self._pause = pause
@@ -109,24 +131,24 @@ class Chaos:
         self._process: subprocess.Popen | None = None
 
     def run(self, minutes: float, rounds: int | None = None) -> Verdict:
-        """Strikes until the time is over, every kind was hit `rounds` times, or the run has ended; ends it, and judges."""
-        blows: list[Blow] = []
+        """Injects faults until the time is over, each kind was had `rounds` times, or the run has ended; ends and judges it."""
+        faults: list[Fault] = []
         self._start("train", str(self._config), *self._overrides)
         try:
             if self._wait_for_step(0.0, self._patience) is not None:
                 for kind in islice(self._order(), None if rounds is None else rounds * len(self._kinds)):
                     if self._sleep(self._chance.uniform(0.0, self._pause), self._began + 60.0 * minutes):
                         break
-                    if (blow := self._strike(kind)) is None:
+                    if (fault := self._inject(kind)) is None:
                         break
-                    blows.append(blow)
-                    if blow.recovered is None:
+                    faults.append(fault)
+                    if fault.recovered is None:
                         break
             status = self._end()
         finally:
             if self._process.poll() is None:
                 self._process.kill()
-        return self._judge(blows, status)
+        return self._judge(faults, status)
 
     def _sleep(self, seconds: float, deadline: float) -> bool:
         """Whether the time, or the run, is over."""
@@ -176,10 +198,13 @@ class Chaos:
             self._process.kill()
             return self._process.wait()
 
-    # Striking
+    # Injecting
 
-    def _strike(self, kind: str) -> Blow | None:
-        """Hits one process of the kind; None when the run ended, or none of that kind came up, before it could."""
+    def _inject(self, kind: str) -> Fault | None:
+        """One fault of the kind; None when the run ended, or none of its processes came up, before it could."""
+        return self._last(kind) if kind in (SLOW, DISK, CUT) else self._signal(kind)
+
+    def _signal(self, kind: str) -> Fault | None:
         number = self._chance.choice([signal.SIGKILL, signal.SIGSTOP]) if self._stop else signal.SIGKILL
         if kind == CONTROLLER:
             # A stopped driver has nobody who could resume it.
@@ -198,7 +223,34 @@ class Chaos:
             self._process.wait()
             self._start("resume", str(self._run_dir))
         recovered = self._wait_for_step(now, self._patience)
-        return Blow(kind, number.name, at, step, recovered)
+        return Fault(kind, number.name, at, step, recovered)
+
+    def _last(self, kind: str) -> Fault | None:
+        """A fault that lasts `hold` seconds. A full disk may end the run, which then is resumed."""
+        if kind == SLOW:
+            # A stopped one must not be continued.
+            found = [p for p in self._wait_for("server") if p.status() != psutil.STATUS_STOPPED]
+            if not found:
+                return None
+            how = f"stopped {STOPPED_SHARE:.0%} of each {PERIOD_SECONDS:g} s for {self._hold:g} s"
+            fault = slowed([self._chance.choice(found)])
+        elif kind == DISK:
+            how, fault = f"{self._disk.mount} full for {self._hold:g} s", self._disk.filled()
+        else:
+            how = f"{self._link.namespace}/{self._link.interface} down for {self._hold:g} s"
+            fault = self._link.cut()
+        at, step = time.monotonic() - self._began, self._last_step()
+        self._say(f"{at:6.1f} s, after step {step}: {kind}: {how}")
+        with fault:
+            # To the end of the fault, also when the run ends in it.
+            time.sleep(self._hold)
+        now = time.time()
+        recovered = self._wait_for_step(now, self._patience)
+        if kind == DISK and recovered is None and self._process.poll():
+            self._say(f"the run ended with status {self._process.poll()}; resuming it")
+            self._start("resume", str(self._run_dir))
+            recovered = self._wait_for_step(now, self._patience)
+        return Fault(kind, how, at, step, recovered)
 
     def _wait_for(self, kind: str) -> list[psutil.Process]:
         """The processes of the kind; one that was hit before may still be starting again."""
@@ -244,13 +296,13 @@ class Chaos:
 
     # Judging
 
-    def _judge(self, blows: list[Blow], status: int) -> Verdict:
+    def _judge(self, faults: list[Fault], status: int) -> Verdict:
         rows = read_rows(self._run_dir / METRICS_FILE)
         counts = read_ledger(self._run_dir / LEDGER_FILE)
         steps = self._last_step()
         verdict = Verdict(
             run_dir=self._run_dir,
-            blows=blows,
+            faults=faults,
             status=status,
             steps=steps,
             **counts,
@@ -266,10 +318,10 @@ class Chaos:
                 f"the run ended with status {status}; its output is in {self._loaded.run_root}/{OUTPUT_FILE}",
             ),
             (
-                all(blow.recovered is not None for blow in blows) or steps == self._loaded.schedule.total_steps,
-                "a blow was not recovered from",
+                all(fault.recovered is not None for fault in faults) or steps == self._loaded.schedule.total_steps,
+                "the run did not recover from a fault",
             ),
-            (bool(blows), "nothing was hit: the run was too short, or no process of that kind was found"),
+            (bool(faults), "no fault was injected: the run was too short, or no process of that kind was found"),
             (verdict.admitted == verdict.trained + verdict.dropped + verdict.live, "the ledger does not balance"),
             (verdict.trained == wanted, f"{verdict.trained} groups are trained by the ledger, {wanted} by the steps"),
             (verdict.staleness <= verdict.staleness_bound, "a trajectory over the staleness bound was trained"),
@@ -277,6 +329,19 @@ class Chaos:
             if not holds:
                 verdict.problems.append(problem)
         return verdict
+
+
+def check_patience(config: Config, kinds: Sequence[str], stop: bool, patience: float) -> None:
+    """Raises ConfigError when a hung rank would be found, and the ranks started again, only after the wait for a step."""
+    timeouts = config.timeouts
+    needed = timeouts.train_step + timeouts.trainer_start + timeouts.weight_sync
+    if stop and "rank" in kinds and patience <= needed:
+        raise ConfigError(
+            f"--patience {patience:g} must be longer than timeouts.train_step={timeouts.train_step:g} + "
+            f"timeouts.trainer_start={timeouts.trainer_start:g} + timeouts.weight_sync={timeouts.weight_sync:g} = "
+            f"{needed:g} s, which a stopped rank may take; lower these, for example timeouts.train_step=60 "
+            f"timeouts.weight_sync=60, or raise --patience"
+        )
 
 
 def read_ledger(path: Path) -> dict[str, int]:

@@ -237,25 +237,47 @@ def check_layout(
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync chaos configs/quickstart.yaml --minutes 10\n\n"
-    "megasync chaos configs/quickstart.yaml --kill server,rank --stop --seed 7 schedule.total_steps=200"
+    "megasync chaos configs/quickstart.yaml --kill server,rank --stop --seed 7 timeouts.train_step=60 "
+    "timeouts.weight_sync=60\n\n"
+    "megasync chaos configs/quickstart.yaml --slow --disk /mnt/small run_root=/mnt/small/runs"
 )
 def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
-    kill: Annotated[str, typer.Option(help="What to hit: server, router, rank, buffer, controller.")] = (
-        "server,router,rank,buffer"
-    ),
+    kill: Annotated[
+        str, typer.Option(help="Processes to kill: server, router, rank, buffer, controller; '' for none.")
+    ] = "server,router,rank,buffer",
     minutes: Annotated[float, typer.Option(min=0.1, help="How long to go on, from the start of the run.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the order, the moments and the victims.")] = 0,
-    rounds: Annotated[int | None, typer.Option(min=1, help="End when each kind was hit so often.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="End when each kind of fault was injected so often.")
+    ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="Stop processes (SIGSTOP) as often as kill them.")] = False,
-    pause: Annotated[float, typer.Option(min=0.0, help="Longest random wait between two blows, in seconds.")] = 20.0,
-    patience: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the next step after a blow.")] = 600.0,
+    slow: Annotated[bool, typer.Option("--slow", help="Also slow a server down to a fifth of its speed.")] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MOUNT",
+            help="Also fill this filesystem and empty it again. It must hold run_root and nothing else, such as a tmpfs.",
+        ),
+    ] = None,
+    cut: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NETNS/IFACE",
+            help="Also take down this link, where the hosts of the run are network namespaces. Needs root.",
+        ),
+    ] = None,
+    hold: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a slow server, a full disk and a cut link last.")
+    ] = 20.0,
+    pause: Annotated[float, typer.Option(min=0.0, help="Longest random wait between two faults, in seconds.")] = 20.0,
+    patience: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the next step after a fault.")] = 600.0,
 ) -> None:
-    """Train as CONFIG says, and kill processes of the run at random moments.
+    """Train as CONFIG says, and inject faults at random moments.
 
-    Ends with a table of what was hit and how long it took until the next step, the ledger's balance and the held-out
-    score. Status 1 when a blow was not recovered from, or anything was lost. For processes on this machine.
+    Ends with a table of the faults and how long the run took to recover (until the next step), the ledger's balance and
+    the held-out score. Status 1 when the run did not recover, or anything was lost. For processes on this machine.
     """
     from megasync.chaos import Chaos
     from megasync.config import check_config, load_config
@@ -263,19 +285,23 @@ def chaos(
 
     loaded = load_config(config, overrides or ())
     console = _console()
-    fire = Chaos(
+    experiment = Chaos(
         config,
         loaded,
         overrides or (),
-        kill.split(","),
+        [kind for kind in kill.split(",") if kind],
         seed,
         stop=stop,
         pause=pause,
         patience=patience,
+        hold=hold,
+        slow=slow,
+        disk=disk,
+        cut=cut,
         say=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )
     check_config(loaded)
-    verdict = fire.run(minutes, rounds)
+    verdict = experiment.run(minutes, rounds)
     console.print(verdict_tables(verdict))
     if verdict.problems:
         raise typer.Exit(UNHEALTHY)

@@ -14,8 +14,8 @@
     evaluation  published weights  held-out scores          the next due step               training
     watch       the fleet's state  the error that ends all  its own tick                    the clock
 
-Rollout and training wait for each other only through the buffer, so its closing ends both waits. A lost rank or server
-ends nothing: `recovery` brings it back while the others wait. Any other failure of a loop ends the run: its error is
+Rollout and training wait for each other only through the buffer, so its closing ends both waits. A lost rank or server,
+or a step that raises an error, ends nothing: `recovery` handles it while the others wait. Any other failure of a loop ends the run: its error is
 raised from `run()` after the other loops were stopped and the work was saved.
 
 Order within a step, which everything else relies on: train, acknowledge to the buffer, publish the weights, free the
@@ -30,10 +30,19 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from megasync.config import Config
-from megasync.errors import CheckpointError, MegasyncError, RankLost, ServerError, SyncError, TrainingError
+from megasync.errors import (
+    CheckpointError,
+    MegasyncError,
+    RankLost,
+    ServerError,
+    StepFailed,
+    SyncError,
+    TrainingError,
+)
 from megasync.observe.awaits import describe_tasks
 from megasync.parts import Fleet, Observer, Publisher, RewardModels, Trainer
 from megasync.progress import Progress
@@ -68,6 +77,7 @@ class Controller:
         cursor: Callable[[], dict],
         observer: Observer,
         progress: Progress | None = None,
+        failed_steps: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -81,17 +91,19 @@ class Controller:
         self._cursor = cursor
         self._observer = observer
         self._clock = clock
+        self._watchdog = Watchdog(clock)
         self._recovery = Recovery(
-            config.trainer.max_restarts,
+            config.trainer,
             trainer=trainer,
             publisher=publisher,
             buffer=buffer,
             fleet=fleet,
             observer=observer,
             progress=self.progress,
+            watchdog=self._watchdog,
             pause=self._pause,
+            failed_steps=failed_steps,
         )
-        self._watchdog = Watchdog(clock)
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._target_reached = False
@@ -202,7 +214,7 @@ class Controller:
 
     async def _training_loop(self) -> None:
         """Evaluates, trains until the run is over, saves, evaluates; a lost rank takes it back to the newest checkpoint."""
-        loss: RankLost | None = None
+        loss: RankLost | StepFailed | None = None
         while True:
             self._trainer_fit = loss is None
             try:
@@ -216,7 +228,7 @@ class Controller:
                     return await self._finish()
                 elif (groups := await self._next_batch()) is not None:
                     await self._train(groups)
-            except RankLost as lost:
+            except (RankLost, StepFailed) as lost:
                 self._trainer_fit, loss = False, lost
 
     async def _train(self, groups: list) -> None:
@@ -226,7 +238,7 @@ class Controller:
         self._observer.activity("trainer", "training")
         step = progress.step + 1
         self._trainer_fit = False
-        metrics = await self._trainer.step(groups, step, progress.version)
+        metrics = await self._recovery.train(groups, step)
         self._trainer_fit = True
         progress.trained(step)
         self._recovery.stepped()
@@ -345,7 +357,9 @@ class Controller:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self._watch_servers()
-            await self._show_rollout()
+            # A buffer that starts again answers once it has read its ledger; it has deadlines of its own for that.
+            with self._watchdog.bounded():
+                await self._show_rollout()
             if self._finishing or not self._begun.is_set():
                 # Evaluations have deadlines of their own.
                 continue
@@ -379,7 +393,8 @@ class Controller:
             "pending": await self._buffer.live_uids(),
             "buffer": await self._buffer.counters(),
         }
-        saved = await self._trainer.save(self.progress.step, state)
+        with self._watchdog.bounded():
+            saved = await self._trainer.save(self.progress.step, state)
         self._saved_step = self.progress.step
         await self._buffer.checkpointed(self.progress.step, saved.oldest_step)
         self._observer.message(f"checkpoint: {saved.path}")

@@ -45,6 +45,14 @@ class TrainingError(MegasyncError):
     """A training step that cannot go on, such as after too many non-finite ones."""
 
 
+class NotFinite(TrainingError):
+    """More steps in a row than allowed had a loss or gradient that is not finite: not the fault of one batch."""
+
+
+class StepFailed(TrainingError):
+    """A training step raised an error that may come from its batch. What the ranks hold now is of no use."""
+
+
 class ProcessLost(TrainingError):
     """A process died, or gave no answer within its deadline: no fault of the call, which can be made to a new process."""
 

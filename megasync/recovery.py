@@ -4,6 +4,8 @@
     ---------------------  ----------------------------------------------------------------------------  ------------------
     a trainer rank, in     new ranks from the newest checkpoint; the buffer takes back what was trained  trainer.max_restarts
     whatever it was doing  since; the weights are published under a number that was never used           in a row
+    a step, which raised   as above, and the step again; after `trainer.step_attempts` on the same      trainer.
+    an error               groups these are set aside: recorded, dropped, and others are trained         max_failed_steps
     a server, in a sync    it leaves the router; the version is published to the rest                    the fleet
     a server, otherwise    nothing: the fleet starts it again, and it joins                              the fleet
     a joiner               brought the published version while the trainer waits, or with the next one   -
@@ -11,7 +13,9 @@
 Invariant: the trainer's weights differ from the published ones only while ``progress.unpublished`` is not zero; so a
 joiner is brought weights under a number that already names exactly them. `Progress.rewind` and `publish` guarantee it.
 
-A rank that raised an error is no lost rank: it would raise it again, and the run ends with that error.
+A step that raises an error would raise it at every resume too, so its attempts are counted in the ledger. So are losses
+of ranks that use up `trainer.max_restarts` within one step. An error that comes back with other groups is not theirs: the
+run ends with it.
 """
 
 from __future__ import annotations
@@ -23,12 +27,18 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from megasync.errors import RankLost, TrainingError
+from megasync.errors import MegasyncError, NotFinite, RankLost, StepFailed, TrainingError
+from megasync.failed_steps import record_failure
 from megasync.sync.attempt import PublishError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megasync.buffer.trajectory import Group
+    from megasync.config.schema import TrainerConfig
     from megasync.parts import Fleet, Observer, Publisher, Trainer
     from megasync.progress import Progress
+    from megasync.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +50,12 @@ class Recovery:
     """Publishes, brings joiners, and starts the trainer again; each as often as the failures on the way ask for.
 
     A new version is published within `pause()`, which keeps requests away where they may not straddle two versions.
+    Batches of failed steps are recorded in the folder `failed_steps`; None records none.
     """
 
     def __init__(
         self,
-        max_restarts: int,
+        config: TrainerConfig,
         *,
         trainer: Trainer,
         publisher: Publisher,
@@ -52,24 +63,30 @@ class Recovery:
         fleet: Fleet,
         observer: Observer,
         progress: Progress,
+        watchdog: Watchdog,
         pause: Callable[[], AbstractAsyncContextManager[None]],
+        failed_steps: Path | None,
     ) -> None:
-        self._max_restarts = max_restarts
+        self._config = config
+        self._failed_steps = failed_steps
         self._trainer = trainer
         self._publisher = publisher
         self._buffer = buffer
         self._fleet = fleet
         self._observer = observer
         self._progress = progress
+        self._watchdog = watchdog
         self._pause = pause
         self._furthest = progress.step
         self._restarts_in_a_row = 0
+        # The step under way, or the one that was broken off: its number and its groups.
+        self._under_way: tuple[int, list[Group]] | None = None
         self._link_failures = 0
         self._faults: Counter[str] = Counter()
 
     def metrics(self) -> dict[str, float]:
         """How often each kind of loss was met in this run, since it was started or resumed."""
-        kinds = ("trainer_restarts", "steps_trained_again", "failed_publishes", "servers_joined")
+        kinds = ("trainer_restarts", "steps_trained_again", "steps_set_aside", "failed_publishes", "servers_joined")
         return {f"faults/{kind}": float(self._faults[kind]) for kind in kinds}
 
     def stepped(self) -> None:
@@ -101,7 +118,8 @@ class Recovery:
                 continue
             self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
             try:
-                await self._publisher.publish(self._progress.version, joiners)
+                with self._watchdog.bounded():
+                    await self._publisher.publish(self._progress.version, joiners)
             except PublishError as error:
                 await self._blame(error)
             else:
@@ -144,7 +162,8 @@ class Recovery:
                 # Only such are left as failed before and still live; the fleet ends those that fail too often.
                 lost.clear()
             try:
-                metrics = await self._publisher.publish(version, targets - lost if lost else None)
+                with self._watchdog.bounded():
+                    metrics = await self._publisher.publish(version, targets - lost if lost else None)
             except PublishError as error:
                 lost |= await self._blame(error)
             else:
@@ -155,7 +174,8 @@ class Recovery:
         """Who made a publish fail: the servers that did, which the fleet is told of. Raises RankLost for a rank."""
         self._faults["failed_publishes"] += 1
         # Asked first: servers that wait for a dead rank look as if they had failed themselves.
-        await self._trainer.check()
+        with self._watchdog.bounded():
+            await self._trainer.check()
         if not error.failed:
             self._link_failures += 1
             if self._link_failures >= LINK_FAILURES:
@@ -178,24 +198,42 @@ class Recovery:
 
     # The trainer
 
-    async def restart_trainer(self, loss: RankLost) -> None:
+    async def train(self, groups: list[Group], step: int) -> dict[str, float]:
+        """One step. Raises RankLost, NotFinite, and StepFailed for any other error of the ranks."""
+        self._under_way = step, groups
+        try:
+            with self._watchdog.bounded():
+                metrics = await self._trainer.step(groups, step, self._progress.version)
+        except (RankLost, NotFinite):
+            raise
+        except MegasyncError as error:
+            raise StepFailed(f"step {step} failed: {error}") from error
+        self._under_way = None
+        return metrics
+
+    async def restart_trainer(self, loss: RankLost | StepFailed) -> None:
         """New ranks take up the newest checkpoint; servers, router and buffer stay. Raises TrainingError when too often.
 
         RankLost comes out of it too, when a new rank is lost on the way.
         """
-        progress = self._progress
-        if self._restarts_in_a_row >= self._max_restarts:
+        progress, limit = self._progress, self._config.max_restarts
+        under_way, self._under_way = self._under_way, None
+        used_up = self._restarts_in_a_row >= limit
+        if under_way is not None and (used_up or isinstance(loss, StepFailed)) and await self._failed(*under_way, loss):
+            used_up = limit == 0
+        if used_up:
             raise TrainingError(
                 f"{loss}; the ranks were started again {self._restarts_in_a_row} times in a row without a new step "
-                f"(trainer.max_restarts={self._max_restarts})"
+                f"(trainer.max_restarts={limit})"
             ) from loss
         self._restarts_in_a_row += 1
         self._faults["trainer_restarts"] += 1
         self._observer.message(
-            f"starting the trainer ranks again, attempt {self._restarts_in_a_row} of {self._max_restarts}: {loss}"
+            f"starting the trainer ranks again, attempt {self._restarts_in_a_row} of {limit}: {loss}"
         )
         self._observer.activity("trainer", "starting again")
-        state = await self._trainer.restart()
+        with self._watchdog.bounded():
+            state = await self._trainer.restart()
         step = 0 if state is None else state["step"]
         again = progress.step - step
         progress.rewind(step)
@@ -205,3 +243,36 @@ class Recovery:
         await self.publish()
         self._faults["steps_trained_again"] += again
         self._observer.message(f"the trainer goes on after step {step}; {again} steps are trained again")
+
+    async def _failed(self, step: int, groups: list[Group], error: TrainingError) -> bool:
+        """Records and counts a failed attempt of a step; whether its groups were set aside, so that others follow.
+
+        Raises TrainingError when the groups have had their attempts and may not be set aside.
+        """
+        attempts, most = self._config.step_attempts, self._config.max_failed_steps
+        if self._failed_steps is not None:
+            await asyncio.to_thread(
+                record_failure, self._failed_steps, step, self._progress.version, groups, str(error)
+            )
+        result = await self._buffer.step_failed(step, attempts, most)
+        attempt, aside = result["attempt"], result["set_aside"]
+        if aside:
+            self._restarts_in_a_row = 0
+            self._faults["steps_set_aside"] += 1
+            self._observer.message(
+                f"step {step} failed {attempt} times on the same groups, which are set aside: {', '.join(aside)} "
+                f"(trainer.step_attempts={attempts}; recorded in {self._failed_steps})"
+            )
+            return True
+        if attempt >= attempts:
+            why = (
+                "it sets none aside"
+                if not most
+                else "the batch before was set aside already, so the data is not the cause"
+            )
+            raise TrainingError(
+                f"{error}. The step has failed {attempt} times on these groups (trainer.step_attempts={attempts}), and "
+                f"they are not set aside (trainer.max_failed_steps={most}): {why}. Mend the cause, then `megasync resume`"
+            ) from error
+        self._observer.message(f"step {step} failed, attempt {attempt} of {attempts} on these groups: {error}")
+        return False

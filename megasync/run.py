@@ -25,6 +25,7 @@ from megasync.config import Config, remember
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller
 from megasync.device import Device, resolve_device
+from megasync.failed_steps import FOLDER as FAILED_STEPS
 from megasync.mailbox import Mailbox
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
@@ -187,6 +188,7 @@ class Run:
             cursor=workload.source.state,
             observer=observer,
             progress=progress,
+            failed_steps=self.run_dir / FAILED_STEPS,
         )
 
     async def _scale(self, fleet: Fleet, servers: int) -> str:

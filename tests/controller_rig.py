@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,13 @@ from megasync.sync.attempt import PublishError
 
 
 class FakeRollouter:
-    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many."""
+    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many;
+    `first` is the number of the first prompt."""
 
-    def __init__(self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None) -> None:
+    def __init__(
+        self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None, first: int = 0
+    ) -> None:
+        self._first = first
         self.finished_groups = 0
         self.gates: list[str] = []
         self._stall_after = stall_after
@@ -40,7 +45,7 @@ class FakeRollouter:
             await asyncio.gather(*loops, stopped, return_exceptions=True)
 
     async def _draw(self) -> None:
-        number = 0
+        number = self._first
         while True:
             uid = f"0:{number}"
             await self._buffer.admit(uid)
@@ -80,9 +85,20 @@ class FakeSaved:
 
 
 class FakeTrainer:
-    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it."""
+    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it. A step with
+    one of the `poison` groups raises an error, `times` in all."""
 
-    def __init__(self, fail_at: int | None = None, disk_full: bool = False, lose: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        fail_at: int | None = None,
+        disk_full: bool = False,
+        lose: dict[str, int] | None = None,
+        poison: Collection[str] = (),
+        times: int = 1_000,
+    ) -> None:
+        self.failures: list[tuple[int, list[str]]] = []
+        self._poison = set(poison)
+        self._times = times
         self.steps: list[tuple[int, int, list[str]]] = []
         self.saved: list[dict] = []
         self.save_calls = 0
@@ -103,6 +119,10 @@ class FakeTrainer:
         await asyncio.sleep(0)
         if step == self._fail_at:
             raise TrainingError("rank 1 failed")
+        uids = [group.uid for group in groups]
+        if self._poison & set(uids) and len(self.failures) < self._times:
+            self.failures.append((step, uids))
+            raise TrainingError("rank 0 failed in step(): an index is out of range")
         self._maybe_lose(f"step {step}")
         self.steps.append((step, version, [group.uid for group in groups]))
         self.weights += self.steps[-1][2]
@@ -248,9 +268,15 @@ class Rig:
         checkpoint_every: int = 0,
         no_progress: float = 60.0,
         max_restarts: int = 3,
+        step_attempts: int = 2,
+        max_failed_steps: int = 1,
+        failed_steps: Path | None = None,
+        ledger: Path | None = None,
         rollout: dict | None = None,
         progress: Progress | None = None,
         reward_models: FakeRewardModels | None = None,
+        fleet: FakeFleet | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **schedule: object,
     ) -> None:
         config = Config()
@@ -260,13 +286,15 @@ class Rig:
         config.checkpoint.every_steps = checkpoint_every
         config.timeouts.no_progress = no_progress
         config.trainer.max_restarts = max_restarts
+        config.trainer.step_attempts = step_attempts
+        config.trainer.max_failed_steps = max_failed_steps
         total = config.schedule.total_steps * config.schedule.groups_per_step
-        self.buffer = AsyncBuffer(config.schedule, total)
+        self.buffer = AsyncBuffer(config.schedule, total, ledger=ledger)
         self.rollouter = FakeRollouter(self.buffer, **(rollout or {}))
         self.trainer = trainer or FakeTrainer()
         self.publisher = publisher or FakePublisher()
         self.observer = FakeObserver()
-        self.fleet = FakeFleet()
+        self.fleet = fleet or FakeFleet()
 
         async def held_out(step: int, version: int) -> dict[str, float]:
             await asyncio.sleep(0)
@@ -284,6 +312,8 @@ class Rig:
             cursor=lambda: {"position": 7},
             observer=self.observer,
             progress=progress,
+            failed_steps=failed_steps,
+            clock=clock,
         )
 
     async def run(self) -> Progress:

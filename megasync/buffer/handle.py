@@ -129,6 +129,9 @@ class AsyncBuffer:
     async def ack(self, step: int) -> None:
         self._change(lambda state: state.ack(step), to_disk=True)
 
+    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> dict[str, Any]:
+        return self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
+
     async def publish(self, version: int) -> None:
         with self._waking():
             self._durable.publish(version)

@@ -26,6 +26,11 @@ class Standing:
     regenerated: int = 0
     masked_tokens: int = 0
     removed_trajectories: int = 0
+    # Steps that raised an error on a batch: how often each group was in one (by uid), and what the last one came to.
+    failed_attempts: dict[str, int] = field(default_factory=dict)
+    failed_step: dict[str, Any] = field(default_factory=dict)
+    # Batches set aside for it since a step was trained that got as far.
+    set_aside_in_a_row: int = 0
     # What the record began with: counters (trained, dropped) of an earlier run whose groups are not in it.
     inherited: dict[str, Any] = field(default_factory=dict)
 

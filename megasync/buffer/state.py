@@ -49,6 +49,8 @@ from megasync.buffer.trajectory import Group, Partial, Trajectory
 
 # A relative advantage compares a group's responses, so a lone survivor would be trained on nothing but its raw reward.
 MIN_SURVIVORS = 2
+# Why groups are dropped on which steps raised an error again and again.
+FAILED_STEP = "failed_step"
 OVER_AGE = ("mask", "regenerate", "drop")
 
 
@@ -236,7 +238,41 @@ class TrajectoryBuffer:
             raise BufferStateError(f"step {step} cannot be acknowledged: it has no batch ({held})")
         for entry in self._lease[1]:
             self._book.train(entry)
+            self.standing.failed_attempts.pop(entry.uid, None)
         self.standing.last_step, self._lease = step, None
+        if step >= self.standing.failed_step.get("step", 0):
+            self.standing.set_aside_in_a_row = 0
+
+    def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> dict[str, Any]:
+        """The step raised an error: its batch is put back, and counted. Groups with so many `attempts` are dropped.
+
+        At most `most_in_a_row` times until a step that got as far is trained: a fault that is not the batch's must not
+        use up the data set. Returns ``attempt`` (the most of any group), ``set_aside`` (uids) and ``in_a_row``. Asked
+        again before the next lease, it answers the same. Raises BufferStateError for a step that has no batch.
+        """
+        standing = self.standing
+        if self._lease is None or self._lease[0] != step:
+            if standing.failed_step.get("step") == step:
+                return standing.failed_step
+            raise BufferStateError(f"step {step} cannot have failed: it has no batch")
+        batch, failed = self._lease[1], standing.failed_attempts
+        self._put_back()
+        for entry in batch:
+            failed[entry.uid] = failed.get(entry.uid, 0) + 1
+        attempt = max(failed[entry.uid] for entry in batch)
+        worn = [entry for entry in batch if failed[entry.uid] >= attempts and entry.state is not State.DROPPED]
+        if standing.set_aside_in_a_row >= most_in_a_row:
+            worn = []
+        for entry in worn:
+            self._drop(entry, FAILED_STEP)
+        standing.set_aside_in_a_row += bool(worn)
+        standing.failed_step = {
+            "step": step,
+            "attempt": attempt,
+            "set_aside": [entry.uid for entry in worn],
+            "in_a_row": standing.set_aside_in_a_row,
+        }
+        return standing.failed_step
 
     def publish(self, version: int) -> None:
         """The servers have these weights: frees the slots of all that is trained, checks ages. Raises BufferStateError."""
@@ -380,6 +416,7 @@ class TrajectoryBuffer:
         return self._keep(entry, group, [t for t in masked if t.oldest_version is not None])
 
     def _drop(self, entry: Entry, reason: str) -> None:
+        self.standing.failed_attempts.pop(entry.uid, None)
         self._book.drop(entry, reason, self.standing.last_step + 1)
 
     def _put_back(self) -> None:

@@ -50,7 +50,7 @@ ROLES = {
             AsyncBuffer,
             (
                 *("admit", "commit", "drop", "reclaim", "save_partials", "partials"),
-                *("lease", "ack", "publish", "rollback", "checkpointed", "close"),
+                *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
                 *("counts", "counters", "live_uids", "waiting"),
             ),
         ),

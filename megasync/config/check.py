@@ -16,6 +16,7 @@ from megasync.config.check_chat import check_chat
 from megasync.config.check_evaluation import check_evaluation
 from megasync.config.check_reward_models import check_reward_models
 from megasync.config.check_rollout import check_environment, check_groups, check_rewards
+from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, check_values, read_hf_config
@@ -56,6 +57,8 @@ def check_config(
     check_groups(config)
     check_environment(config)
     check_agent(config, own_agent)
+    if training:
+        check_deadlines(config, own_agent)
     _check_servers(config)
     check_reward_models(config, planning)
     _check_trainer(config)

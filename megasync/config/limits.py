@@ -121,6 +121,8 @@ RANGES: dict[str, Range] = {
     "trainer.optimizer.clip_grad": NOT_NEGATIVE,
     "trainer.moe_aux_loss": NOT_NEGATIVE,
     "trainer.max_skipped_steps": NOT_NEGATIVE,
+    "trainer.step_attempts": AT_LEAST_ONE,
+    "trainer.max_failed_steps": NOT_NEGATIVE,
     "trainer.max_restarts": NOT_NEGATIVE,
     "algorithm.clip_low": PART,
     "algorithm.clip_high": POSITIVE,

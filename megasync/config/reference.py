@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from megasync.config import check_evaluation, check_reward_models, limits
+from megasync.config.deadlines import deadline_table
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
 
@@ -25,6 +26,9 @@ MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit
 # Stands for a name that the configuration's author chooses.
 NAMED = "<name>"
 HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
+RELATIONS = """### Relations between deadlines
+
+A configuration in which a deadline is not longer than the waits that it contains is refused."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "value"}
 LINK = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
 COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
@@ -51,7 +55,8 @@ def reference() -> str:
     Raises ValueError for a key without a comment.
     """
     first: dict[type, str] = {}
-    return "\n\n".join(part for section in _sections(Section("", Config)) for part in _written(section, first)) + "\n"
+    sections = [part for section in _sections(Section("", Config)) for part in _written(section, first)]
+    return "\n\n".join([*sections, RELATIONS, deadline_table()]) + "\n"
 
 
 def rewritten(page: str) -> str:

@@ -10,10 +10,10 @@ from megasync.chaos import Verdict
 
 
 def verdict_tables(verdict: Verdict) -> RenderableType:
-    blows = Table("at", "after step", "hit", "by", "next step after")
-    for blow in verdict.blows:
-        recovered = "never" if blow.recovered is None else f"{blow.recovered:.1f} s"
-        blows.add_row(f"{blow.at:.0f} s", str(blow.step), blow.kind, blow.sent, recovered)
+    faults = Table("at", "after step", "fault", "how", "recovery time")
+    for fault in verdict.faults:
+        recovered = "never" if fault.recovered is None else f"{fault.recovered:.1f} s"
+        faults.add_row(f"{fault.at:.0f} s", str(fault.step), fault.kind, fault.how, recovered)
     facts = Table.grid(padding=(0, 2))
     balance = f"{verdict.trained} trained + {verdict.dropped} dropped + {verdict.live} live"
     scores = " -> ".join(f"{score:.3f}" for score in (verdict.scores[:1] + verdict.scores[-1:])) or "-"
@@ -28,4 +28,4 @@ def verdict_tables(verdict: Verdict) -> RenderableType:
     last = Text("nothing was lost", style="green")
     if verdict.problems:
         last = Text("\n".join(verdict.problems), style="red")
-    return Group(blows, facts, last)
+    return Group(faults, facts, last)

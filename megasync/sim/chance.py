@@ -13,6 +13,7 @@ from collections import Counter
 FAULTS = {
     "rank dies in a step": 0.15,
     "rank hangs in a step": 0.05,
+    "step raises": 0.02,
     "rank dies in a sync": 0.1,
     "rank dies before a save": 0.1,
     "rank dies after a save": 0.1,
@@ -46,6 +47,12 @@ class Chance:
         if not self.rates[kind]:
             return False
         strikes = self._draw(f"{kind} {about}") < self.rates[kind]
+        self.met[kind] += strikes
+        return strikes
+
+    def always(self, kind: str, about: str) -> bool:
+        """Whether a fault is part of something, such as a group: the same answer each time."""
+        strikes = random.Random(f"{self.seed} {kind} {about}").random() < self.rates[kind]
         self.met[kind] += strikes
         return strikes
 

@@ -5,23 +5,26 @@ trajectories  admitted == trained + dropped + live, after every event of the buf
               a killed buffer has afterwards what it had before
 weights       a version names one set of weights for ever; published versions only grow
               a server that serves holds one whole version, the published one or the one that is being published
-training      the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
+training      a group whose steps raise errors is set aside after its attempts, over all drivers together
+              the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasync.buffer.pacing import Pacing
 from megasync.buffer.trajectory import Group
+from megasync.config.schema import TrainerConfig
 
 # One set of weights is known by the groups that it was trained on, in order.
 Weights = tuple[str, ...]
 INITIAL: Weights = ()
 
 # What changes the buffer's state machine.
-EVENTS = ("admit", "commit", "drop", "reclaim", "lease", "ack", "publish", "rollback", "close")
+EVENTS = ("admit", "commit", "drop", "reclaim", "lease", "ack", "step_failed", "publish", "rollback", "close")
 
 
 class Broken(Exception):
@@ -39,6 +42,9 @@ class Laws:
         # The version that the buffer has heard of.
         self._recorded = 0
         self.publishing: int | None = None
+        # Attempts of steps that raised an error, by the group that it came from; drivers so far.
+        self._raised: Counter[str] = Counter()
+        self._drivers = 0
         # What happened, for whoever looks into a failing seed.
         self.history: list[str] = []
 
@@ -89,6 +95,7 @@ class Laws:
 
     def driver_died(self) -> None:
         """All servers went with it: a number that the buffer has not heard of, and that is on no token, may be used again."""
+        self._drivers += 1
         self.published = self._recorded
         known = {number for number in self._named if number <= self._recorded} | self._sampled
         self._named = {number: weights for number, weights in self._named.items() if number in known}
@@ -139,6 +146,12 @@ class Laws:
                     age <= self._pacing.staleness_bound,
                     f"{group.uid} is trained {age} versions old, over the bound of {self._pacing.staleness_bound}",
                 )
+
+    def raises(self, uid: str) -> None:
+        """A step raises an error because of this group. A driver that is killed at once counts it for nobody."""
+        self._raised[uid] += 1
+        most = TrainerConfig().step_attempts + self._drivers
+        self.need(self._raised[uid] <= most, f"{uid} is set aside after its attempts, but failed step after step")
 
     def ends(self, steps: int, seen: Sequence[str], counts: dict[str, Any]) -> None:
         """The run ended as it should."""

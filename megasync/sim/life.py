@@ -7,6 +7,7 @@ processes of servers and router, transport, client, and the way to the buffer. T
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,17 @@ from megasync.trainer import checkpoint
 if TYPE_CHECKING:
     from megasync.sim.world import World
 
-# These runs take a minute; one that takes an hour makes no progress, whatever it does.
-LONGEST_LIFE = 2_000.0
+# These runs take a minute, and a deadline for whatever hangs; one that takes much longer makes no progress.
+LONGEST_LIFE, HANGS = 2_000.0, 20
 ROWS = 7
 # Errors that are a clear end of a run that met more than it may: what `run` raised must be one of these.
-REASONS = ("trainer.max_restarts", "rollout.min_servers", "groups were dropped", "the link broke")
+REASONS = (
+    "trainer.max_restarts",
+    "trainer.max_failed_steps",
+    "rollout.min_servers",
+    "groups were dropped",
+    "the link broke",
+)
 
 
 class Life:
@@ -59,9 +66,11 @@ class Life:
             self._laws,
             self._orphan,
         )
-        self._ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep)
+        self._ranks = SimRanks(
+            self._chance, self._laws, world.run_dir, config.checkpoint.keep, config.timeouts.train_step
+        )
         self._fleet = SimFleet(config, world.run_dir, number, self._chance, self._laws, self._loop.time)
-        self._publisher = SimPublisher(self._ranks, self._chance, self._laws)
+        self._publisher = SimPublisher(self._ranks, self._chance, self._laws, config.timeouts.weight_sync)
         self._controller = self._wire()
         self._started = False
 
@@ -71,7 +80,9 @@ class Life:
         rewards = RewardRunner(self._reward, 0)
 
         async def evaluate(step: int, version: int) -> dict[str, float]:
-            await client.generate([1], routing_key=f"evaluation {step}")
+            # As in the real one, an answer that fails counts as wrong.
+            with contextlib.suppress(ServerError):
+                await client.generate([1], routing_key=f"evaluation {step}")
             return {"eval/score": 0.0}
 
         self._fleet.follow(self._publisher.add, self._publisher.remove)
@@ -100,13 +111,14 @@ class Life:
         running = asyncio.create_task(self._start_and_run(), name="run")
         watched = {running, self._orphan_error}
         try:
-            await asyncio.wait(watched, timeout=dies_after or LONGEST_LIFE, return_when=asyncio.FIRST_COMPLETED)
+            longest = LONGEST_LIFE + HANGS * self._config.timeouts.train_step
+            await asyncio.wait(watched, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
             if self._orphan_error.done():
                 self._orphan_error.result()
             if running.done():
                 return self._judge(running.exception())
             if dies_after is None:
-                raise Broken(f"the run is not over after {LONGEST_LIFE:g} s: {await self._controller.dump()}")
+                raise Broken(f"the run is not over after {longest:g} s: {await self._controller.dump()}")
             self._laws.note(f"driver {self._number} is killed")
             return None
         finally:

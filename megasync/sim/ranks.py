@@ -10,15 +10,12 @@ from typing import Any
 
 from megasync.buffer.trajectory import Group
 from megasync.cluster.trainer_group import Saved
-from megasync.errors import RankLost
+from megasync.errors import RankLost, TrainingError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
-# Deadline of a collective: a rank that hangs is known by then.
-HANG_SECONDS = 10.0
-
 
 WEIGHTS = "weights.json"
 
@@ -26,11 +23,13 @@ WEIGHTS = "weights.json"
 class SimRanks:
     """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them."""
 
-    def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int) -> None:
+    def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int, deadline: float) -> None:
         self._chance = chance
         self._laws = laws
         self._run_dir = run_dir
         self._keep = keep
+        # Of a step (`timeouts.train_step`): a rank that hangs is known by then.
+        self._deadline = deadline
         self._dead = asyncio.Event()
         self.weights: Weights = INITIAL
         # How often these ranks were started; the links of a transport belong to one start.
@@ -51,9 +50,12 @@ class SimRanks:
         self._laws.trains(self.weights, step, version, groups)
         self._laws.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")
         if self._chance.happens("rank hangs in a step", about):
-            await self.work(about, HANG_SECONDS)
+            await self.work(about, self._deadline)
             self.kill()
         dies = self._chance.happens("rank dies in a step", about)
+        if poison := [group.uid for group in groups if self._chance.always("step raises", group.uid)]:
+            self._laws.raises(poison[0])
+            raise TrainingError(f"group {poison[0]} cannot be trained")
         await self.work(about, self._chance.seconds("train", TRAIN_SECONDS, about))
         if dies:
             self.kill()

@@ -13,17 +13,17 @@ from megasync.sim.servers import SimControl, SimServer
 from megasync.sync.attempt import PublishError
 
 STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
-# Deadline of a phase: a server that hangs in it is known by then.
-SYNC_SECONDS = 6.0
 
 
 class SimPublisher:
     """The controller's `Publisher`."""
 
-    def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws) -> None:
+    def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws, deadline: float) -> None:
         self._ranks = ranks
         self._chance = chance
         self._laws = laws
+        # Of a phase (`timeouts.weight_sync`): a server that hangs in it is known by then.
+        self._deadline = deadline
         self._servers: dict[str, SimServer] = {}
         self._linked_to = ranks.starts
 
@@ -72,7 +72,7 @@ class SimPublisher:
         await self._ranks.work(f"sync {version}", self._chance.seconds("sync", STAGE_SECONDS, f"version {version}"))
         for url, server in targets.items():
             if self._chance.happens("server hangs in a sync", url):
-                await asyncio.sleep(SYNC_SECONDS)
+                await asyncio.sleep(self._deadline)
                 failed[url] = "it did not answer in time"
             elif self._chance.happens("server dies in a sync", url):
                 server.kill()

@@ -123,5 +123,8 @@ def _config(choice: Any) -> Config:
     config.checkpoint.every_steps = choice.randint(0, 3)
     config.checkpoint.keep = choice.randint(1, 2)
     config.eval.every_steps = choice.randint(0, 3)
-    config.timeouts.request, config.timeouts.no_progress = 60.0, 300.0
+    if choice.random() < 0.5:
+        # Tight ones: what hangs is found soon. The others are the defaults.
+        timeouts = config.timeouts
+        timeouts.train_step, timeouts.weight_sync, timeouts.request, timeouts.no_progress = 10.0, 6.0, 60.0, 300.0
     return config

@@ -27,7 +27,7 @@ from megasync.algorithms.advantages import group_advantages
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import TrainingError
+from megasync.errors import NotFinite, TrainingError
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.packing import Sample
@@ -94,7 +94,8 @@ class PolicyTrainer:
             version: of the weights that train now; staleness is counted from it.
 
         Raises:
-            TrainingError: more steps in a row than allowed were not finite, or a group has fewer than two rewards.
+            NotFinite: more steps in a row than allowed were not.
+            TrainingError: a group has fewer than two rewards.
         """
         start = time.monotonic()
         self._training = {"step": step, "version": version}
@@ -205,7 +206,7 @@ class PolicyTrainer:
             self._dump(members, name, loss, grad_norm)
         self._skips_left -= 1
         if self._skips_left < 0:
-            raise TrainingError(
+            raise NotFinite(
                 f"{self._skips_allowed + 1} optimizer steps in a row had a loss or gradient that is not finite "
                 f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name}, with {values}; the batches "
                 f"are in {self._dump_dir}"

@@ -99,6 +99,9 @@ class Run:
     def train(self):
         if self.batch is None:
             return False
+        if self.random.random() < self.failures / 2:
+            self.fail()
+            return True
         self.step += 1
         self.buffer.ack(self.step)
         self.trained += [group.uid for group in self.batch]
@@ -109,6 +112,16 @@ class Run:
             self.buffer.publish(self.version)
             self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
         return True
+
+    def fail(self):
+        """The step raises an error on its batch."""
+        before = self.buffer.counts()["dropped"]
+        failed = self.buffer.step_failed(self.step + 1, attempts=2, most_in_a_row=self.random.choice([1, 1000]))
+        self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
+        assert {group.uid for group in self.batch} >= set(failed["set_aside"])
+        # These groups overtook nobody.
+        self.overtakers = self.overtakers_before
+        self.batch = None
 
     def misbehave(self):
         """Calls that must be refused and change nothing."""
@@ -153,6 +166,7 @@ class Run:
             assert all(t.reward is not None and any(t.loss_mask) for t in group.trajectories)
             self.staleness += [self.version - t.oldest_version for t in group.trajectories]
         assert max(self.staleness) <= self.pacing.staleness_bound
+        self.overtakers_before = self.overtakers.copy()
         for uid in [*self.started, *self.buffer.reclaimable()]:
             self.overtakers[uid] += sum(int(uid) < other for other in uids)
             assert self.overtakers[uid] <= self.pacing.window - 1
@@ -185,7 +199,10 @@ def test_a_run_ends_whatever_the_servers_do(block):
         run = Run(seed, lag=0.2, failures=0.2, mischief=0.1).play()
         counts = run.buffer.counts()
         seen += Counter(counts["dropped"]) + Counter(regenerated=counts["regenerated"], masked=counts["masked_tokens"])
-    assert all(seen[thing] for thing in ("over_age", "no_survivor", "lone_survivor", "failed", "regenerated", "masked"))
+    assert all(
+        seen[thing]
+        for thing in ("over_age", "no_survivor", "lone_survivor", "failed", "failed_step", "regenerated", "masked")
+    )
 
 
 @pytest.mark.parametrize("block", range(4))

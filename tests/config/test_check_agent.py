@@ -33,7 +33,7 @@ def test_a_contradiction_names_all_sides(make, overrides, parts):
 
 
 def test_an_agent_with_its_gateway_is_taken(make):
-    check_config(make(AGENT, "rollout.gateway.port=8000", "rollout.gateway.host=auto", "timeouts.agent=5"))
+    check_config(make(AGENT, "rollout.gateway.port=8000", "rollout.gateway.host=auto", "timeouts.agent=700"))
 
 
 def test_an_agent_from_python_counts_as_one(make):

@@ -27,7 +27,7 @@ def test_an_agent_named_in_the_configuration_is_trained_through_the_gateway(mini
         },
         trainer={"optimizer": {"lr": 1.0e-5}},
         eval=None,
-        timeouts={"agent": 300.0},
+        timeouts={"agent": 300.0, "request": 240.0},
         checkpoint={"export": False},
     )
     rows = [{"prompt": f"how many? {number}"} for number in range(8)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,6 +15,7 @@ from megasync.recovery import Recovery
 from megasync.rollout.health import ServerHealth, State
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
+from megasync.watchdog import Watchdog
 
 SEEDS = 300
 
@@ -61,6 +63,16 @@ def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
 PUBLISH = TrajectoryBuffer.publish
 
 
+async def counts_no_failure(self: AsyncBuffer, step: int, attempts: int, most_in_a_row: int) -> dict:
+    return {"attempt": 1, "set_aside": [], "in_a_row": 0}
+
+
+@contextmanager
+def counts_recovery(self: Watchdog) -> Iterator[None]:
+    """A step, a restart or a publish within its own deadline counts as silence."""
+    yield
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "bug", "law"),
     [
@@ -72,6 +84,8 @@ PUBLISH = TrajectoryBuffer.publish
         (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound"),
         (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained"),
         (AsyncBuffer, "_wake_all", lambda self: None, "no group was finished|is not over|could wake"),
+        (Watchdog, "bounded", counts_recovery, "no group was finished"),
+        (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts"),
         (Controller, "_train", saves_too_early, "does not fit the last trained step"),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class TimeoutConfig:
-    """Seconds; separate waits have separate knobs."""
+    """Seconds; separate waits have separate knobs. docs/configuration.md#relations-between-deadlines"""
 
     # Until a server or the router answers.
     server_start: float = 300.0
@@ -22,12 +22,13 @@ class TimeoutConfig:
     # One call of an environment.
     environment: float = 60.0
     # One sample of `rollout.agent`, from its call to its return.
-    agent: float = 3600.0
+    agent: float = 1500.0
     # One message of a p2p sync that does not move.
     sync_stall: float = 30.0
-    # One training step.
+    # One training step, or one save of a checkpoint.
     train_step: float = 1800.0
-    # No group finished and no step trained for this long: the run stops and says what each part waits for.
+    # No group finished and no step trained for this long: the run stops and says what each part waits for. The time of a
+    # step, a save, a restart of the ranks and a weight sync does not count: these have deadlines of their own.
     no_progress: float = 1800.0
     # Until processes have ended on their own; then they are killed.
     shutdown: float = 60.0

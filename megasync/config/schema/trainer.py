@@ -62,6 +62,12 @@ class TrainerConfig:
     moe_aux_loss: float = 0.0
     # Non-finite steps that may be skipped in a row before the run stops.
     max_skipped_steps: int = 3
+    # Attempts of a step that raises an error, on the same groups. After these the groups are set aside: dropped as
+    # failed_step, with a record in RUN/failed_steps/. The count survives restarts of the run.
+    step_attempts: int = 2
+    # Batches that are set aside in a row before the run stops: an error on different batches is not the batches'. 0 sets
+    # none aside.
+    max_failed_steps: int = 1
     # Times in a row that lost ranks (dead, or hung past a deadline) are started again from the newest checkpoint
     # without a new step being trained in between; then the run stops. 0 stops at the first loss.
     max_restarts: int = 3

@@ -1,0 +1,156 @@
+"""Relations that deadlines must have to each other, written once: checked at start, shown in docs/configuration.md.
+
+A deadline that contains other waits must be longer than they are together. Otherwise it ends a run, or blames a part, that
+is within its own limits. `timeouts.no_progress` contains no training step, no save, no restart of the ranks and no weight
+sync: the watchdog leaves their time out, because each of them has a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megasync.config.limits import value_of
+from megasync.config.schema import Config
+from megasync.errors import ConfigError
+
+# Waits that no key sets, in seconds; a test compares them with the code that has them.
+BUFFER_RESTART = "the restart of a hung buffer"
+FIXED = {BUFFER_RESTART: 240.0}
+
+# Factors of a product: keys, names of `FIXED`, or numbers.
+Term = tuple[str | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """The sum of `shorter` must be below `longer`, where `applies` says so (in the words of `where`)."""
+
+    shorter: tuple[Term, ...]
+    longer: str
+    why: str
+    where: str = ""
+    applies: Callable[[Config], bool] = lambda config: True
+
+
+REQUEST, REWARD, NO_PROGRESS = "timeouts.request", "timeouts.reward", "timeouts.no_progress"
+AGENT = "rollout.agent"
+# How long a hung server keeps its requests before it counts as dead, by each of the two kinds of checks.
+PROBES: tuple[Term, ...] = (
+    ("rollout.health.probe_failures", "rollout.health.probe_timeout"),
+    ("rollout.health.probe_failures", "rollout.health.probe_seconds"),
+)
+CHECKS: tuple[Term, ...] = (
+    ("rollout.health.request_failures", "rollout.health.request_timeout"),
+    ("rollout.health.request_failures", "rollout.health.request_seconds"),
+)
+
+RELATIONS = (
+    Relation(((REQUEST,), (REWARD,)), NO_PROGRESS, "no group finishes before its requests and its rewards"),
+    Relation(
+        ((2.0, REQUEST), (REWARD,)),
+        NO_PROGRESS,
+        "no group finishes before its requests and the reward model's",
+        "with reward_models",
+        lambda config: bool(config.reward_models),
+    ),
+    Relation(
+        ((REQUEST,), ("rollout.tools.timeout",), (REWARD,)),
+        NO_PROGRESS,
+        "no group finishes before its requests, tool calls and rewards",
+        "with rollout.tools.functions",
+        lambda config: bool(config.rollout.tools.functions),
+    ),
+    Relation(
+        ((REQUEST,), ("timeouts.environment",)),
+        NO_PROGRESS,
+        "no group finishes before its requests and the environment's answers",
+        "with rollout.environment",
+        lambda config: config.rollout.environment is not None,
+    ),
+    Relation(
+        (("timeouts.agent",), (REWARD,)),
+        NO_PROGRESS,
+        "no group finishes before its agents return and are scored",
+        f"with {AGENT}",
+        lambda config: config.rollout.agent is not None,
+    ),
+    Relation(
+        ((REQUEST,),),
+        "timeouts.agent",
+        "an agent would be ended, and its prompt blamed, for a request that a server may still answer",
+        f"with {AGENT}",
+        lambda config: config.rollout.agent is not None,
+    ),
+    Relation(
+        (*CHECKS, ("timeouts.shutdown",), ("timeouts.server_start",), (REQUEST,)),
+        NO_PROGRESS,
+        "when all servers hang, nothing finishes until one is found dead, ended, started again and has answered a request",
+    ),
+    Relation(
+        ((BUFFER_RESTART,),), NO_PROGRESS, "nothing finishes until a hung buffer is found, ended and started again"
+    ),
+    Relation(PROBES, REQUEST, "requests at a hung server fail before it is found dead and they continue elsewhere"),
+    Relation(CHECKS, REQUEST, "requests at a hung server fail before it is found dead and they continue elsewhere"),
+    Relation(
+        (("timeouts.sync_stall",),),
+        "timeouts.weight_sync",
+        "a stalled message would be blamed on the whole phase, which ends first",
+        "with sync.transport=p2p or auto",
+        lambda config: config.sync.transport in ("p2p", "auto"),
+    ),
+)
+
+
+def check_deadlines(config: Config, own_agent: bool = False) -> None:
+    """Raises ConfigError for the first relation that does not hold: the keys, their values, and the fix.
+
+    `own_agent`: a Python caller brings an agent that replaces `rollout.agent`.
+    """
+    for relation in RELATIONS:
+        if not (relation.applies(config) or (own_agent and AGENT in relation.where)):
+            continue
+        needed = sum(_product(config, term) for term in relation.shorter)
+        longest = value_of(config, relation.longer)
+        if not needed < longest:
+            terms = " + ".join(_term(term, config) for term in relation.shorter)
+            total = f" = {needed:g} s" if len(relation.shorter) > 1 or len(relation.shorter[0]) > 1 else ""
+            raise ConfigError(
+                f"{relation.longer}={longest:g} must be longer than {terms}{total}: {relation.why}; raise "
+                f"{relation.longer} above {needed:g}, or lower what it must contain"
+            )
+
+
+def deadline_table() -> str:
+    """The relations as a Markdown table."""
+    rows = ["| longer | shorter | because | where |", "|---|---|---|---|"]
+    for relation in RELATIONS:
+        terms = " + ".join(_term(term) for term in relation.shorter)
+        rows.append(f"| `{relation.longer}` | {terms} | {relation.why} | {relation.where or 'always'} |")
+    return "\n".join(rows)
+
+
+def _factor(config: Config, factor: str | float) -> float:
+    if isinstance(factor, float):
+        return factor
+    return FIXED[factor] if factor in FIXED else value_of(config, factor)
+
+
+def _product(config: Config, term: Term) -> float:
+    product = 1.0
+    for factor in term:
+        product *= _factor(config, factor)
+    return product
+
+
+def _term(term: Term, config: Config | None = None) -> str:
+    """In words: with the values of a configuration, or as Markdown."""
+    words = []
+    for factor in term:
+        if isinstance(factor, float):
+            words.append(f"{factor:g}")
+        elif config is not None:
+            words.append(f"{factor}={_factor(config, factor):g}")
+        else:
+            words.append(f"{factor} ({FIXED[factor]:g} s)" if factor in FIXED else f"`{factor}`")
+    return " x ".join(words)

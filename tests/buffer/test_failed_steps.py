@@ -1,0 +1,91 @@
+"""What the buffer does about a step that raised an error: counts it for its groups, and sets them aside in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasync.buffer import BufferStateError
+from megasync.buffer.pacing import Pacing
+from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.trajectory import Group, Trajectory
+
+
+def filled(groups: int = 4) -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(Pacing(groups_per_step=2, max_staleness=3))
+    for number in range(groups):
+        finish(buffer, f"0:{number}")
+    return buffer
+
+
+def finish(buffer: TrajectoryBuffer, uid: str) -> None:
+    answer = Trajectory([1], [2], loss_mask=[1], logprobs=[-0.5], versions=[0], reward=1.0)
+    assert buffer.admit(uid)
+    assert buffer.commit(Group(uid, [answer, answer]))
+
+
+def fail(buffer: TrajectoryBuffer, step: int, attempts: int = 2, most: int = 1) -> dict:
+    assert buffer.lease(step, buffer.version) is not None
+    return buffer.step_failed(step, attempts, most)
+
+
+def test_a_batch_comes_back_until_its_attempts_are_used_up() -> None:
+    buffer = filled()
+    assert fail(buffer, 1) == {"step": 1, "attempt": 1, "set_aside": [], "in_a_row": 0}
+    assert buffer.counts()["slots"]["finished"] == 4
+    assert fail(buffer, 1) == {"step": 1, "attempt": 2, "set_aside": ["0:0", "0:1"], "in_a_row": 1}
+    assert buffer.counts()["dropped"] == {"failed_step": 2}
+    assert [group.uid for group in buffer.lease(1, 0)] == ["0:2", "0:3"]
+
+
+def test_a_group_that_fails_in_two_batches_is_set_aside_alone() -> None:
+    buffer = filled(2)
+    fail(buffer, 1)
+    buffer.drop("0:0", "workflow")
+    finish(buffer, "0:2")
+    assert fail(buffer, 1)["set_aside"] == ["0:1"]
+    assert buffer.live_uids() == ["0:2"]
+
+
+def test_the_same_answer_again_and_nothing_counted_twice() -> None:
+    buffer = filled()
+    first = fail(buffer, 1)
+    assert buffer.step_failed(1, 2, 1) == first
+    assert fail(buffer, 1)["attempt"] == 2
+
+
+def test_no_more_batches_in_a_row_than_allowed_until_a_step_that_got_as_far_is_trained() -> None:
+    buffer = filled(6)
+    fail(buffer, 1, attempts=1)
+    assert fail(buffer, 1, attempts=1) == {"step": 1, "attempt": 1, "set_aside": [], "in_a_row": 1}
+    assert buffer.counts()["dropped"] == {"failed_step": 2}
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert fail(buffer, 2, attempts=1)["in_a_row"] == 1
+
+
+def test_steps_that_are_trained_again_do_not_give_the_allowance_back() -> None:
+    buffer = filled(8)
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    fail(buffer, 2, attempts=1)
+    buffer.rollback(0, 0)
+    for uid in ("0:0", "0:1"):
+        assert buffer.reclaim() == uid
+        answer = Trajectory([1], [2], loss_mask=[1], logprobs=[-0.5], versions=[0], reward=1.0)
+        buffer.commit(Group(uid, [answer, answer]))
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert fail(buffer, 2, attempts=1)["set_aside"] == []
+
+
+def test_a_step_without_a_batch_cannot_fail() -> None:
+    with pytest.raises(BufferStateError, match="step 1 cannot have failed: it has no batch"):
+        filled().step_failed(1, 2, 1)
+
+
+def test_what_was_trained_is_forgotten() -> None:
+    buffer = filled()
+    fail(buffer, 1)
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert buffer.standing.failed_attempts == {}

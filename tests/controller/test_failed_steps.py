@@ -1,0 +1,150 @@
+"""A step that raises an error on its groups: tried again, then they are set aside, over restarts of the run too."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from controller_rig import FakeTrainer, Rig
+
+from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.buffer.trajectory import Group, Trajectory
+from megasync.errors import NotFinite, TrainingError
+from megasync.failed_steps import record_failure
+from megasync.progress import Progress
+
+POISON = "0:3"
+
+
+def trained(rig: Rig) -> list[str]:
+    return [uid for _, _, uids in rig.trainer.steps for uid in uids]
+
+
+async def test_a_group_that_fails_its_steps_is_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
+    rig = Rig(trainer=FakeTrainer(poison=[POISON]), checkpoint_every=1, failed_steps=tmp_path / "failed_steps")
+    progress = await rig.run()
+    assert progress.step == 6
+    assert [step for step, _ in rig.trainer.failures] == [2, 2]
+    assert POISON not in trained(rig)
+    counts = await rig.buffer.counts()
+    assert counts["trained"] == 12 and counts["dropped"] == {"failed_step": 2}, "its batch, of two groups"
+    assert any("set aside: 0:2, 0:3" in message for message in rig.observer.messages)
+    assert rig.observer.metrics[-1]["faults/steps_set_aside"] == 1.0
+    (record,) = (tmp_path / "failed_steps").iterdir()
+    told = json.loads(record.read_text())
+    assert (told["step"], told["uids"]) == (2, ["0:2", "0:3"])
+    assert "index is out of range" in told["error"]
+    assert told["batch"][0]["trajectories"][0]["response_ids"] == [2]
+
+
+async def test_an_error_that_passes_costs_an_attempt_and_no_group() -> None:
+    rig = Rig(trainer=FakeTrainer(poison=[POISON], times=1), checkpoint_every=1)
+    assert (await rig.run()).step == 6
+    assert rig.trainer.restarts == 1, "what the ranks held after the error is of no use"
+    assert POISON in trained(rig)
+    assert (await rig.buffer.counts())["dropped"] == {}
+
+
+async def test_an_error_that_comes_back_with_other_groups_ends_the_run() -> None:
+    """Such as out of memory whatever the batch: the data set is not used up for it."""
+    rig = Rig(trainer=FakeTrainer(fail_at=3), checkpoint_every=1, max_restarts=10)
+    with pytest.raises(
+        TrainingError, match=r"rank 1 failed.*trainer\.step_attempts=2.*max_failed_steps=1.*not the cause"
+    ):
+        await rig.run()
+    assert (await rig.buffer.counts())["dropped"] == {"failed_step": 2}
+
+
+async def test_none_is_set_aside_with_zero() -> None:
+    rig = Rig(trainer=FakeTrainer(fail_at=3), max_failed_steps=0)
+    with pytest.raises(TrainingError, match=r"trainer\.max_failed_steps=0\): it sets none aside"):
+        await rig.run()
+    assert (await rig.buffer.counts())["dropped"] == {}
+
+
+async def test_too_many_steps_that_are_not_finite_end_the_run_at_once() -> None:
+    class Diverged(FakeTrainer):
+        async def step(self, groups, step, version):
+            raise NotFinite("4 optimizer steps in a row had a loss or gradient that is not finite")
+
+    rig = Rig(trainer=Diverged())
+    with pytest.raises(NotFinite):
+        await rig.run()
+    assert (rig.trainer.restarts, (await rig.buffer.counts())["dropped"]) == (0, {})
+
+
+def resumed(rig: Rig, ledger: Path, trainer: FakeTrainer, **arguments: object) -> Rig:
+    """The next driver of the same run, from its start: nothing was saved."""
+    rig.buffer._durable.ledger.close()
+    schedule = rig.controller.config.schedule
+    found = resume_ledger(ledger, schedule, schedule.total_steps * schedule.groups_per_step, 0)
+    return Rig(
+        trainer=trainer,
+        ledger=ledger,
+        progress=Progress(version=found.version),
+        evaluate=False,
+        rollout={"first": len(found.admitted)},
+        **arguments,
+    )
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger.db"
+    begin_ledger(path, 0, 0, {}, {})
+    return path
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [{"poison": ["0:1"]}, {"lose": {"step 1": 100}}],
+    ids=["raises an error", "loses a rank"],
+)
+async def test_attempts_are_counted_over_restarts_of_the_run(ledger: Path, failure: dict) -> None:
+    """Without a restart of ranks in the run, each failure ends it; a scheduler starts it again."""
+    rig = Rig(trainer=FakeTrainer(**failure), ledger=ledger, evaluate=False, max_restarts=0)
+    for attempt in (1, 2):
+        with pytest.raises(TrainingError, match=r"trainer\.max_restarts=0"):
+            await rig.run()
+        dropped = (await rig.buffer.counts())["dropped"]
+        assert dropped == ({} if attempt == 1 else {"failed_step": 2})
+        rig = resumed(rig, ledger, FakeTrainer(**failure if attempt == 1 else {}), max_restarts=0)
+    assert (await rig.run()).step == 6
+    assert not {"0:0", "0:1"} & set(trained(rig))
+
+
+async def test_ranks_that_are_lost_in_one_step_again_and_again_are_its_failure(ledger: Path) -> None:
+    """A batch that crashes its ranks would use up every restart of every driver."""
+    trainer = FakeTrainer(lose={"step 1": 6})
+    rig = Rig(trainer=trainer, ledger=ledger, evaluate=False, max_restarts=2)
+    with pytest.raises(TrainingError, match=r"2 times in a row without a new step \(trainer\.max_restarts=2"):
+        await rig.run()
+    rig = resumed(rig, ledger, trainer, max_restarts=2)
+    assert (await rig.run()).step == 6
+    assert (await rig.buffer.counts())["dropped"] == {"failed_step": 2}
+
+
+async def test_a_run_that_cannot_go_on_eats_no_more_groups_at_each_restart(ledger: Path) -> None:
+    rig = Rig(trainer=FakeTrainer(fail_at=1), ledger=ledger, evaluate=False, max_restarts=10)
+    for _ in range(3):
+        with pytest.raises(TrainingError, match="not the cause"):
+            await rig.run()
+        assert (await rig.buffer.counts())["dropped"] == {"failed_step": 2}
+        rig = resumed(rig, ledger, FakeTrainer(fail_at=1), max_restarts=10)
+    rig = resumed(rig, ledger, FakeTrainer())
+    assert (await rig.run()).step == 6, "once the cause is mended"
+
+
+def test_a_record_may_hold_numbers_that_are_not_finite_and_is_json(tmp_path: Path) -> None:
+    answer = Trajectory([1], [2], [1], [-0.5], [0], reward=math.nan)
+    record_failure(tmp_path, 7, 3, [Group("2:5", [answer])], "bad")
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    assert path.name == "step-00000007-2-5.json" and '"NaN"' in text and "NaN," not in text
+
+
+def test_a_record_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    record_failure(tmp_path / "file", 1, 0, [Group("0:0", [])], "bad")

@@ -1,0 +1,138 @@
+"""Silence is time without a finished group or step, and without the time of work that has a deadline of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from controller_rig import FakeFleet, FakePublisher, FakeTrainer, Rig
+
+from megasync.errors import TrainingError
+from megasync.watchdog import Watchdog
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_bounded_work_is_left_out_and_adds_no_progress() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    assert watchdog.silent(0) == 0.0
+    clock.now = 10.0
+    with watchdog.bounded():
+        clock.now = 1000.0
+        assert watchdog.silent(0) == 10.0
+    clock.now = 1005.0
+    assert watchdog.silent(0) == 15.0, "the end of a restart is no finished group"
+    assert watchdog.silent(1) == 0.0
+
+
+def test_work_that_overlaps_is_left_out_once() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    watchdog.silent(0)
+    with watchdog.bounded():
+        clock.now = 10.0
+        with pytest.raises(ValueError, match="broken"), watchdog.bounded():
+            clock.now = 20.0
+            raise ValueError("broken")
+        clock.now = 30.0
+        assert watchdog.silent(0) == 0.0
+    clock.now = 31.0
+    assert watchdog.silent(0) == 1.0
+
+
+def test_a_finished_group_within_bounded_work_ends_the_silence_before_it() -> None:
+    clock = Clock()
+    watchdog = Watchdog(clock)
+    watchdog.silent(0)
+    clock.now = 10.0
+    with watchdog.bounded():
+        clock.now = 20.0
+        assert watchdog.silent(1) == 0.0
+    clock.now = 25.0
+    assert watchdog.silent(1) == 5.0
+
+
+class WatchedFleet(FakeFleet):
+    """Counts the looks of the watch loop, which come just before it asks for the silence."""
+
+    looks = 0
+
+    async def watch(self) -> None:
+        self.looks += 1
+        await super().watch()
+
+
+def slow_once(call: Callable[..., Awaitable], clock: Clock, fleet: WatchedFleet) -> Callable[..., Awaitable]:
+    """The call, whose first time takes a thousand seconds of the clock, between looks of the watch loop."""
+    calls: list[tuple] = []
+
+    async def looks(number: int) -> None:
+        seen = fleet.looks
+        while fleet.looks < seen + number:
+            await asyncio.sleep(0)
+
+    async def slow(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 1:
+            # Until the rollout has filled the buffer, so that nothing more finishes during the call.
+            await looks(10)
+            clock.now += 1000.0
+            await looks(3)
+        return await call(*arguments)
+
+    return slow
+
+
+@pytest.mark.parametrize("part_and_call", ["trainer.step", "trainer.save", "trainer.restart", "publisher.publish"])
+async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, part_and_call: str) -> None:
+    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.001)
+    clock, fleet = Clock(), WatchedFleet()
+    rig = Rig(
+        trainer=FakeTrainer(lose={"step 2": 1}),
+        fleet=fleet,
+        clock=clock,
+        no_progress=100.0,
+        checkpoint_every=1,
+        total_steps=3,
+    )
+    part, call = part_and_call.split(".")
+    target = getattr(rig, part)
+    monkeypatch.setattr(target, call, slow_once(getattr(target, call), clock, fleet))
+    assert (await rig.run()).step == 3
+    assert clock.now == 1000.0
+
+
+async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None:
+    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.001)
+    clock, fleet = Clock(), WatchedFleet()
+    rig = Rig(rollout={"stall_after": 0}, fleet=fleet, clock=clock, no_progress=100.0)
+    counts = rig.buffer.counts
+
+    async def late() -> dict:
+        if fleet.looks == 5:
+            clock.now += 1000.0
+        return await counts()
+
+    monkeypatch.setattr(rig.buffer, "counts", late)
+    running = asyncio.create_task(rig.run())
+    while fleet.looks < 10 and not running.done():
+        await asyncio.sleep(0)
+    rig.controller.request_stop("enough")
+    await running
+    assert clock.now == 1000.0
+
+
+async def test_a_wait_for_servers_that_never_come_is_silence(monkeypatch) -> None:
+    """A sync without a server to go to has no deadline of its own."""
+    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.01)
+    rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)
+    rig.controller.config.timeouts.shutdown = 0.1
+    with pytest.raises(TrainingError, match="no group was finished"):
+        await rig.run()
