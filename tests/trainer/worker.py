@@ -5,6 +5,7 @@ request.json names is run with the arguments there, what it returns is left in r
 Any error ends the process.
 """
 
+import contextlib
 import itertools
 import json
 import resource
@@ -258,6 +259,42 @@ def reference(model):
     again = torch.cat(engine.score(samples))
     close(engine)
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
+
+
+def streamed_reference(runs):
+    """For each model in its layout: scores of the reference, of other weights, of the reference streamed through the
+    device, and of the others again; whether the weights are where they were, also after a pass that failed."""
+    found = {}
+    for name, (model, trainer) in runs.items():
+        engine = make_engine(model, {**trainer, "tokens_per_microbatch": 16})
+        samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for g in make_groups(1) for t in g.trajectories]
+        scores = {"reference": torch.cat(engine.score(samples))}
+        engine.keep_reference()
+        for tensor in engine.params().values():
+            tensor.mul_(1.1)
+        before, places = weights(engine), [tensor.data_ptr() for tensor in engine.params().values()]
+        scores["others"] = torch.cat(engine.score(samples))
+        scores["streamed"] = torch.cat(engine.score(samples, reference=True))
+        scores["again"] = torch.cat(engine.score(samples))
+        with contextlib.suppress(KeyError), engine._reference.applied():
+            layer = engine._chunks[0].decoder.layers[0]
+            first = next(layer.parameters())
+            failing = layer.register_forward_pre_hook(lambda *_: {}["fails while reference weights are in place"])
+            try:
+                layer(None)
+            finally:
+                failing.remove()
+        moved = first.data_ptr() not in places
+        same = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+        found[name] = {
+            "scores": scores,
+            "microbatches": len(engine.microbatches(samples)),
+            "in_place": same and not moved and [t.data_ptr() for t in engine.params().values()] == places,
+            "device_bytes": engine._reference.device_bytes,
+            "largest": max(tensor.nbytes for tensor in engine.params().values()),
+        }
+        close(engine)
+    return found
 
 
 def guard(model, folder):
