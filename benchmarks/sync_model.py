@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from math import prod
 from typing import Any, NamedTuple
 
 from megasync.sync.engine_layout import EngineRank, Slot
@@ -89,22 +90,22 @@ CASES = [
         "Qwen3-235B-A22B",
         QWEN3_235B_A22B,
         Topology(4, 8, 8, first_stage_layers=11, last_stage_layers=11, expert=16, expert_tensor=1),
-        Topology(tensor=4, data=2, expert=8, expert_tensor=1),
+        Topology(tensor=8, expert=8, expert_tensor=1),
         32,
     ),
     Case(
         "DeepSeek-V3",
         DEEPSEEK_V3,
         Topology(8, 16, 4, first_stage_layers=3, last_stage_layers=2, expert=32, expert_tensor=1),
-        Topology(tensor=8, data=2, expert=16, expert_tensor=1),
-        32,
+        Topology(tensor=8, expert=8, expert_tensor=1),
+        64,
     ),
     Case(
         "Kimi-K2",
         KIMI_K2,
         Topology(8, 16, 4, first_stage_layers=3, last_stage_layers=2, expert=32, expert_tensor=1),
-        Topology(tensor=8, data=2, expert=16, expert_tensor=1),
-        32,
+        Topology(tensor=8, expert=8, expert_tensor=1),
+        64,
     ),
 ]
 
@@ -114,12 +115,14 @@ def engine_ranks(config: dict[str, Any], topology: Topology) -> list[EngineRank]
     layout = Layout(config, topology)
     ranks = []
     for rank in range(topology.world):
-        slots = []
+        slots, dtypes = [], {}
         for piece in layout.pieces(rank):
             stride = piece.param_box.cols
             offset = piece.param_box.row * stride + piece.param_box.col
             slots.append(Slot(piece.hf_name, piece.hf_box, piece.param, offset, stride, 1))
-        ranks.append(EngineRank(tuple(slots), (), {}, {}))
+            dtypes[piece.param] = layout.hf_dtype(piece.hf_name, DTYPE)
+        sizes = {name: prod(shape) for name, shape in layout.params(rank).items()}
+        ranks.append(EngineRank(tuple(slots), (), dtypes, sizes))
     return ranks
 
 

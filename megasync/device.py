@@ -146,6 +146,23 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def point_in_stream(device: torch.device) -> torch.cuda.Event | None:
+    """What this thread has asked of the device so far, for `wait_for`; None on a CPU, which has done it already."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.current_stream(device).record_event()
+
+
+def wait_for(point: torch.cuda.Event | None, device: torch.device) -> None:
+    """What this thread asks of the device from now on begins after ``point``; the thread itself does not wait."""
+    if point is not None:
+        import torch
+
+        torch.cuda.current_stream(device).wait_event(point)
+
+
 def finish(device: torch.device) -> None:
     """Returns once the device has done what this thread asked of it."""
     if device.type == "cuda":

@@ -36,7 +36,8 @@ def _apply() -> None:
 PATCH = Patch(
     name="torch-cuda-calls",
     package="torch",
-    versions=("2.13.0",),
+    # 2.13.0 has a CPU build; 2.14.1 is the CUDA build that SGLang pins, where a run may still set cluster.device=cpu.
+    versions=("2.13.0", "2.14.1"),
     reason="Megatron asks for the current CUDA device, which a CPU build of torch refuses to name",
     apply=_apply,
 )

@@ -54,9 +54,8 @@ def policy_loss(
     behaviour = _kept(behaviour_logprobs, keep).detach()
     advantages = _kept(advantages, keep).detach()
 
-    surrogate, clipped = _clipped_surrogate(
-        config, logprobs, behaviour if config.ratio == "behaviour" else old, advantages
-    )
+    denominator = behaviour if config.ratio == "behaviour" else old
+    surrogate, clipped, dual_clipped = _clipped_surrogate(config, logprobs, denominator, advantages)
     importance = _importance(config, old, behaviour, keep, segments)
     policy = -(importance.weights * surrogate).sum()
     loss = policy
@@ -64,6 +63,7 @@ def policy_loss(
         "tokens": keep.sum(),
         "policy_loss": policy,
         "clip_fraction": clipped.sum(),
+        "dual_clip_fraction": dual_clipped.sum(),
         "is_weight_mean": importance.weights.sum(),
         "is_capped_fraction": importance.capped.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
@@ -89,12 +89,22 @@ def _kept(values: Tensor, keep: Tensor) -> Tensor:
 
 def _clipped_surrogate(
     config: AlgorithmConfig, logprobs: Tensor, denominator: Tensor, advantages: Tensor
-) -> tuple[Tensor, Tensor]:
-    """PPO's ``min(ratio A, clip(ratio) A)`` with its own bound on either side; also where the clip decided."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The surrogate [tokens], and bool [tokens] where PPO's clip and where dual clip determined it.
+
+    PPO takes ``min(ratio A, clip(ratio) A)``, with separate bounds on either side. For ``A < 0`` that has no lower
+    bound, because the ratio has no upper one. Dual clip takes ``max(., dual_clip A)`` there: such a token keeps a
+    constant surrogate and so has no gradient (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    """
     ratio = (logprobs - denominator).clamp(max=MAX_LOG_RATIO).exp()
     free = ratio * advantages
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    return torch.minimum(free, bounded), bounded < free
+    surrogate, clipped = torch.minimum(free, bounded), bounded < free
+    if config.dual_clip is None:
+        return surrogate, clipped, torch.zeros_like(clipped)
+    floor = config.dual_clip * advantages
+    dual_clipped = (advantages < 0) & (surrogate < floor)
+    return torch.where(dual_clipped, floor, surrogate), clipped, dual_clipped
 
 
 def _importance(

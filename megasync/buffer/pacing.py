@@ -5,6 +5,8 @@ Symbols: G groups a step, S max_staleness, k steps between two published version
 - ``C = (S + 1) G k`` slots. A slot is held from a group's admission until the step that trained it is *published*.
 - A batch is the G oldest eligible groups. A finished group is eligible when fewer than W groups were admitted after the
   oldest *unfinished* group, up to and including itself. With W = 1 nothing passes an unfinished group (strict FIFO).
+  This windowed FIFO is that of MiniMax (arXiv 2605.26494, section 6.2.4), as TitanRL in torchtitan implements it;
+  docs/buffer.md says what differs.
 
 Bound: let group f be admitted while version v is published. At most C - 1 other groups hold a slot then, and they are all
 that can be trained before f, apart from groups admitted later that overtake it: at most W - 1 do, since each of them

@@ -126,6 +126,7 @@ RANGES: dict[str, Range] = {
     "trainer.max_restarts": NOT_NEGATIVE,
     "algorithm.clip_low": PART,
     "algorithm.clip_high": POSITIVE,
+    "algorithm.dual_clip": Range(1, open_low=True),
     "algorithm.correction_cap": Range(1),
     "algorithm.kl_coef": NOT_NEGATIVE,
     "algorithm.entropy_coef": NOT_NEGATIVE,

@@ -1,9 +1,13 @@
-"""Memory that a trainer rank and a server need, in bytes, from sizes alone. Weights, gradients, optimizer and buckets
-are exact sums over the layout; activations are an estimate of what a decoder layer keeps for its backward pass.
+"""Memory that a trainer rank and a server need, in bytes, from sizes alone. Weights, gradients, optimizer, buckets and the
+reference policy's slots are exact sums over the layout; activations are an estimate of what decoder layers save for their
+backward passes. Loading a checkpoint, or filling memory that was offloaded, takes no more than a step: values come from
+host memory into tensors that are there, and `Optimizer.load_state` drops the present moments before it makes new ones.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -22,6 +26,13 @@ MASTER_BYTES = 4
 LOSS_FLOAT_COPIES = 2
 # Buckets that exist at a time: one is packed while the other is on the wire.
 BUCKETS = 2
+# Blocks of the reference policy on the device at a time, and the alignment of each tensor in them (`trainer.reference`).
+REFERENCE_SLOTS = 2
+REFERENCE_ALIGNMENT = 256
+# What the busiest expert-parallel rank receives, over the mean: the largest capacity factor that Switch Transformer tried
+# (https://arxiv.org/abs/2101.03961, table 1). No token is dropped here, so routing that is less even takes more.
+IMBALANCE = 2.0
+LAYER = re.compile(r"(\d+\.)?decoder\.layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,7 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    reference: int
     sync_buckets: int
 
     @property
@@ -79,6 +91,7 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
         optimizer=kept * state,
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
+        reference=reference_bytes(config, layout, rank),
         sync_buckets=BUCKETS * bucket,
     )
 
@@ -101,25 +114,99 @@ def longest_sequence(config: Config) -> int:
     return config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
 
 
-def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
-    """What the layers of one stage keep per token, times the microbatches in flight (1F1B: stages below this one).
+def reference_bytes(config: Config, layout: Layout, rank: int) -> int:
+    """Device memory of the two slots through which the reference policy's weights pass: twice the largest block.
 
-    Per layer: four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and
-    after rotation and the attention output; the MLP's gate, up, activated gate and their product.
+    A block is what `trainer.reference` copies together: the embedding, a decoder layer, the final norm or the output layer.
+    0 without a KL term.
     """
-    trainer, sizes = config.trainer, layout.sizes
-    tensor = trainer.tensor_parallel
-    hidden = sizes.hidden / (tensor if trainer.sequence_parallel else 1)
-    attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
-    mlp = 4 * sizes.active_width / tensor
-    whole = 4 * hidden + attention + mlp
-    layers = sum(len(chunk) for chunk in layout.stages[stage])
-    in_flight = trainer.pipeline_parallel - stage
-    if trainer.recompute == "full":  # layer inputs of all microbatches, and one layer at work
-        per_token = layers * hidden * in_flight + whole
+    if not config.algorithm.kl_coef:
+        return 0
+    blocks: dict[str, int] = defaultdict(int)
+    shapes = layout.params(rank)
+    for item in layout.of_rank(rank):
+        layer = LAYER.match(item.param)
+        nbytes = prod(shapes[item.param]) * ITEM_BYTES[item.dtype or config.model.dtype]
+        blocks[layer.group() if layer else item.param] += -(-nbytes // REFERENCE_ALIGNMENT) * REFERENCE_ALIGNMENT
+    return REFERENCE_SLOTS * max(blocks.values())
+
+
+def in_flight(pipeline: int, virtual: int, stage: int) -> tuple[int, ...]:
+    """Microbatches whose activations a stage holds at most, for each of its chunks of layers.
+
+    Plain 1F1B: ``pipeline - stage`` (Narayanan et al. 2019, PipeDream, https://arxiv.org/abs/1806.03377). Interleaved
+    (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2): Megatron runs ``2 (pipeline - stage - 1) +
+    (virtual - 1) pipeline`` forward passes of one chunk each before the first backward pass, then one of each in turns;
+    the passes go through the chunks in groups of ``pipeline`` microbatches
+    (`megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches`).
+    """
+    if virtual == 1:
+        return (pipeline - stage,)
+    passes = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+    turns = [turn // pipeline % virtual for turn in range(passes)]
+    return tuple(turns.count(chunk) for chunk in range(virtual))
+
+
+def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
+    """What the chunks of a stage save for their backward passes, and the buffers of the layer that computes.
+
+    With ``trainer.recompute=full``: the inputs of all layers, and one layer at work.
+    """
+    saved = {sparse: _saved_by_layer(config, layout, sparse) for sparse in (False, True)}
+    chunks = [[layer in layout.sizes.sparse_layers for layer in chunk] for chunk in layout.stages[stage]]
+    counts = in_flight(config.trainer.pipeline_parallel, layout.topology.virtual, stage)
+    if config.trainer.recompute == "full":
+        hidden = _hidden(config, layout)
+        per_token = sum(len(chunk) * hidden * count for chunk, count in zip(chunks, counts, strict=True))
+        per_token += max(saved[sparse] for chunk in chunks for sparse in chunk)
     else:
-        per_token = layers * whole * in_flight
+        per_token = sum(saved[sparse] * count for chunk, count in zip(chunks, counts, strict=True) for sparse in chunk)
+    if any(sparse for chunk in chunks for sparse in chunk):
+        per_token += _dispatch_buffers(config, layout)
     return int(per_token * item * microbatch_tokens(config))
+
+
+def _hidden(config: Config, layout: Layout) -> float:
+    """Elements of a hidden state for each token of a microbatch, outside of the parts that tensor ranks share."""
+    return layout.sizes.hidden / (config.trainer.tensor_parallel if config.trainer.sequence_parallel else 1)
+
+
+def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
+    """Elements that a decoder layer saves for its backward pass, for each token of a microbatch.
+
+    Four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and after rotation
+    and the attention output; an MLP's gate, up, activated gate and their product. An expert layer saves the last four for
+    each copy of a token that its experts receive, and the copy itself.
+    """
+    sizes, tensor = layout.sizes, config.trainer.tensor_parallel
+    attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
+    common = 4 * _hidden(config, layout) + attention
+    if not sparse:
+        return common + 4 * sizes.intermediate / tensor
+    width = sizes.moe_intermediate / layout.topology.expert_tensor_size
+    return common + 4 * sizes.shared_intermediate / tensor + _received(config, layout) * (sizes.hidden + 4 * width)
+
+
+def _received(config: Config, layout: Layout) -> float:
+    """Copies of tokens that a rank's experts receive, for each token of a microbatch, on the busiest rank.
+
+    Each token goes to `topk` experts. Under sequence parallelism a tensor rank sends its own tokens only, and the ranks
+    that share an expert all receive what any of them is sent. Routing is never even: see `IMBALANCE`.
+    """
+    topology, trainer = layout.topology, config.trainer
+    mean = (
+        layout.sizes.topk * topology.expert_tensor_size / (trainer.tensor_parallel if trainer.sequence_parallel else 1)
+    )
+    return mean * min(IMBALANCE, topology.expert)
+
+
+def _dispatch_buffers(config: Config, layout: Layout) -> float:
+    """Elements of the buffers of one expert layer's dispatch, for each token of a microbatch: nothing keeps them.
+
+    Megatron's all-to-all dispatcher has, when it combines, the experts' output, the same in the order of the sending ranks,
+    and what comes back from them (`megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher`).
+    """
+    return 2 * _received(config, layout) * layout.sizes.hidden + layout.sizes.topk * _hidden(config, layout)
 
 
 def _logits(config: Config, layout: Layout, item: int) -> int:

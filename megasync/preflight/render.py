@@ -16,7 +16,7 @@ from megasync.preflight.space import bytes_text
 
 # Devices of a node that are drawn one by one.
 CELLS = 16
-MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "sync buckets", "total")
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "sync buckets", "total")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -78,6 +78,11 @@ def _summary(plan: Plan) -> Table:
         + " of each request it runs",
         "access": plan.access,
     }
+    if any(stage.reference for stage in plan.stages):
+        kept = bytes_text(max(stage.weights for stage in plan.stages))
+        rows["reference"] = (
+            f"initial weights in host memory, at most {kept} a rank; scoring copies them to the device in blocks"
+        )
     return facts(rows)
 
 
@@ -187,10 +192,11 @@ def _memory(plan: Plan) -> Table:
     # Close together, so that a terminal of 80 columns shows all of it.
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
-    for column in MEMORY_COLUMNS:
+    columns = [name for name in MEMORY_COLUMNS if name != "reference" or any(stage.reference for stage in plan.stages)]
+    for column in columns:
         table.add_column(column.replace(" ", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):
-        values = (getattr(memory, column.replace(" ", "_")) for column in MEMORY_COLUMNS)
+        values = (getattr(memory, column.replace(" ", "_")) for column in columns)
         table.add_row(str(stage), *map(bytes_text, values))
     return table
 

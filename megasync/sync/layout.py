@@ -51,7 +51,7 @@ class Holder(NamedTuple):
 class Placed:
     """A rule applied to one stage: the local parameter's name, and its Hugging Face tensors with their shapes.
 
-    ``dtype`` is what an export stores them in, None for the model's own. ``joined``: see `Rule`.
+    ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
     ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
     """
@@ -61,6 +61,7 @@ class Placed:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: str | None = None
     joined: bool = False
+    all_tokens: bool = False
     ep: int | None = None
     copy: bool = False
 
@@ -172,7 +173,7 @@ class Layout:
             (tensor.name.format(layer=layer, expert=expert), self.sizes.shape(tensor.shape)) for tensor in rule.tensors
         )
         param = rule.param(self.spec).format(layer=local, expert=local_expert)
-        return Placed(rule.cut(self.spec), prefix + param, tensors, rule.dtype, rule.joined)
+        return Placed(rule.cut(self.spec), prefix + param, tensors, rule.dtype, rule.joined, rule.all_tokens)
 
     def of_rank(self, rank: int) -> list[Placed]:
         """The parameters of one rank."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Microbatch, Sample, level, pack
 from megasync.trainer.process_groups import open_groups
+from megasync.trainer.reference import ReferenceWeights
 from megasync.trainer.value_head import fresh_value_head
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class MegatronEngine:
         self.total_steps = total_steps
         self._seed = seed
         self._trains = trains
-        self._reference: dict[str, torch.Tensor] = {}
+        self._reference: ReferenceWeights | None = None
 
     def initialize(self) -> None:
         """Builds process groups, model and optimizer, and loads this rank's slices of the model folder.
@@ -209,7 +211,11 @@ class MegatronEngine:
     ) -> list[torch.Tensor]:
         """Log-probs of each sample's scored tokens, float32 on the device, on every rank.
 
-        ``reference`` scores with the weights of `keep_reference` instead of the present ones.
+        ``reference`` scores with the weights of `keep_reference` instead of the present ones, a block of the model at a
+        time; see `reference`.
+
+        Raises:
+            TrainingError: ``reference`` without `keep_reference`.
         """
         starts = [0]
         for sample in samples:
@@ -223,7 +229,9 @@ class MegatronEngine:
                     found[starts[index] : starts[index + 1]] = part
             return logprobs.sum(), None
 
-        with torch.no_grad(), self._weights(reference):
+        if reference and self._reference is None:
+            raise TrainingError("there are no reference weights to score with; call keep_reference first")
+        with torch.no_grad(), self._reference.applied() if reference else nullcontext():
             self._run(samples, collect, forward_only=True)
         # Every token was written by one rank, all others hold zero.
         dist.all_reduce(found)
@@ -317,10 +325,7 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Keeps a copy of the present weights in host memory, for `score` with ``reference``."""
-        self._reference = {name: param.detach().cpu().clone() for name, param in self._params.items()}
-
-    def _weights(self, reference: bool) -> _Borrowed:
-        return _Borrowed(self, self._reference if reference else None)
+        self._reference = ReferenceWeights(self._chunks, self.device)
 
     # Checkpoints
 
@@ -356,24 +361,6 @@ class MegatronEngine:
     def close(self) -> None:
         """Forgets Megatron's process groups; they end with torch.distributed.destroy_process_group."""
         parallel_state.destroy_model_parallel()
-
-
-class _Borrowed:
-    """Within it, the engine computes with other weights; None changes nothing."""
-
-    def __init__(self, engine: MegatronEngine, weights: dict[str, torch.Tensor] | None) -> None:
-        self._engine = engine
-        self._weights = weights
-
-    def __enter__(self) -> None:
-        if self._weights is not None:
-            self._own = {name: tensor.clone() for name, tensor in self._engine.params().items()}
-            self._engine._write(self._weights)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._weights is not None:
-            self._engine._write(self._own)
-            del self._own
 
 
 def read_hf_config(path: str) -> dict[str, Any]:

@@ -12,22 +12,19 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import silu
 
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
-from megasync.sync.families import Split
 from megasync.sync.layout import Layout
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
+from megasync.trainer.marks import mark_parameters
 from megasync.trainer.rotary import PackedRotary
 from megasync.trainer.routing import PolicyRouter, score_options
 
@@ -118,7 +115,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
         # Megatron makes a router's and a shared expert's gate on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     _check_parameters(chunks, layout, rank)
-    _mark_parameters(chunks, layout, rank)
+    mark_parameters(named_weights(chunks), layout, rank, config.sequence_parallel)
     return chunks
 
 
@@ -226,20 +223,3 @@ def _check_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) 
     if built != planned:
         differing = sorted(set(built.items()) ^ set(planned.items()))
         raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
-
-
-def _mark_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
-    """Tells Megatron which parameters differ between tensor ranks, and which belong to experts.
-
-    The gradient norm counts parameters that are equal on tensor ranks only once; Megatron marks the others while it
-    draws initial weights, which this package skips because it loads every weight. Gradients of experts are summed over
-    the ranks that hold the same experts; Megatron marks those only when there is expert parallelism, and would leave
-    copies on tensor ranks apart when each expert stands whole on each of them.
-    """
-    weights = named_weights(chunks)
-    for item in layout.of_rank(rank):
-        param = weights[item.param]
-        if item.split is not Split.REPLICATED and not hasattr(param, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(param, True, 1 if item.split is Split.ROW else 0, 1)
-        if item.ep is not None:
-            param.allreduce = False

@@ -171,7 +171,10 @@ class Optimizer:
         if len(state["moments"]) != len(inner) or [tensor.shape for tensor in main] != expected:
             raise CheckpointError("the checkpoint's optimizer state was made for other parameters")
         for optimizer, moments, steps in zip(inner, state["moments"], state["steps"], strict=True):
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+            groups = optimizer.state_dict()["param_groups"]
+            # Torch makes new tensors of all moments before it drops those that there are: twice the memory of a step.
+            optimizer.state.clear()
+            optimizer.load_state_dict({"state": moments, "param_groups": groups})
             for group, count in zip(optimizer.param_groups, steps, strict=True):
                 if count is not None:
                     group["step"] = count

@@ -35,7 +35,15 @@ from megasync.trainer.packing import Sample
 log = logging.getLogger(__name__)
 
 # Sums that the loss reports per computed token, under the names of the metrics made of them.
-PER_TOKEN = ("entropy", "kl", "clip_fraction", "is_weight_mean", "is_capped_fraction", "logprob_diff")
+PER_TOKEN = (
+    "entropy",
+    "kl",
+    "clip_fraction",
+    "dual_clip_fraction",
+    "is_weight_mean",
+    "is_capped_fraction",
+    "logprob_diff",
+)
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,18 @@ TOKEN = st.fixed_dictionaries(
     }
 )
 TOKENS = st.lists(TOKEN, min_size=1, max_size=16)
+DUAL_CLIPS = st.none() | st.floats(1.01, 10)
 CONFIGS = st.builds(
     AlgorithmConfig,
     clip_low=st.floats(0.05, 0.5),
     clip_high=st.floats(0.05, 0.9),
+    dual_clip=DUAL_CLIPS,
     correction=st.sampled_from(["none", "token", "sequence"]),
     correction_cap=st.floats(1, 4),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_kind=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
-) | st.builds(AlgorithmConfig, ratio=st.just("behaviour"), correction=st.just("none"))
+) | st.builds(AlgorithmConfig, ratio=st.just("behaviour"), correction=st.just("none"), dual_clip=DUAL_CLIPS)
 
 
 def tensors(tokens):
@@ -60,8 +62,11 @@ def reference(config, tokens):
         ratio = math.exp(lp - token["old_logprobs" if config.ratio == "trainer" else "behaviour_logprobs"])
         bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         weight = reference_weight(config, token, tokens)
-        loss -= weight * min(ratio * advantage, bounded * advantage)
+        surrogate = min(ratio * advantage, bounded * advantage)
         slope = 0.0 if bounded * advantage < ratio * advantage else -weight * ratio * advantage
+        if config.dual_clip is not None and advantage < 0 and config.dual_clip * advantage > surrogate:
+            surrogate, slope = config.dual_clip * advantage, 0.0
+        loss -= weight * surrogate
         log_ratio = token["reference_logprobs"] - lp
         value, derivative = {
             "k1": (-log_ratio, 1.0),
@@ -106,7 +111,7 @@ def test_one_step_a_batch_is_a_policy_gradient_with_a_truncated_weight(tokens, c
     expected = [-reference_weight(config, t, tokens) * t["advantages"] if t["mask"] else 0.0 for t in tokens]
     assert inputs["logprobs"].grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss.item() == pytest.approx(sum(expected), rel=1e-4, abs=1e-4)
-    assert sums["clip_fraction"] == 0
+    assert sums["clip_fraction"] == 0 and sums["dual_clip_fraction"] == 0
 
 
 @given(CONFIGS, TOKENS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
@@ -176,6 +181,30 @@ def test_the_clip_is_asymmetric():
     assert loss.item() == pytest.approx(-1.25) and sums["clip_fraction"] == 0
     loss, sums = policy_loss(CONFIG, **one | {"logprobs": down, "advantages": -torch.ones(1)})
     assert loss.item() == pytest.approx(0.8) and sums["clip_fraction"] == 1
+
+
+@pytest.mark.parametrize("ratio", ["trainer", "behaviour"])
+@pytest.mark.parametrize("advantage, dual_clip, surrogate", [(-1, 3.0, -3), (-1, None, -10), (1, 3.0, 1.28)])
+def test_dual_clip_bounds_a_negative_advantage_alone(ratio, advantage, dual_clip, surrogate):
+    """A token ten times as likely as in the denominator: bounded and without a gradient, with either ratio."""
+    config = replace(CONFIG, ratio=ratio, correction="none", dual_clip=dual_clip)
+    leaf = torch.tensor([math.log(10) - 5], requires_grad=True)
+    old = {name: torch.tensor([-5.0]) for name in ("old_logprobs", "behaviour_logprobs")}
+    loss, sums = policy_loss(config, logprobs=leaf, **old, advantages=torch.tensor([advantage]), mask=torch.ones(1))
+    loss.backward()
+    assert -loss.item() == pytest.approx(surrogate, rel=1e-4)
+    unbounded = advantage < 0 and dual_clip is None
+    assert leaf.grad.item() == pytest.approx(10.0 if unbounded else 0.0, rel=1e-4)
+    assert sums["dual_clip_fraction"] == (advantage < 0 and not unbounded)
+
+
+def test_by_default_no_token_exceeds_cap_times_dual_clip():
+    """Without dual clip the loss of a token with a negative advantage grows up to exp(20)."""
+    stale = inputs(old_logprobs=torch.full((4,), -30.0), behaviour_logprobs=torch.full((4,), -60.0))
+    loss, sums = policy_loss(AlgorithmConfig(), **stale | {"advantages": -torch.ones(4)})
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * 2.0 * 3.0)  # three tokens, correction_cap, dual_clip
+    assert sums["dual_clip_fraction"] == 3 and not stale["logprobs"].grad.any()
 
 
 def test_only_the_current_policy_is_differentiated():

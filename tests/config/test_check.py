@@ -126,6 +126,11 @@ def test_a_sound_configuration_passes(make):
     assert check_config(make()) is None
 
 
+def test_dual_clip_is_above_one_or_off(make):
+    assert check_config(make("algorithm.dual_clip=null")) is None
+    assert refused(make("algorithm.dual_clip=1.0")) == "algorithm.dual_clip=1.0 must be above 1"
+
+
 @pytest.mark.parametrize(("overrides", "parts"), CONTRADICTIONS, ids=[" ".join(c[0]) for c in CONTRADICTIONS])
 def test_a_contradiction_names_all_sides(make, overrides, parts):
     message = refused(make(*overrides))

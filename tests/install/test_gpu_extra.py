@@ -3,12 +3,21 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
+from importlib.metadata import requires
 from pathlib import Path
+from pkgutil import iter_modules
 
+import megasync_patches
 import pytest
-from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
 from packaging.requirements import Requirement
 
+# Every patch there is, also those that servers, Ray and verl apply by themselves.
+PATCHES = [
+    module.PATCH
+    for info in iter_modules(megasync_patches.__path__)
+    if hasattr(module := import_module(f"megasync_patches.{info.name}"), "PATCH")
+]
 ROOT = Path(__file__).parents[2]
 # SGLang's wheels want a glibc of 2.34: Ubuntu 22.04, RHEL 9, Debian 12, or newer.
 PLATFORM = "x86_64-manylinux_2_34"
@@ -16,6 +25,15 @@ PLATFORM = "x86_64-manylinux_2_34"
 MEGATRON = {"3.11": "0.16.1", "3.12": "0.19.2"}
 UNREACHABLE = 2
 SECONDS = 240
+
+
+def test_patches_accept_the_versions_that_sglang_pins():
+    """Needs no registry: SGLang's own metadata name the exact torch that the gpu extra installs."""
+    pins = {pin.name: pin.specifier for pin in map(Requirement, requires("sglang")) if str(pin.specifier)[:2] == "=="}
+    assert "torch" in pins
+    for patch in PATCHES:
+        if patch.package in pins:
+            assert any(release in pins[patch.package] for release in (*patch.versions, *patch.mended)), patch.name
 
 
 @pytest.mark.parametrize("python", MEGATRON)
@@ -33,7 +51,9 @@ def test_it_resolves(python):
     pins = [Requirement(line) for line in done.stdout.splitlines()]
     found = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
     assert found["megatron-core"] == MEGATRON[python]
-    assert found["sglang"] in SCORE_BIAS.versions
+    for patch in PATCHES:
+        release = found.get(patch.package)
+        assert release is None or release in (*patch.versions, *patch.mended), (patch.name, release)
     assert {"sglang-router", "transformer-engine-torch", "ray"} <= set(found)
     # Transformer Engine is built against the torch that is installed first; another one must not follow.
     for page in ("Dockerfile", "docs/install.md"):

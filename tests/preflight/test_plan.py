@@ -153,6 +153,47 @@ def test_recomputation_sequence_parallelism_and_small_batches_save_activations()
     assert activations("trainer.tokens_per_microbatch=32768") == 2 * activations()
 
 
+def test_a_kl_term_takes_two_blocks_of_the_model():
+    """The embedding is the largest block of each rank but the last's output layer, which is as large."""
+    plan = resolve_plan(load("qwen3_32b_math", "algorithm.kl_coef=0.01"))
+    rows = plan_layout_rows(plan)
+    assert [stage.reference for stage in plan.stages] == [2 * rows * 5120 * 2] * 2
+    assert all(stage.total > stage.reference + stage.weights for stage in plan.stages)
+    assert "initial weights in host memory, at most 4.1 GB a rank" in rendered(
+        load("qwen3_32b_math", "algorithm.kl_coef=0.01"), width=400
+    )
+    assert resolve_plan(load("qwen3_32b_math")).stages[0].reference == 0
+
+
+def plan_layout_rows(plan):
+    """Rows of the embedding that one tensor rank holds."""
+    tensor = max(rank.coords.tp for rank in plan.ranks) + 1
+    return -(-plan.sizes.vocab // (64 * tensor)) * 64
+
+
+def test_experts_take_copies_of_tokens_and_more_on_the_busiest_rank(tmp_path):
+    """Bytes per token of one expert layer, by hand: 8 experts, 2 for a token, of which the busiest rank gets twice the mean."""
+    values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text()) | {"num_hidden_layers": 1}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))
+
+    def per_token(expert):
+        overrides = {"tensor": 1, "data": 4, "expert": expert}
+        config = load(
+            "qwen3_8b_math",
+            f"model.config={tmp_path / 'config.json'}",
+            *(f"trainer.{name}_parallel={size}" for name, size in overrides.items()),
+            "trainer.sequence_parallel=false",
+            "trainer.recompute=null",
+        )
+        return stage_memory(config, layout_of(config), BUCKET, 0).activations / config.trainer.tokens_per_microbatch
+
+    hidden, attention = 4096, 2 * (4096 + 2 * 1024) + 4096
+    for expert, received in ((1, 2), (4, 4)):
+        saved = 4 * hidden + attention + received * (hidden + 4 * 768)
+        assert per_token(expert) == 2 * (saved + 2 * received * hidden + 2 * hidden)
+
+
 def test_only_the_last_stage_holds_logits():
     plan = resolve_plan(load("qwen3_32b_math"))
     first, last = plan.stages

@@ -189,7 +189,8 @@ def _name(dtype: torch.dtype) -> str:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    configs = {**MODELS, **MORE_MODELS}
+    more_experts = {"qwen3_moe_top4": {**MORE_MODELS["qwen3_moe"], "num_experts_per_tok": 4}}
+    configs = {**MODELS, **MORE_MODELS, **more_experts}
     return {name: str(write_model(root / name, config, seed)) for seed, (name, config) in enumerate(configs.items())}
 
 

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from megasync.config.schema import (
     Config,
@@ -14,7 +16,7 @@ from megasync.config.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from megasync.preflight.memory import checkpoint_bytes, stage_memory
+from megasync.preflight.memory import checkpoint_bytes, in_flight, stage_memory
 from megasync.sync.layout import Layout
 from megasync.sync.topology import Topology
 
@@ -24,7 +26,13 @@ RUNS = {
     "pp2-uneven": ("bfloat16", {"pipeline_parallel": 2, "first_stage_layers": 1}),
     "dp2-replicated": ("bfloat16", {"data_parallel": 2, "distributed_optimizer": False}),
     "dp2-distributed": ("bfloat16", {"data_parallel": 2, "distributed_optimizer": True}),
+    "pp2": ("float32", {"pipeline_parallel": 2}),
+    "pp2-vpp2": ("float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "experts": ("float32", {"data_parallel": 2, "distributed_optimizer": False}),
+    "experts-top4": ("float32", {"data_parallel": 2, "distributed_optimizer": False}),
 }
+# Interleaved stages take a model of four layers.
+MODELS = {"pp2": "mistral", "pp2-vpp2": "mistral", "experts": "qwen3_moe", "experts-top4": "qwen3_moe_top4"}
 # A distributed optimizer begins each parameter at a round number of elements, and cuts where a rank's share ends.
 PADDING = 0.01
 TOKENS = {"prompt": 8, "response": 16}
@@ -33,11 +41,17 @@ TOKENS = {"prompt": 8, "response": 16}
 @pytest.fixture(scope="module")
 def held(run_ranks, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks("held_bytes", 2, model=models["qwen3"], runs=RUNS, **TOKENS, folder=str(folder))
+    runs = {name: (model_of(models, name), *run) for name, run in RUNS.items()}
+    return run_ranks("held_bytes", 2, runs=runs, **TOKENS, folder=str(folder))
 
 
-def configured(model, name):
+def model_of(models, name):
+    return models[MODELS.get(name, "qwen3")]
+
+
+def configured(models, name):
     """A configuration of that run, and its layout."""
+    model = model_of(models, name)
     dtype, parallel = RUNS[name]
     config = Config(
         model=ModelConfig(path=model, dtype=dtype),
@@ -49,30 +63,62 @@ def configured(model, name):
     return config, Layout(values, Topology.from_config(config.trainer))
 
 
-def planned(model, name, rank):
-    config, layout = configured(model, name)
+def planned(models, name, rank):
+    config, layout = configured(models, name)
     return stage_memory(config, layout, 0, layout.topology.coords(rank).pp)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_gradients_and_optimizer_are_exact(held, models, name, rank):
-    real, plan = held[rank][name], planned(models["qwen3"], name, rank)
+    real, plan = held[rank][name], planned(models, name, rank)
     assert real["weights"] == plan.weights
     padding = PADDING if name == "dp2-distributed" else 0
     for kind in ("gradients", "optimizer"):
         assert real[kind] == pytest.approx(getattr(plan, kind), rel=padding, abs=0)
 
 
-@pytest.mark.parametrize("name", ["tp2-float32", "tp2-bfloat16", "dp2-replicated"])
+@pytest.mark.parametrize("name", ["tp2-float32", "tp2-bfloat16", "dp2-replicated", "pp2", "pp2-vpp2", "experts"])
 def test_activations_are_of_the_size_that_is_estimated(held, models, name):
     """Without fused layers more is saved, such as float32 copies in norms; never several times as much."""
-    plan = planned(models["qwen3"], name, 0)
+    plan = planned(models, name, 0)
     assert 1 <= held[0][name]["activations"] / (plan.activations + plan.logits) <= 2.5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interleaving_adds_the_activations_that_are_planned(held, models, rank):
+    """Against the plain schedule of the same stages, which leaves out what the estimate of a layer leaves out."""
+    plain, interleaved = (planned(models, name, rank) for name in ("pp2", "pp2-vpp2"))
+    expected = (interleaved.activations + interleaved.logits) / (plain.activations + plain.logits)
+    assert expected > 1.2
+    measured = held[rank]["pp2-vpp2"]["activations"] / held[rank]["pp2"]["activations"]
+    assert measured == pytest.approx(expected, rel=0.05)
+
+
+def test_each_further_expert_of_a_token_adds_the_activations_that_are_planned(held, models):
+    """Among them the copy of the token that is dispatched to it. Local experts save two more of their widths, unfused."""
+    two, four = (planned(models, name, 0).activations for name in ("experts", "experts-top4"))
+    buffers = 2 * 3 * 48 * 4 * sum(TOKENS.values())  # of the layer that computes: nothing is saved of those
+    measured = held[0]["experts-top4"]["activations"] - held[0]["experts"]["activations"]
+    assert 1 <= measured / (four - two - buffers) <= 1.5
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (4, 1), (2, 2), (4, 2), (4, 3), (8, 4)])
+def test_microbatches_in_flight_are_those_of_megatrons_schedule(pipeline, virtual):
+    """What Megatron runs before the first backward pass, and one more: counted in its own table of chunks."""
+    count = 8 * pipeline
+    for stage in range(pipeline):
+        group = SimpleNamespace(size=lambda: pipeline, rank=lambda stage=stage: stage)
+        chunks = virtual if virtual > 1 else None
+        ranks = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+        warmup = get_pp_rank_microbatches(count, virtual, pipeline, p2p_communicator=ranks)[2]
+        table = [chunk for _, chunk in get_schedule_table(count, virtual, pipeline)]
+        expected = tuple(table[: warmup + 1].count(chunk) for chunk in range(virtual))
+        assert in_flight(pipeline, virtual, stage) == expected
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_as_large_as_is_expected(held, models, name):
     """But for headers of files and tensors and the ranks' random states, which matter in a model as small as this one."""
-    planned_bytes = checkpoint_bytes(*configured(models["qwen3"], name))
+    planned_bytes = checkpoint_bytes(*configured(models, name))
     assert 0 <= held[0][name]["checkpoint"] - planned_bytes <= 128 * 1024

@@ -115,7 +115,7 @@ def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, models, famil
 
 def test_all_metrics_are_there_and_finite(runs):
     names = (
-        "loss grad_norm lr entropy clip_fraction is_weight_mean is_capped_fraction logprob_diff tokens sequences "
+        "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_capped_fraction logprob_diff tokens sequences "
         "staleness_mean staleness_max reward seconds skipped"
     )
     for metrics in runs["plain"]["metrics"]:

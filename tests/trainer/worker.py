@@ -5,10 +5,13 @@ request.json names is run with the arguments there, what it returns is left in r
 Any error ends the process.
 """
 
+import collections
+import contextlib
 import itertools
 import json
 import resource
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -161,24 +164,40 @@ def main_weights(model, trainers):
     return found
 
 
-def held_bytes(model, runs, prompt, response, folder):
-    """Bytes that this rank holds after a step under each of `runs` (dtype, layout): by kind, what was saved for the
-    backward pass of one microbatch, a sequence of so many tokens, and all ranks' checkpoint."""
+class SavedBytes:
+    """Bytes of the storages that autograd keeps for backward passes at a time; ``weights`` do not count."""
+
+    def __init__(self, weights):
+        self._weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self._uses = collections.Counter()
+        self._now = self.peak = 0
+
+    def keep(self, tensor):
+        saved = lambda: tensor
+        place, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if place not in self._weights:
+            self._count(place, nbytes, 1)
+            weakref.finalize(saved, self._count, place, nbytes, -1)
+        return saved
+
+    def _count(self, place, nbytes, change):
+        before, self._uses[place] = self._uses[place] > 0, self._uses[place] + change
+        self._now += nbytes * ((self._uses[place] > 0) - before)
+        self.peak = max(self.peak, self._now)
+
+
+def held_bytes(runs, prompt, response, folder):
+    """Bytes that this rank holds after a step under each of `runs` (model, dtype, layout): by kind, the most that was
+    saved for backward passes at a time, and all ranks' checkpoint. A microbatch is a sequence of so many tokens; there
+    is one for each data-parallel rank, and enough of them to fill a pipeline."""
     found = {}
     sample = [Sample([1] * prompt, [2] * response, list(range(response)))]
-    for name, (dtype, trainer) in runs.items():
-        engine = make_engine(model, trainer, dtype=dtype)
-        weights = {tensor.untyped_storage().data_ptr() for tensor in engine.params().values()}
-        saved = {}
-
-        def keep(tensor, weights=weights, saved=saved):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                saved[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            engine.forward_backward(sample * trainer.get("data_parallel", 1), cross_entropy(response))
+    for name, (model, dtype, trainer) in runs.items():
+        engine = make_engine(model, {**trainer, "tokens_per_microbatch": prompt + response}, dtype=dtype)
+        count = 8 if trainer.get("pipeline_parallel", 1) > 1 else trainer.get("data_parallel", 1)
+        saved = SavedBytes(engine.params().values())
+        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda saved: saved()):
+            engine.forward_backward(sample * count, cross_entropy(response))
         engine.update(1, loss_is_finite=True)
         state = engine._optimizer.state()
         moments = [value for group in state["moments"] for kept in group.values() for value in kept.values()]
@@ -188,7 +207,7 @@ def held_bytes(model, runs, prompt, response, folder):
             "weights": sum(tensor.nbytes for tensor in engine.params().values()),
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
             "optimizer": sum(tensor.nbytes for tensor in [*moments, *state.get("main_weights", [])]),
-            "activations": sum(nbytes for nbytes, _ in saved.values()),
+            "activations": saved.peak,
         }
         checkpoint = Path(folder) / name
         engine.save(checkpoint)
@@ -258,6 +277,41 @@ def reference(model):
     again = torch.cat(engine.score(samples))
     close(engine)
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
+
+
+def streamed_reference(runs):
+    """For each model in its layout: scores of the reference, of other weights, of the reference streamed through the
+    device, and of the others again; whether the weights are where they were, also after a pass that failed."""
+    found = {}
+    for name, (model, trainer) in runs.items():
+        engine = make_engine(model, {**trainer, "tokens_per_microbatch": 16})
+        samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for g in make_groups(1) for t in g.trajectories]
+        scores = {"reference": torch.cat(engine.score(samples))}
+        engine.keep_reference()
+        for tensor in engine.params().values():
+            tensor.mul_(1.1)
+        before, places = weights(engine), [tensor.data_ptr() for tensor in engine.params().values()]
+        scores["others"] = torch.cat(engine.score(samples))
+        scores["streamed"] = torch.cat(engine.score(samples, reference=True))
+        scores["again"] = torch.cat(engine.score(samples))
+        with contextlib.suppress(KeyError), engine._reference.applied():
+            layer = engine._chunks[0].decoder.layers[0]
+            first = next(layer.parameters())
+            failing = layer.register_forward_pre_hook(lambda *_: {}["fails while reference weights are in place"])
+            try:
+                layer(None)
+            finally:
+                failing.remove()
+        moved = first.data_ptr() not in places
+        same = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+        found[name] = {
+            "scores": scores,
+            "microbatches": len(engine.microbatches(samples)),
+            "in_place": same and not moved and [t.data_ptr() for t in engine.params().values()] == places,
+            "device_bytes": engine._reference.device_bytes,
+        }
+        close(engine)
+    return found
 
 
 def guard(model, folder):

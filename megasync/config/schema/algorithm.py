@@ -17,6 +17,9 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     # PPO clips the ratio above 1 + clip_high.
     clip_high: float = 0.28
+    # Dual clip: bounds the surrogate of a token with a negative advantage at `dual_clip` times that advantage, where PPO
+    # has no bound; null turns it off.
+    dual_clip: float | None = 3.0
     # Denominator of the PPO ratio. trainer: the trainer's own log-probs before the step (decoupled PPO). behaviour: the
     # server's.
     ratio: str = "trainer"

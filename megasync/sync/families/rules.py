@@ -38,7 +38,8 @@ class Rule:
     ``te`` and ``te_split`` are the name and the split under Transformer Engine's layers where they differ. ``when`` and
     ``unless`` name switches in config.json; the rule holds only where those are true, and false. ``dtype`` is what an
     export always stores, where that is not the model's own. ``joined``: the engine fuses these tensors with those of the
-    rule before, and must be given all of them together.
+    rule before, and must be given all of them together. ``all_tokens``: each tensor rank computes a replicated parameter's
+    gradient from all tokens, under sequence parallelism too.
     """
 
     split: Split
@@ -50,6 +51,7 @@ class Rule:
     unless: str | None = None
     dtype: str | None = None
     joined: bool = False
+    all_tokens: bool = False
 
     def param(self, spec: str) -> str:
         return self.te if spec == "te" and self.te else self.local

@@ -12,8 +12,8 @@ from megasync.sync.families.rules import Rule, Split, Tensor
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 VALUE_HEAD = (
-    Rule(Split.REPLICATED, (Tensor(WEIGHT, (1, "hidden")),), "output_layer.weight"),
-    Rule(Split.REPLICATED, (Tensor(BIAS, (1,)),), "output_layer.bias"),
+    Rule(Split.REPLICATED, (Tensor(WEIGHT, (1, "hidden")),), "output_layer.weight", all_tokens=True),
+    Rule(Split.REPLICATED, (Tensor(BIAS, (1,)),), "output_layer.bias", all_tokens=True),
 )
 
 

@@ -1,0 +1,96 @@
+"""Marks by which Megatron sums gradients and counts them in the norm follow the layout, whatever upstream has set."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megasync.sync.layout import Layout
+from megasync.sync.topology import Topology
+from megasync.trainer.marks import mark_parameters
+
+TENSOR = 2
+DOWN = "decoder.layers.0.self_attention.linear_{}_down_proj.weight"
+
+
+class TensorGroup:
+    """All of a process group that the question needs."""
+
+    def __init__(self, rank):
+        self.rank = lambda: rank
+
+
+def layout_of(path, spec, value_head=False, **topology):
+    values = json.loads((Path(path) / "config.json").read_text())
+    return Layout(values, Topology(**topology), spec, value_head)
+
+
+def marked(layout, rank, sequence_parallel=True):
+    """A rank's parameters, all marked wrongly first: in both directions, as their place in the list has it."""
+    weights = {}
+    for turn, (name, shape) in enumerate(layout.params(rank).items()):
+        param = torch.nn.Parameter(torch.empty(shape, device="meta"))
+        for mark in ("tensor_model_parallel", "sequence_parallel", "allreduce", "shared"):
+            setattr(param, mark, bool(turn % 2))
+        weights[name] = param
+    mark_parameters(weights, layout, rank, sequence_parallel)
+    return weights
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize("value_head", [False, True], ids=["logits", "values"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "llama", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain"])
+def test_the_gradient_norm_counts_each_element_once(models, family, spec, value_head):
+    """Over all tensor and pipeline ranks and all expert ranks; embeddings are counted with their padding."""
+    expert = {"expert": 2, "expert_tensor": 1} if "moe" in family or "deepseek" in family else {}
+    layout = layout_of(models[family], spec, value_head, tensor=TENSOR, pipeline=2, first_stage_layers=1, **expert)
+    counted = 0
+    for rank in range(layout.topology.world):
+        group = TensorGroup(layout.topology.coords(rank).tp)
+        for param in marked(layout, rank).values():
+            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group):
+                counted += param.numel()
+    padding = layout.padded_vocab - layout.sizes.vocab
+    tables = sum(shape[0] == layout.sizes.vocab for shape in layout.hf_tensors.values())
+    expected = sum(map(prod, layout.hf_tensors.values())) + tables * padding * layout.sizes.hidden
+    assert counted == expected
+
+
+def test_down_projections_are_cut_in_one_flavour_and_replicated_in_the_other(models):
+    found = {}
+    for spec in ("local", "te"):
+        weights = marked(layout_of(models["deepseek_v3"], spec, tensor=TENSOR), 1)
+        for x in ("q", "kv"):
+            param = weights[DOWN.format(x)]
+            found[spec, x] = param.tensor_model_parallel, param.partition_dim, param.sequence_parallel
+    assert found["local", "q"] == found["local", "kv"] == (True, 0, False)
+    assert found["te", "q"] == found["te", "kv"] == (False, -1, True)
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_gradients_are_summed_where_each_tensor_rank_sees_its_own_tokens(models, spec):
+    """Everything replicated but a value head, which every tensor rank computes for all tokens."""
+    layout = layout_of(models["qwen2_moe"], spec, value_head=True, tensor=TENSOR)
+    whole = layout_of(models["qwen2_moe"], spec, value_head=True, tensor=1).params(0)
+    weights = marked(layout, 1)
+    for name, param in weights.items():
+        replicated = tuple(param.shape) == whole[name]
+        head = name.startswith("output_layer.")
+        assert param.sequence_parallel == (replicated and not head), name
+    assert not any(param.sequence_parallel for param in marked(layout, 1, sequence_parallel=False).values())
+
+
+def test_experts_gradients_stay_among_the_ranks_that_hold_them(models):
+    layout = layout_of(models["qwen3_moe"], "te", tensor=TENSOR, expert=2, expert_tensor=1)
+    for name, param in marked(layout, 1).items():
+        assert param.allreduce == (".experts." not in name), name
+
+
+def test_only_the_copy_of_a_tied_embedding_is_shared(models):
+    layout = layout_of(models["qwen2_moe"], "te", pipeline=2)
+    shared = [name for rank in range(2) for name, param in marked(layout, rank).items() if param.shared]
+    assert shared == ["output_layer.weight"]
