@@ -12,8 +12,9 @@ from datetime import datetime
 from pathlib import Path
 
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
-from megasync.continuing import has_begun, named_run
+from megasync.continuing import has_begun, name_run, named_run
 from megasync.errors import CheckpointError, ConfigError
+from megasync.files import atomic_write
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
 
@@ -73,9 +74,16 @@ class AsyncTrainer:
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
         if not has_begun(run_dir):
             raise CheckpointError(
-                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
+                f"{run_dir} ended before the run began: it has neither a complete checkpoint nor a ledger to resume from; "
+                f"start the run again"
             )
-        needed = json.loads((run_dir / CUSTOM_FILE).read_text())
+        try:
+            needed = json.loads((run_dir / CUSTOM_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{run_dir / CUSTOM_FILE} cannot be read: {error}; it lists what the run was given from Python: write [] "
+                f"into it when that was nothing"
+            ) from None
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
@@ -87,8 +95,8 @@ class AsyncTrainer:
 
     @classmethod
     def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
-        """The run that ``file`` names goes on; where there is no such file, or nothing to resume, a new one begins and is
-        named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
+        """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins and
+        is named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
         """
         from megasync.trainer.checkpoint import latest
 
@@ -112,8 +120,7 @@ class AsyncTrainer:
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
         run_dir = self._run_dir or self._new_run_dir()
         if self._name_file is not None:
-            self._name_file.parent.mkdir(parents=True, exist_ok=True)
-            self._name_file.write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
+            await asyncio.to_thread(name_run, self._name_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
@@ -125,8 +132,9 @@ class AsyncTrainer:
             run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
             try:
                 run_dir.mkdir(parents=True)
+                # Before the configuration: a folder with that is a run directory, and has both.
+                atomic_write(run_dir / CUSTOM_FILE, json.dumps(self._custom.names()))
                 save_config(self.config, run_dir / CONFIG_FILE)
-                (run_dir / CUSTOM_FILE).write_text(json.dumps(self._custom.names()))
             except FileExistsError:
                 continue
             except OSError as error:

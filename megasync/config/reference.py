@@ -19,6 +19,7 @@ from omegaconf import MISSING as REQUIRED
 from megasync.config import check_evaluation, check_reward_models, limits
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
+from megasync.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
@@ -138,4 +139,4 @@ def _linked(text: str) -> str:
 
 if __name__ == "__main__":
     page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    atomic_write(page, rewritten(page.read_text(encoding="utf-8")))

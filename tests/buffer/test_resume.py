@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from killed import cut_short
 
 from megasync.buffer import AsyncBuffer, Partial, Trajectory
-from megasync.buffer.ledger import Ledger
+from megasync.buffer.ledger import Ledger, begun
 from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
@@ -192,6 +193,55 @@ async def test_a_run_without_its_ledger_goes_on_counting(tmp_path, group):
     assert await buffer.counters() == counters | {"trained": 10}
     assert (await buffer.counts())["admitted"] == 12
     buffer._durable.ledger.close()
+
+
+def test_a_ledger_of_nothing_is_no_damage(tmp_path):
+    path = tmp_path / "ledger.db"
+    for empty in (False, True):
+        if empty:
+            path.touch()
+        assert not begun(path)
+        with pytest.raises(LedgerError, match="ended before it began; start it again"):
+            resume_ledger(path, SCHEDULE, TOTAL, 0)
+    begin_ledger(path, 0, 0, {}, {"rows": 5})
+    assert begun(path) and resume_ledger(path, SCHEDULE, TOTAL, 0).origin == {"rows": 5}
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.db"]
+
+
+def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"not a ledger at all" * 100)
+    with pytest.raises(LedgerError, match=r"ledger.db is damaged or not a ledger.*move it away \(with ledger.db-wal\)"):
+        resume_ledger(path, SCHEDULE, TOTAL, 0)
+    path.unlink()
+    path.with_name("ledger.db-wal").write_bytes(b"of another ledger")
+    with pytest.raises(LedgerError, match="is the log of a ledger that is gone; move it"):
+        begin_ledger(path, 0, 0, {}, {})
+
+
+def test_whatever_ends_the_first_second_leaves_no_ledger_or_a_whole_one(tmp_path):
+    setup = """
+from megasync.buffer import resume
+
+def begin(folder): ...
+
+def work(folder):
+    resume.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
+"""
+    modules = ("megasync/buffer/ledger.py", "megasync/buffer/resume.py", "megasync/files.py")
+    cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
+    for case in cases:
+        path = case.folder / "ledger.db"
+        if case.ended == "failed":
+            assert "LedgerError" in case.error and "disk" in case.error
+            assert list(case.folder.iterdir()) == []
+        if case.ended == "done" or path.exists():
+            assert begun(path)
+        else:
+            begin_ledger(path, 0, 0, {}, {"rows": 5})
+            assert [file.name for file in case.folder.iterdir()] == ["ledger.db"], "what a kill left is cleared"
+        assert resume_ledger(path, SCHEDULE, TOTAL, 0).origin == {"rows": 5}
+    assert Counter(case.ended for case in cases)["killed"] > 15 and {"failed", "done"} <= {c.ended for c in cases}
 
 
 async def test_tokens_of_a_version_that_was_never_published_here_keep_its_number_from_being_used(tmp_path, group):

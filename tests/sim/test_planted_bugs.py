@@ -55,7 +55,7 @@ def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
     """A publication frees the slot of a group that was not trained, which is then nowhere."""
     PUBLISH(self, version)
     for uid in self.live_uids()[:1]:
-        del self._book.open[uid]
+        self._book._leave(self._book.open[uid])
 
 
 PUBLISH = TrajectoryBuffer.publish
@@ -71,7 +71,7 @@ PUBLISH = TrajectoryBuffer.publish
         (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks"),
         (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound"),
         (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained"),
-        (AsyncBuffer, "_wake_all", lambda self: None, "no group was finished|is not over|could wake"),
+        (AsyncBuffer, "_wake_next", lambda self: None, "no group was finished|is not over|could wake"),
         (Controller, "_train", saves_too_early, "does not fit the last trained step"),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
