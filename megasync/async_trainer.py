@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
+from megasync.config.changes import check_changes
 from megasync.continuing import has_begun, name_run, named_run
 from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write
@@ -64,11 +65,9 @@ class AsyncTrainer:
         """Goes on with a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
-        Raises ConfigError where it is not, and for a folder that is no run's; CheckpointError where there is nothing to
-        go on from.
+        Raises ConfigError where it is not, for an override that cannot change in the middle of a run
+        (`config.changes`), and for a folder that is no run's; CheckpointError where there is nothing to go on from.
         """
-        from megasync.trainer.checkpoint import latest
-
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
@@ -90,7 +89,7 @@ class AsyncTrainer:
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
-        trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+        trainer._go_on(run_dir)
         return trainer
 
     @classmethod
@@ -98,13 +97,19 @@ class AsyncTrainer:
         """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins and
         is named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
         """
-        from megasync.trainer.checkpoint import latest
-
         trainer = cls(config)
         trainer._name_file = Path(file)
         if (run_dir := named_run(trainer._name_file)) is not None:
-            trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+            trainer._go_on(run_dir)
         return trainer
+
+    def _go_on(self, run_dir: Path) -> None:
+        """Raises ConfigError where the run cannot go on with this configuration."""
+        from megasync.trainer.checkpoint import latest, step_of
+
+        self._run_dir, self._checkpoint = run_dir, latest(run_dir)
+        step = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        check_changes(load_config(run_dir / CONFIG_FILE), self.config, step)
 
     def train(self) -> RunResult:
         """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once.

@@ -72,6 +72,7 @@ def cut_short(
     arguments = [str(folder), json.dumps(list(modules)), json.dumps(list(sizes)), str(every)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{setup}", setup), *arguments],
+        check=False,
         capture_output=True,
         text=True,
         timeout=120,
