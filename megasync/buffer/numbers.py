@@ -76,5 +76,12 @@ class NumberSet:
         while size < 4 * (greatest - least + 1):
             size *= 2
         self._base, self._tree = least - size // 4, [0] * (size + 1)
+        if len(self._members) * size.bit_length() < size:
+            for number in self._members:
+                self._count(number, 1)
+            return
         for number in self._members:
-            self._count(number, 1)
+            self._tree[number - self._base + 1] = 1
+        for index in range(1, size):
+            if (above := index + (index & -index)) <= size:
+                self._tree[above] += self._tree[index]

@@ -31,16 +31,17 @@ def prompts():
 class Life:
     """One life of a run's driver, from a checkpoint (step, version) on; `trained` is what that checkpoint stands on."""
 
-    def __init__(self, path, step, version, trained, rng, schedule=SCHEDULE, failures=0.05):
+    def __init__(self, path, step, version, trained, rng, schedule=SCHEDULE, failures=0.05, steps=STEPS):
         self.random, self.step, self.trained, self.failures = rng, step, dict(trained), failures
         self.source = prompts()
         if not path.exists():
             begin_ledger(path, step, version, {}, self.source.state())
-        resumed = resume_ledger(path, schedule, TOTAL, step)
+        self.steps, total = steps, steps * schedule.groups_per_step
+        resumed = resume_ledger(path, schedule, total, step)
         self.source.restore(resumed.origin)
         self.source.skip(resumed.admitted)
         self.version = version if resumed.version == version else resumed.version + 1
-        self.buffer = AsyncBuffer(schedule, TOTAL, ledger=path)
+        self.buffer = AsyncBuffer(schedule, total, ledger=path)
         self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), schedule)
 
     async def answer(self, client, sample):
@@ -56,7 +57,7 @@ class Life:
         rollout = asyncio.create_task(self.rollouter.run())
         try:
             await self.buffer.publish(self.version)
-            while self.step < STEPS:
+            while self.step < self.steps:
                 groups = await self.buffer.lease(self.step + 1, self.version)
                 if self.random.random() < 0.1:
                     return checkpoint
@@ -67,7 +68,7 @@ class Life:
                     return checkpoint
                 self.version += 1
                 await self.buffer.publish(self.version)
-                if self.random.random() < 0.4 or self.step == STEPS:
+                if self.random.random() < 0.4 or self.step == self.steps:
                     checkpoint = self.step, self.version, dict(self.trained)
                 if self.random.random() < 0.1:
                     return checkpoint
@@ -113,6 +114,40 @@ async def test_synchronous_batches_are_those_of_a_run_that_was_never_killed(tmp_
         step, version, trained = await asyncio.wait_for(life.live(), 20)
     source = prompts()
     assert trained == {n: [source.next().uid for _ in range(SCHEDULE.groups_per_step)] for n in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_a_run_may_go_on_with_another_schedule_each_time(tmp_path, seed):
+    """Batches, staleness, window and length of the run change at every start; no group is lost, and nothing hangs."""
+    rng, path = random.Random(f"schedules {seed}"), tmp_path / "ledger.db"
+    step, version, trained, sizes = 0, 0, {}, {}
+    for start in range(100):
+        schedule = ScheduleConfig(
+            groups_per_step=rng.randint(1, 6),
+            samples_per_group=rng.randint(2, 3),
+            max_staleness=rng.randint(0, 2),
+            weight_sync_steps=rng.randint(1, 2),
+            window_fraction=rng.choice([None, 0.3, 1.0]),
+            over_age=rng.choice(["mask", "regenerate", "drop"]),
+            max_inflight_groups=rng.choice([None, 3]),
+        )
+        steps = max(step, rng.randint(8, STEPS)) if start < 6 else max(step, STEPS)
+        life = Life(path, step, version, trained, rng, schedule, steps=steps)
+        before = step
+        step, version, trained = await asyncio.wait_for(life.live(), 20)
+        sizes |= dict.fromkeys(range(before + 1, step + 1), schedule.groups_per_step)
+        counts = life.counts
+        assert counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
+        if step == steps:
+            break
+    assert step == steps and {number: len(batch) for number, batch in trained.items()} == sizes
+    uids = [uid for batch in trained.values() for uid in batch]
+    assert max(Counter(uids).values()) == 1
+    ledger = Ledger(path)
+    admitted = ledger.admitted()
+    ledger.close()
+    source = prompts()
+    assert admitted == [source.next().uid for _ in admitted] and set(uids) <= set(admitted)
 
 
 async def one_step(path, trajectory_of, uids=("0:0", "0:1", "0:2", "0:3")):
