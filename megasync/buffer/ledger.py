@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megasync.buffer.entry import LIVE, TRAINED, Entry, State, Stored, StoredPartial
 from megasync.buffer.payload import decode_group, decode_partial, encode, verify
@@ -74,8 +74,23 @@ WITHOUT_PAYLOAD = (State.GENERATING, State.RETURNED, State.DROPPED)
 # Rows, and steps of SQLite's own machine, between two reports of progress.
 ROWS, STEPS = 1000, 10_000_000
 
+T = TypeVar("T")
 # Told how far a long reading is.
 Report = Callable[[str], None]
+
+
+class _Stored(Generic[T]):
+    """What is in the ledger, read when it is called for."""
+
+    def __init__(self, load: Callable[..., T], *key: int) -> None:
+        self._load = load
+        self._key = key
+
+    def __call__(self) -> T:
+        return self._load(*self._key)
+
+    def __repr__(self) -> str:
+        return f"stored {self._key}"
 
 
 def begun(path: Path) -> bool:
@@ -159,7 +174,7 @@ class Ledger:
         find = "SELECT number FROM payloads JOIN groups USING (number) WHERE uid = ?"
         with self._telling("read"):
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
-        return {uid: self._stored(row[0]) for uid, row in rows.items() if row is not None}
+        return {uid: _Stored(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
 
     # Writing
 
@@ -224,29 +239,21 @@ class Ledger:
         held = self._standing.get(name, self)
         return held is not value and held != value
 
-    def _stored(self, number: int) -> Stored:
-        """Reads a group's payload when it is needed, once."""
+    def _load_group(self, number: int) -> Group:
+        with self._telling("read"):
+            row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
+            if row is None:
+                raise ValueError(f"group number {number} has no payload")
+            self._groups[number] = decode_group(row[0])
+        return self._groups[number]
 
-        def load() -> Group:
-            with self._telling("read"):
-                row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
-                if row is None:
-                    raise ValueError(f"group number {number} has no payload")
-                self._groups[number] = decode_group(row[0])
-            return self._groups[number]
-
-        return load
-
-    def _stored_partial(self, *key: int) -> StoredPartial:
-        def load() -> Partial:
-            find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
-            with self._telling("read"):
-                row = self._db.execute(find, key).fetchone()
-                if row is None:
-                    raise ValueError(f"the partial response {key} is gone")
-                return decode_partial(row[0])
-
-        return load
+    def _load_partial(self, number: int, sample: int, turn: int) -> Partial:
+        find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
+        with self._telling("read"):
+            row = self._db.execute(find, (number, sample, turn)).fetchone()
+            if row is None:
+                raise ValueError(f"group number {number} has no response {sample} in turn {turn}")
+            return decode_partial(row[0])
 
     def _entries(self, oldest_kept: int, report: Report) -> list[Entry]:
         """Live and unpublished groups, those that hold a place behind the oldest of them, and what ended recently."""
@@ -265,13 +272,13 @@ class Ledger:
             if entry.state in (State.FINISHED, State.LEASED):
                 if number not in paid:
                     raise ValueError(f"group {uid} is {entry.state} and has no payload")
-                entry.group = self._stored(number)
+                entry.group = _Stored(self._load_group, number)
             entries.append(entry)
             if len(entries) % ROWS == 0:
                 report(f"{len(entries)} groups")
         by_number = {entry.number: entry for entry in entries}
         for number, sample, turn in self._db.execute("SELECT number, sample, turn FROM partials"):
-            by_number[number].partials[sample, turn] = self._stored_partial(number, sample, turn)
+            by_number[number].partials[sample, turn] = _Stored(self._load_partial, number, sample, turn)
         self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
         return entries
 
