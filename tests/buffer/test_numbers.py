@@ -11,7 +11,7 @@ from megasync.buffer.numbers import NumberSet
 NUMBERS = st.one_of(st.integers(0, 40), st.integers(0, 3000))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.booleans(), NUMBERS), max_size=80), st.lists(NUMBERS, max_size=5), st.sampled_from([0, 10**9])
 )

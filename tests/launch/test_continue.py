@@ -1,16 +1,18 @@
 """`--continue FILE`: the run that FILE names goes on, and where there is none a new one begins."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from killed import cut_short
 
-from megasync.async_trainer import AsyncTrainer
+from megasync.async_trainer import CUSTOM_FILE, AsyncTrainer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.resume import begin_ledger
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
 from megasync.continuing import name_run, settings
 from megasync.errors import CheckpointError, ConfigError
+from megasync.trainer.checkpoint import MARKER, step_path
 
 
 @pytest.fixture
@@ -106,6 +108,26 @@ def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file
     (run_dir / CONFIG_FILE).write_bytes(config_file.read_bytes())
     with pytest.raises(CheckpointError, match="nor a ledger to resume from"):
         AsyncTrainer.resume(run_dir)
+
+
+def test_what_cannot_change_in_the_middle_of_a_run_is_refused_before_anything_starts(
+    config: Config, name: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "mini"
+    with pytest.raises(ConfigError, match=r"custom.json cannot be read: .*write \[\] into it"):
+        AsyncTrainer.resume(run_dir)
+    (run_dir / CUSTOM_FILE).write_text("[]")
+    with pytest.raises(ConfigError, match="seed=3 cannot replace 0 when a run is resumed: the uid of every prompt"):
+        AsyncTrainer.resume(run_dir, ["seed=3"])
+    with pytest.raises(ConfigError, match="seed=3 cannot replace 0"):
+        AsyncTrainer.begin_or_resume(replace(config, seed=3), name)
+    changed = AsyncTrainer.resume(run_dir, ["schedule.groups_per_step=8", "schedule.max_staleness=0"])
+    assert changed.config.schedule.groups_per_step == 8 and changed._run_dir == run_dir
+    checkpoint = step_path(run_dir, 7)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).touch()
+    with pytest.raises(ConfigError, match="schedule.total_steps=5 is less than the 7 steps that are trained"):
+        AsyncTrainer.resume(run_dir, ["schedule.total_steps=5"])
 
 
 def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:
