@@ -2,6 +2,7 @@
 
     python benchmarks/buffer.py [--tokens 1000 10000 100000] [--repeats 5]
     python benchmarks/buffer.py --recovery
+    python benchmarks/buffer.py --bookkeeping
 
 Every way takes the same groups (8 responses, random ids and log-probs) through its whole life, 8 groups a step: for
 megasync admit, commit, lease, ack and publish; for the queue put and get of pickled groups; for SQLite a transaction per
@@ -188,11 +189,47 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
     return f"| {groups} | {tokens} | {history} | {megabytes:.1f} | {statistics.median(took) * 1e3:.0f} |"
 
 
+async def bookkeeping(capacity: int, repeats: int) -> str:
+    """Time of a commit, a drop and the admission that the drop lets in, while a lease, a reclaim and others wait."""
+    took = []
+    for _ in range(repeats):
+        schedule = replace(SCHEDULE, groups_per_step=capacity // 2, samples_per_group=2)
+        buffer = AsyncBuffer(schedule)
+        group = make_group(2 * SAMPLES, random.Random(0))
+        for number in range(capacity - 100):
+            await buffer.admit(f"0:{number}")
+        waits = [asyncio.ensure_future(call) for call in (buffer.lease(1, 0), buffer.reclaim("somebody"))]
+        waits += [asyncio.ensure_future(buffer.admit(f"1:{number}")) for number in range(200)]
+        await asyncio.sleep(0)
+        groups = [named(group, f"0:{number + 1}", 0) for number in range(100)]
+        start = time.process_time()
+        for number, each in enumerate(groups):
+            await buffer.commit(each)
+            await buffer.drop(f"0:{number + 101}", "failed")
+            await asyncio.sleep(0)
+        took.append((time.process_time() - start) / len(groups))
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+    return f"| {capacity} | {statistics.median(took) * 1e6:.0f} |"
+
+
 async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        if arguments.bookkeeping:
+            print("| open groups | microseconds a group |\n|---|---|")
+            for capacity in (512, 2048, 8192, 32_768):
+                print(await bookkeeping(capacity, arguments.repeats), flush=True)
+            return
         if arguments.recovery:
             print("| finished groups | tokens a group | groups before | MB on disk | ms |\n|---|---|---|---|---|")
-            for groups, tokens, history in ((16, 1000, 0), (256, 1000, 0), (256, 10_000, 0), (16, 100_000, 0)):
+            for groups, tokens, history in (
+                (16, 1000, 0),
+                (256, 1000, 0),
+                (256, 10_000, 0),
+                (16, 100_000, 0),
+                (100_000, 16, 0),
+            ):
                 print(recovery(groups, tokens, history, Path(name), arguments.repeats), flush=True)
             print(recovery(16, 1000, 1_000_000, Path(name), arguments.repeats))
             return
@@ -213,5 +250,8 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--recovery", action="store_true", help="time to start again by size, instead")
+    parser.add_argument(
+        "--bookkeeping", action="store_true", help="time of a change by the groups that are open, instead"
+    )
     parser.add_argument("--folder", help="where the files are written; the system's temporary folder by default")
     asyncio.run(main(parser.parse_args()))

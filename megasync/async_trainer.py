@@ -12,9 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
-from megasync.continuing import has_begun, named_run
+from megasync.config.changes import check_changes
+from megasync.continuing import has_begun, name_run, named_run
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
+from megasync.files import atomic_write
 from megasync.run import Run, RunResult
 from megasync.workload import Custom, prepare_workload
 
@@ -66,40 +68,51 @@ class AsyncTrainer:
         """Goes on with a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
-        Raises ConfigError where it is not, and for a folder that is no run's; CheckpointError where there is nothing to
-        go on from.
+        Raises ConfigError where it is not, for an override that cannot change in the middle of a run
+        (`config.changes`), and for a folder that is no run's; CheckpointError where there is nothing to go on from.
         """
-        from megasync.trainer.checkpoint import latest
-
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
         if not has_begun(run_dir):
             raise CheckpointError(
-                f"{run_dir} has neither a complete checkpoint nor a ledger to resume from; start the run again"
+                f"{run_dir} ended before the run began: it has neither a complete checkpoint nor a ledger to resume from; "
+                f"start the run again"
             )
-        needed = json.loads((run_dir / CUSTOM_FILE).read_text())
+        try:
+            needed = json.loads((run_dir / CUSTOM_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{run_dir / CUSTOM_FILE} cannot be read: {error}; it lists what the run was given from Python: write [] "
+                f"into it when that was nothing"
+            ) from None
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
-        trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+        trainer._go_on(run_dir)
         return trainer
 
     @classmethod
     def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
-        """The run that ``file`` names goes on; where there is no such file, or nothing to resume, a new one begins and is
-        named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
+        """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins and
+        is named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
         """
-        from megasync.trainer.checkpoint import latest
-
         trainer = cls(config)
         trainer._name_file = Path(file)
         if (run_dir := named_run(trainer._name_file)) is not None:
-            trainer._run_dir, trainer._checkpoint = run_dir, latest(run_dir)
+            trainer._go_on(run_dir)
         return trainer
+
+    def _go_on(self, run_dir: Path) -> None:
+        """Raises ConfigError where the run cannot go on with this configuration."""
+        from megasync.trainer.checkpoint import latest, step_of
+
+        self._run_dir, self._checkpoint = run_dir, latest(run_dir)
+        step = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        check_changes(load_config(run_dir / CONFIG_FILE), self.config, step)
 
     def train(self) -> RunResult:
         """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once.
@@ -115,8 +128,7 @@ class AsyncTrainer:
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
         run_dir = self._run_dir or self._new_run_dir()
         if self._name_file is not None:
-            self._name_file.parent.mkdir(parents=True, exist_ok=True)
-            self._name_file.write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
+            await asyncio.to_thread(name_run, self._name_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
@@ -128,8 +140,9 @@ class AsyncTrainer:
             run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
             try:
                 run_dir.mkdir(parents=True)
+                # Before the configuration: a folder with that is a run directory, and has both.
+                atomic_write(run_dir / CUSTOM_FILE, json.dumps(self._custom.names()))
                 save_config(self.config, run_dir / CONFIG_FILE)
-                (run_dir / CUSTOM_FILE).write_text(json.dumps(self._custom.names()))
             except FileExistsError:
                 continue
             except OSError as error:

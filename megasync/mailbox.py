@@ -1,7 +1,7 @@
 """Asks a run that is going on to do something, through files in its directory: `control/<id>.ask`, then `<id>.answer`.
 
 A run holds the lock of its directory while it goes on, so that asking a run that has ended, or was killed, fails at once
-and not after a wait. Files are written under another name and renamed: whoever reads one reads all of it.
+and not after a wait. Files are written atomically: whoever reads one reads all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
+from megasync.files import PART, atomic_write
 from megasync.run_lock import is_held
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Mailbox:
     def open(self) -> None:
         """Throws away what an earlier process of this run was asked and did not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer")):
+        for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer"), *self._folder.glob(f".*{PART}")):
             old.unlink(missing_ok=True)
 
     @asynccontextmanager
@@ -105,6 +106,4 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
 
 
 def _write(path: Path, content: dict) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content))
-    part.rename(path)
+    atomic_write(path, json.dumps(content))

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -39,10 +40,11 @@ class RunLock:
                 who = _described(holder(self._path.parent))
                 raise ConfigError(f"{self._path.parent} is being run by {who}; wait for it to end, or end it")
             time.sleep(RETRY_SECONDS)
-        file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
-        file.flush()
         self._file = file
+        # Unbuffered, and not needed for the lock: a full disk costs only the holder's name.
+        with suppress(OSError):
+            os.truncate(file.fileno(), 0)
+            os.write(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         return self
 
     def __exit__(

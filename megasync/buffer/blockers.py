@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from megasync.buffer.book import Book
 from megasync.buffer.entry import LIVE, State
 from megasync.buffer.pacing import Pacing
 
 
-def of_admission(book: Book, pacing: Pacing, total_groups: int | None) -> str | None:
-    """None when a prompt can be admitted.
+def of_admission(book: Book, pacing: Pacing, remaining: int | None) -> str | None:
+    """None when a prompt can be admitted. ``remaining`` groups are yet to be trained in this run; None is unbounded.
 
-    Near the end of a run live groups never outnumber those still to be trained. Both are multiples of
-    ``groups_per_step`` once nothing can be admitted, so the last batches are whole.
+    Near the end of a run live groups never outnumber those that remain, which are whole batches; more can be live only
+    when the run was resumed with smaller ones.
     """
+    live = book.live()
     slots = book.slots()
-    live = sum(slots[state] for state in LIVE)
     if live + slots[State.UNPUBLISHED] >= pacing.capacity:
         taken = ", ".join(f"{slots[state]} {state}" for state in (*LIVE, State.UNPUBLISHED) if slots[state])
         return f"a free slot: all {pacing.capacity} are taken ({taken})"
-    if total_groups is not None and book.trained + live >= total_groups:
+    if remaining is not None and live >= remaining:
         return f"a drop: {book.trained} trained and {live} live groups are all that the run needs"
     return None
 
@@ -28,8 +26,8 @@ def of_admission(book: Book, pacing: Pacing, total_groups: int | None) -> str | 
 def of_lease(book: Book, pacing: Pacing, now: float) -> str | None:
     """None when a batch is complete."""
     need, window = pacing.groups_per_step, pacing.window
-    ready = sum(1 for _ in islice(book.eligible(window), need))
-    if ready == need:
+    ready = book.ready(window)
+    if ready >= need:
         return None
     oldest = book.oldest_unfinished()
     text = f"{need} finished groups: {ready} ready"

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.entry import Entry
-from megasync.buffer.ledger import Ledger
+from megasync.buffer.ledger import Ledger, Report
 from megasync.buffer.pacing import Pacing
+from megasync.buffer.record import Record
 from megasync.buffer.state import TrajectoryBuffer
 from megasync.buffer.trajectory import Group
 from megasync.errors import LedgerError
@@ -28,8 +29,8 @@ class DurableBuffer:
     """``state`` is for questions; changes go through the methods. Without a ``ledger`` path nothing is kept.
 
     A ledger that holds something comes before ``version`` and ``counters``; ``rollback_step`` is the oldest step that a
-    rollback will go to, for one older than the checkpoints that were kept. Once it could not be written the buffer is
-    closed, and every later change raises the same LedgerError.
+    rollback will go to, for one older than the checkpoints that were kept; ``report`` hears how far the reading is. Once
+    the ledger could not be written or read the buffer is closed, and every later change raises the same LedgerError.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DurableBuffer:
         version: int = 0,
         counters: dict[str, Any] | None = None,
         rollback_step: int | None = None,
+        report: Report = lambda text: None,
     ) -> None:
         # Entries that have changed since the last record, by number.
         self._changed: dict[int, Entry] = {}
@@ -53,7 +55,7 @@ class DurableBuffer:
             total_groups=total_groups,
             version=version,
             counters=counters,
-            record=self.ledger.read(rollback_step) if self.ledger is not None and not self.ledger.empty else None,
+            record=self._read(rollback_step, report),
             clock=clock,
             changed=self._note if self.ledger is not None else lambda entry: None,
         )
@@ -62,9 +64,15 @@ class DurableBuffer:
         """Makes the call and records what it changed. ``to_disk`` keeps that safe from a loss of power too."""
         if self._broken is not None:
             raise self._broken
-        result = call(self.state)
-        if self.ledger is not None:
-            self._record(self.ledger, to_disk)
+        try:
+            result = call(self.state)
+            if self.ledger is not None:
+                self.ledger.write(self.state.standing, self._changed.values(), to_disk)
+        except LedgerError as error:
+            self._broken = error
+            self.state.close(str(error))
+            raise
+        self._changed.clear()
         return result
 
     def commit(self, group: Group) -> bool:
@@ -92,14 +100,14 @@ class DurableBuffer:
     def _note(self, entry: Entry) -> None:
         self._changed[entry.number] = entry
 
-    def _record(self, ledger: Ledger, to_disk: bool) -> None:
+    def _read(self, rollback_step: int | None, report: Report) -> Record | None:
+        if self.ledger is None:
+            return None
         try:
-            ledger.write(self.state.standing, self._changed.values(), to_disk)
-        except LedgerError as error:
-            self._broken = error
-            self.state.close(str(error))
+            return None if self.ledger.empty else self.ledger.read(rollback_step, report)
+        except LedgerError:
+            self.ledger.close()
             raise
-        self._changed.clear()
 
     def _prune(self) -> None:
         if self.ledger is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +25,10 @@ LIVE = (State.GENERATING, State.RETURNED, State.FINISHED, State.LEASED)
 UNFINISHED = (State.GENERATING, State.RETURNED)
 TRAINED = (State.UNPUBLISHED, State.PUBLISHED)
 
+# Reads what is recorded, where nobody has needed it yet: a buffer that starts again reads no token before it is asked for.
+Stored = Callable[[], Group]
+StoredPartial = Callable[[], Partial]
+
 
 @dataclass(slots=True)
 class Entry:
@@ -39,10 +44,16 @@ class Entry:
     # Why it was dropped.
     reason: str = ""
     # Held while finished or leased.
-    group: Group | None = None
+    group: Group | Stored | None = None
     # Version of the group's oldest trained token; kept because looking through all tokens at every check is slow.
     oldest_version: int = 0
     # Who reclaimed it: the same claimant, asking again, gets it again.
     claimant: str = ""
     # What is generated of it so far, by (sample, turn).
-    partials: dict[tuple[int, int], Partial] = field(default_factory=dict)
+    partials: dict[tuple[int, int], Partial | StoredPartial] = field(default_factory=dict)
+
+    def loaded(self) -> Group:
+        """Its group, read now if need be. Raises what reading it raises."""
+        if callable(self.group):
+            self.group = self.group()
+        return self.group

@@ -5,6 +5,10 @@ machine, and only when the answer is "not now" does it await; what it took is re
 So a cancelled wait has taken nothing, nobody sleeps through the change it waits for, and nobody learns of a change that is
 not in the ledger.
 
+Nobody is woken in vain: a change wakes the first call of each kind that can go on now, and that one, having taken what it
+waited for or left without it, wakes the next (`_wake_next`). So a change costs the same however many wait. Only changes
+that happen once a step, and those that end waits with an error, wake everybody.
+
 An answer can get lost on its way to another process. Every call may then be made again and answers the same; `reclaim`
 needs the same claimant for that.
 
@@ -14,6 +18,7 @@ needs the same claimant for that.
     lease      a batch                 commit; drop (it moves the window); rollback (with an error)
     reclaim    a returned group        publish, commit, rollback
     all        -                       close: BufferClosed with its reason
+    open       the ledger to be read   a thread; calls come after it
 """
 
 from __future__ import annotations
@@ -31,7 +36,6 @@ from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.errors import BufferClosed, BufferStateError
 from megasync.buffer.state import TrajectoryBuffer
 from megasync.buffer.trajectory import Group, Partial
-from megasync.errors import LedgerError
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
@@ -46,17 +50,23 @@ class _Waiter:
     """One call that waits. ``blocker`` tells, at any moment, what it waits for."""
 
     name: str
+    # Who asks for the same thing, and so gets the same answer: (kind, what).
+    key: tuple[str, Any]
     blocker: Callable[[], str | None]
     since: float
     wake: asyncio.Future[None] | None = field(default=None)
+
+    def rouse(self) -> None:
+        if self.wake is not None and not self.wake.done():
+            self.wake.set_result(None)
 
 
 class AsyncBuffer:
     """`TrajectoryBuffer` for tasks of one event loop; see there for what each call means and raises.
 
     ``ledger`` is the file that keeps it all; without one nothing outlives the process. An empty or missing file begins
-    with ``version`` and ``counters``; any other is where the buffer goes on, with the first call. ``total_groups``,
-    ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds. Every call also raises LedgerError;
+    with ``version`` and ``counters``; any other is where the buffer goes on, with `open` or else the first call.
+    ``total_groups``, ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds. Every call also raises LedgerError;
     once a change could not be recorded the buffer is closed.
     """
 
@@ -69,19 +79,41 @@ class AsyncBuffer:
         clock: Callable[[], float] = time.monotonic,
         ledger: str | Path | None = None,
     ) -> None:
-        self._open = lambda: DurableBuffer(
-            schedule, total_groups, clock, ledger=ledger, version=version, counters=counters
+        self._opened = lambda: DurableBuffer(
+            schedule, total_groups, clock, ledger=ledger, version=version, counters=counters, report=self._report
         )
         self._clock = clock
+        self._reading: asyncio.Future[DurableBuffer] | None = None
+        self._progress = "nothing yet"
         # A remote caller may have given up a lease that still waits here: it must not take a batch after a rollback.
         self._rollbacks = 0
-        # In the order of arrival, which is the order in which they try again.
-        self._waiters: dict[_Waiter, None] = {}
+        # By kind in the order of arrival, which is the order in which they try again; and by what they ask for.
+        self._waiters: dict[str, dict[_Waiter, None]] = {"admit": {}, "lease": {}, "reclaim": {}}
+        self._alike: dict[tuple[str, Any], set[_Waiter]] = {}
 
     @cached_property
     def _durable(self) -> DurableBuffer:
-        """Opened by the first call, on the thread that makes all of them: SQLite wants that."""
-        return self._open()
+        if self._reading is None:
+            return self._opened()
+        if not self._reading.done():
+            raise BufferStateError("the buffer is still reading its ledger; wait for open() before any other call")
+        return self._reading.result()
+
+    # Opening
+
+    async def open(self) -> None:
+        """Reads the ledger, on another thread: `opening` tells meanwhile how far it is. Asked again, it waits too."""
+        if self._reading is None and "_durable" not in self.__dict__:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._opened))
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
+
+    async def opening(self) -> str:
+        """How much `open` has read. What does not change for long has stopped."""
+        return self._progress
+
+    def _report(self, text: str) -> None:
+        self._progress = text
 
     @property
     def _state(self) -> TrajectoryBuffer:
@@ -91,7 +123,8 @@ class AsyncBuffer:
 
     async def admit(self, uid: str) -> None:
         """Waits for a slot and takes it."""
-        await self._until(f"admit {uid}", lambda state: state.admit(uid) or None, self._state.admission_blocker)
+        blocker = self._state.admission_blocker
+        await self._until(f"admit {uid}", ("admit", uid), lambda state: state.admit(uid) or None, blocker)
 
     async def commit(self, group: Group) -> bool:
         """Also raises DataError for a group that the ledger cannot record."""
@@ -104,7 +137,10 @@ class AsyncBuffer:
     async def reclaim(self, claimant: str = "") -> str:
         """Waits for a returned group; its uid, which is the caller's to generate again."""
         return await self._until(
-            "reclaim", lambda state: state.reclaim(claimant), lambda: "a group to be generated again"
+            "reclaim",
+            ("reclaim", claimant or object()),
+            lambda state: state.reclaim(claimant),
+            lambda: "a group to be generated again",
         )
 
     async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
@@ -124,7 +160,7 @@ class AsyncBuffer:
                 raise BufferStateError(f"the wait for step {step} ended: training went back to a checkpoint meanwhile")
             return state.lease(step, version)
 
-        return await self._until(f"lease {step}", attempt, self._state.lease_blocker)
+        return await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
 
     async def ack(self, step: int) -> None:
         self._change(lambda state: state.ack(step), to_disk=True)
@@ -133,12 +169,12 @@ class AsyncBuffer:
         return self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        with self._waking():
+        with self._waking(everybody=True):
             self._durable.publish(version)
 
     async def rollback(self, step: int, version: int) -> None:
         """Training goes on from the checkpoint of ``step``; the next version is greater than ``version``."""
-        with self._waking():
+        with self._waking(everybody=True):
             self._rollbacks += 1
             self._durable.rollback(step, version)
 
@@ -151,7 +187,8 @@ class AsyncBuffer:
     async def close(self, reason: str) -> None:
         """Ends every wait, now and later, with BufferClosed(reason)."""
         if self._state.closed is None:
-            self._change(lambda state: state.close(reason))
+            with self._waking(everybody=True):
+                self._durable.change(lambda state: state.close(reason))
 
     async def counts(self) -> dict[str, Any]:
         return self._state.counts()
@@ -167,7 +204,8 @@ class AsyncBuffer:
         now = self._clock()
         return {
             waiter.name: f"{waiter.blocker() or 'its turn'} (for {now - waiter.since:.1f} s)"
-            for waiter in self._waiters
+            for waiters in self._waiters.values()
+            for waiter in waiters
         }
 
     # Changing
@@ -176,41 +214,68 @@ class AsyncBuffer:
         with self._waking():
             return self._durable.change(call, to_disk)
 
-    def _attempt(self, call: Callable[[TrajectoryBuffer], T]) -> T:
-        """A change that nobody waits for, unless it fails to be recorded: then the buffer is closed."""
-        try:
-            return self._durable.change(call)
-        except LedgerError:
-            self._wake_all()
-            raise
-
     @contextmanager
-    def _waking(self) -> Iterator[None]:
+    def _waking(self, everybody: bool = False) -> Iterator[None]:
+        state = self._state
         try:
             yield
         finally:
-            self._wake_all()
+            # A ledger that could not be written has closed the buffer.
+            if everybody or state.closed is not None:
+                self._wake_all()
+            else:
+                self._wake_next()
 
     def _wake_all(self) -> None:
-        for waiter in self._waiters:
-            if waiter.wake is not None and not waiter.wake.done():
-                waiter.wake.set_result(None)
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                waiter.rouse()
+
+    def _wake_next(self) -> None:
+        """The first of each kind that can go on now."""
+        state = self._state
+        for kind, can_go_on in (
+            ("admit", state.has_room),
+            ("lease", state.has_batch),
+            ("reclaim", state.has_returned),
+        ):
+            if self._waiters[kind] and can_go_on():
+                next(iter(self._waiters[kind])).rouse()
 
     # Waiting
 
     async def _until(
-        self, name: str, attempt: Callable[[TrajectoryBuffer], T | None], blocker: Callable[[], str | None]
+        self,
+        name: str,
+        key: tuple[str, Any],
+        attempt: Callable[[TrajectoryBuffer], T | None],
+        blocker: Callable[[], str | None],
     ) -> T:
         """Tries until ``attempt`` gives something, sleeping between two changes of the state."""
-        if (result := self._attempt(attempt)) is not None:
+        if (result := self._attempt(key, attempt)) is not None:
             return result
-        waiter = _Waiter(name, blocker, self._clock())
-        self._waiters[waiter] = None
+        waiter = _Waiter(name, key, blocker, self._clock())
+        self._waiters[key[0]][waiter] = None
+        self._alike.setdefault(key, set()).add(waiter)
         try:
             while True:
                 waiter.wake = asyncio.get_running_loop().create_future()
                 await waiter.wake
-                if (result := self._attempt(attempt)) is not None:
+                if (result := self._attempt(key, attempt)) is not None:
                     return result
         finally:
-            del self._waiters[waiter]
+            del self._waiters[key[0]][waiter]
+            self._alike[key].discard(waiter)
+            if not self._alike[key]:
+                del self._alike[key]
+            # It was first, and may have been woken and then cancelled: the next one must not sleep on in its place.
+            self._wake_next()
+
+    def _attempt(self, key: tuple[str, Any], call: Callable[[TrajectoryBuffer], T]) -> T:
+        """Others who ask for the same get the same answer, though nothing more can go on."""
+        with self._waking():
+            result = self._durable.change(call)
+            if result is not None:
+                for waiter in self._alike.get(key, ()):
+                    waiter.rouse()
+            return result

@@ -12,6 +12,9 @@ checkpoint could otherwise know more than the ledger: when a step was trained an
 
 One process at a time holds the file (``locking_mode=EXCLUSIVE``), which also spares WAL its shared memory, so that the
 run directory may lie on a network file system.
+
+Opening reads rows, not tokens: payloads and partials are decoded when somebody asks for them, so a buffer starts again in
+the time that its number of groups takes, whatever they hold.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from __future__ import annotations
 import json
 import operator
 import sqlite3
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from megasync.buffer.entry import LIVE, TRAINED, Entry, State
-from megasync.buffer.payload import decode_group, decode_partial, encode
+from megasync.buffer.entry import LIVE, TRAINED, Entry, State, Stored, StoredPartial
+from megasync.buffer.payload import decode_group, decode_partial, encode, verify
 from megasync.buffer.record import Record, Standing
 from megasync.buffer.trajectory import Group, Partial, Trajectory
 from megasync.errors import LedgerError
@@ -67,20 +71,45 @@ LOCK_SECONDS = 30.0
 LOG_PAGES = 4096
 # States in which a group's payload and partials are of no use any more.
 WITHOUT_PAYLOAD = (State.GENERATING, State.RETURNED, State.DROPPED)
+# Rows, and steps of SQLite's own machine, between two reports of progress.
+ROWS, STEPS = 1000, 10_000_000
+
+T = TypeVar("T")
+# Told how far a long reading is.
+Report = Callable[[str], None]
+
+
+class _Stored(Generic[T]):
+    """What is in the ledger, read when it is called for."""
+
+    def __init__(self, load: Callable[..., T], *key: int) -> None:
+        self._load = load
+        self._key = key
+
+    def __call__(self) -> T:
+        return self._load(*self._key)
+
+    def __repr__(self) -> str:
+        return f"stored {self._key}"
+
+
+def begun(path: Path) -> bool:
+    """Whether a run has a ledger there. `resume.begin_ledger` names the file when it is whole, so an empty one is none."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 class Ledger:
-    """Opens the file, or makes an empty one. Use it from one thread. Every method raises LedgerError."""
+    """Opens the file, or makes an empty one. Use it from one thread at a time. Every method raises LedgerError."""
 
     def __init__(self, path: str | Path, lock_seconds: float = LOCK_SECONDS) -> None:
         self.path = Path(path)
         # What the file holds already: fields, and the very objects that were written for each group's number.
-        self._standing: dict[str, str] = {}
+        self._standing: dict[str, Any] = {}
         self._groups: dict[int, Group] = {}
-        self._partials: dict[int, dict[tuple[int, int], Partial]] = {}
+        self._partials: dict[int, dict[tuple[int, int], Partial | StoredPartial]] = {}
         self._prepared: tuple[list[Trajectory], bytes] = ([], b"")
         with self._telling("opened"):
-            self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare()
             except BaseException:
@@ -98,43 +127,54 @@ class Ledger:
 
     # Reading
 
-    def check(self) -> None:
-        """Looks through the whole file for damage."""
+    def check(self, report: Report = lambda text: None) -> None:
+        """Looks through the whole file for damage, and compares every payload with its checksum."""
         with self._telling("read"):
-            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise self._damaged(found)
+            self._db.set_progress_handler(lambda: report("checking its pages"), STEPS)
+            try:
+                (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            finally:
+                self._db.set_progress_handler(None, 0)
+            if found != "ok":
+                raise self._damaged(found)
+            (payloads,) = self._db.execute("SELECT count(*) FROM payloads").fetchone()
+            for checked, (data,) in enumerate(self._db.execute("SELECT data FROM payloads")):
+                verify(data)
+                report(f"checked {checked} of {payloads} payloads")
+            for (data,) in self._db.execute("SELECT data FROM partials"):
+                verify(data)
 
     def admitted(self) -> list[str]:
         """The uid of every group ever admitted, in that order."""
         with self._telling("read"):
             return [uid for (uid,) in self._db.execute("SELECT uid FROM groups ORDER BY number")]
 
-    def read(self, rollback_step: int | None = None) -> Record:
+    def read(self, rollback_step: int | None = None, report: Report = lambda text: None) -> Record:
         """Everything that a buffer needs to go on, or to roll back to that step, however old it is.
 
         Entries that only accounting needs stay in the file.
         """
         with self._telling("read"):
-            self._standing = dict(self._db.execute("SELECT field, value FROM standing"))
-            standing = Standing(**{field: json.loads(value) for field, value in self._standing.items()})
+            rows = self._db.execute("SELECT field, value FROM standing")
+            self._standing = {field: json.loads(value) for field, value in rows}
+            standing = Standing(**self._standing)
             if rollback_step is not None:
                 standing.oldest_kept = min(standing.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
             return Record(
                 standing,
-                self._entries(standing.oldest_kept),
+                self._entries(standing.oldest_kept, report),
                 admitted=sum(number for _, _, number in counted),
                 trained=sum(number for state, _, number in counted if state in TRAINED),
                 dropped={reason: number for state, reason, number in counted if state == State.DROPPED},
             )
 
-    def payloads(self, uids: Sequence[str]) -> dict[str, Group]:
+    def payloads(self, uids: Sequence[str]) -> dict[str, Stored]:
         """The groups of those uids whose payload is there still."""
-        find = "SELECT data FROM payloads JOIN groups USING (number) WHERE uid = ?"
+        find = "SELECT number FROM payloads JOIN groups USING (number) WHERE uid = ?"
         with self._telling("read"):
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
-            return {uid: decode_group(row[0]) for uid, row in rows.items() if row is not None}
+        return {uid: _Stored(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
 
     # Writing
 
@@ -144,15 +184,23 @@ class Ledger:
 
     def write(self, standing: Standing, entries: Collection[Entry], to_disk: bool = False) -> None:
         """Makes the file agree with these entries and with where the buffer stands. Nothing new costs nothing."""
-        values = {field.name: json.dumps(getattr(standing, field.name)) for field in fields(Standing)}
-        changed = {name: value for name, value in values.items() if self._standing.get(name) != value}
+        values = {field.name: getattr(standing, field.name) for field in fields(Standing)}
+        changed = {name: value for name, value in values.items() if self._differs(name, value)}
         if not changed and not entries:
             return
         with self._telling("written"), self._transaction(to_disk):
-            self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", changed.items())
+            rows = ((name, json.dumps(value)) for name, value in changed.items())
+            self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
             for entry in entries:
                 self._write(entry)
         self._standing |= changed
+
+    def merge_log(self) -> None:
+        """Copies the log into the file, which then holds everything by itself."""
+        with self._telling("written"):
+            busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if busy:
+                raise LedgerError(f"{self.path} is held by another process")
 
     def prune(self, oldest_kept: int, least_version: int) -> None:
         """Removes the payloads of trained groups that no rollback brings back: those of steps up to ``oldest_kept``, and
@@ -185,7 +233,29 @@ class Ledger:
                 self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
-    def _entries(self, oldest_kept: int) -> list[Entry]:
+    def _differs(self, name: str, value: Any) -> bool:
+        """Whether the file has another value. What a run began with is long and never changes: comparing it would take
+        as long as all the rest."""
+        held = self._standing.get(name, self)
+        return held is not value and held != value
+
+    def _load_group(self, number: int) -> Group:
+        with self._telling("read"):
+            row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
+            if row is None:
+                raise ValueError(f"group number {number} has no payload")
+            self._groups[number] = decode_group(row[0])
+        return self._groups[number]
+
+    def _load_partial(self, number: int, sample: int, turn: int) -> Partial:
+        find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
+        with self._telling("read"):
+            row = self._db.execute(find, (number, sample, turn)).fetchone()
+            if row is None:
+                raise ValueError(f"group number {number} has no response {sample} in turn {turn}")
+            return decode_partial(row[0])
+
+    def _entries(self, oldest_kept: int, report: Report) -> list[Entry]:
         """Live and unpublished groups, those that hold a place behind the oldest of them, and what ended recently."""
         names = [state.value for state in (*LIVE, State.UNPUBLISHED)]
         marks = ", ".join("?" * len(names))
@@ -195,19 +265,20 @@ class Ledger:
             "WHERE number >= ifnull(?, number + 1) OR step > ?",
             (front, oldest_kept),
         )
-        entries = [
-            Entry(uid, number, State(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant)
-            for number, uid, state, step, reason, oldest, claimant in rows
-        ]
-        for entry in entries:
+        paid = {number for (number,) in self._db.execute("SELECT number FROM payloads")}
+        entries = []
+        for number, uid, state, step, reason, oldest, claimant in rows:
+            entry = Entry(uid, number, State(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant)
             if entry.state in (State.FINISHED, State.LEASED):
-                row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (entry.number,)).fetchone()
-                if row is None:
-                    raise ValueError(f"group {entry.uid} is {entry.state} and has no payload")
-                entry.group = self._groups[entry.number] = decode_group(row[0])
+                if number not in paid:
+                    raise ValueError(f"group {uid} is {entry.state} and has no payload")
+                entry.group = _Stored(self._load_group, number)
+            entries.append(entry)
+            if len(entries) % ROWS == 0:
+                report(f"{len(entries)} groups")
         by_number = {entry.number: entry for entry in entries}
-        for number, sample, turn, data in self._db.execute("SELECT number, sample, turn, data FROM partials"):
-            by_number[number].partials[sample, turn] = decode_partial(data)
+        for number, sample, turn in self._db.execute("SELECT number, sample, turn FROM partials"):
+            by_number[number].partials[sample, turn] = _Stored(self._load_partial, number, sample, turn)
         self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
         return entries
 
@@ -218,7 +289,8 @@ class Ledger:
             (number, entry.uid, entry.state.value, entry.step, entry.reason, entry.oldest_version, entry.claimant),
         )
         if entry.group is not None:
-            if self._groups.get(number) is not entry.group:
+            # One that nobody has read yet is in the file.
+            if not callable(entry.group) and self._groups.get(number) is not entry.group:
                 self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, self._encoded(entry.group)))
                 self._groups[number] = entry.group
         else:
@@ -271,7 +343,7 @@ class Ledger:
             raise LedgerError(f"{self.path} refuses a group that it knows already: {error}") from error
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {_remedy(error)}") from error
-        except (sqlite3.DatabaseError, ValueError) as error:
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
 
     def _damaged(self, how: str) -> LedgerError:

@@ -54,6 +54,14 @@ def decode_partial(data: bytes) -> Partial:
     return Partial(**_decode(data))
 
 
+def verify(data: bytes) -> None:
+    """Compares bytes with their checksum. Raises ValueError for those that were damaged."""
+    try:
+        _decompressor.decompress(data)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+
+
 def _decode(data: bytes) -> dict[str, Any]:
     try:
         return _decoder.decode(_decompressor.decompress(data))

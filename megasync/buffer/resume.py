@@ -1,4 +1,8 @@
-"""A ledger at the start of a run: begun anew, or taken back to the checkpoint that the run goes on from."""
+"""A ledger at the start of a run: begun anew, or taken back to the checkpoint that the run goes on from.
+
+A ledger is begun under another name and gets its own when the run's start is on disk. So a ledger is absent (or empty, as
+other programs leave files), and then nothing was ever recorded, or it can be resumed, or it is damaged, which is told.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.errors import BufferStateError
-from megasync.buffer.ledger import WITHOUT, Ledger
+from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
 from megasync.buffer.record import Standing
 from megasync.errors import LedgerError
+from megasync.files import PART, rename_to_disk, to_disk
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
@@ -27,16 +32,23 @@ class Resumed:
     origin: dict[str, Any]
 
 
-def resume_ledger(path: Path, schedule: ScheduleConfig, total_groups: int, step: int) -> Resumed:
+def resume_ledger(
+    path: Path, schedule: ScheduleConfig, total_groups: int, step: int, report: Report = lambda text: None
+) -> Resumed:
     """Makes the ledger one that a new buffer continues after ``step``.
 
     Groups that were leased, or trained by later steps, are finished again; those that were being generated wait to be
-    reclaimed, with their partial responses. Does the same when called again. Raises LedgerError.
+    reclaimed, with their partial responses. Does the same when called again. ``report`` hears how far it is. Raises
+    LedgerError.
     """
-    buffer = DurableBuffer(schedule, total_groups, time.monotonic, ledger=path, rollback_step=step)
+    if not begun(path):
+        raise LedgerError(f"{path} is missing or empty: the run ended before it began; start it again")
+    buffer = DurableBuffer(schedule, total_groups, time.monotonic, ledger=path, rollback_step=step, report=report)
     try:
-        buffer.ledger.check()
+        buffer.ledger.check(report)
         standing = buffer.state.standing
+        if "origin" not in standing.inherited:
+            raise LedgerError(f"{path} does not hold how its run began; {WITHOUT}")
         buffer.rollback(step, standing.newest_version)
         buffer.change(lambda state: state.take_over(), to_disk=True)
         return Resumed(standing.newest_version, buffer.ledger.admitted(), standing.inherited["origin"])
@@ -49,12 +61,31 @@ def resume_ledger(path: Path, schedule: ScheduleConfig, total_groups: int, step:
 def begin_ledger(path: Path, step: int, version: int, counters: dict[str, Any], origin: dict[str, Any]) -> None:
     """An empty ledger for a run that goes on after ``step`` with ``version`` and the buffer's ``counters``.
 
-    ``origin`` is the caller's (plain JSON values): `resume_ledger` gives it back.
+    ``origin`` is the caller's (plain JSON values): `resume_ledger` gives it back. Raises LedgerError, leaving nothing.
     """
-    ledger = Ledger(path)
+    log = path.with_name(f"{path.name}-wal")
+    if begun(log):
+        raise LedgerError(f"{log} is the log of a ledger that is gone; move it to where {path.name} went, or remove it")
+    draft = path.with_name(path.name + PART)
+    _remove(draft)
+    standing = Standing.first(step, version, counters)
+    standing.inherited["origin"] = origin
     try:
-        standing = Standing.first(step, version, counters)
-        standing.inherited["origin"] = origin
-        ledger.write(standing, [], to_disk=True)
+        ledger = Ledger(draft)
+        try:
+            ledger.write(standing, [], to_disk=True)
+            ledger.merge_log()
+        finally:
+            ledger.close()
+        to_disk(draft)
+        rename_to_disk(draft, path)
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be begun: {error}; free some space, then start the run again") from error
     finally:
-        ledger.close()
+        _remove(draft)
+
+
+def _remove(ledger: Path) -> None:
+    """With what SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-journal", "-shm"):
+        ledger.with_name(ledger.name + suffix).unlink(missing_ok=True)

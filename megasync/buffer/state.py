@@ -36,12 +36,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 from megasync.buffer import blockers
 from megasync.buffer.book import Book
-from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State
+from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State, Stored
 from megasync.buffer.errors import BufferClosed, BufferStateError
 from megasync.buffer.pacing import Pacing
 from megasync.buffer.record import Record, Standing
@@ -58,8 +57,9 @@ class TrajectoryBuffer:
     """Nothing here waits: what cannot be done now returns False or None, what must not be done raises.
 
     ``over_age`` says what happens to a finished group older than the bound: "mask" its over-age tokens, "regenerate" it,
-    or "drop" it. ``total_groups`` is how many groups the run trains in all (a multiple of ``groups_per_step``; None is
-    unbounded). ``version`` is the one that the servers have now; ``counters`` are those of an earlier run that goes on
+    or "drop" it. ``total_groups`` is how many groups the run trains in all its steps at this pacing (a multiple of
+    ``groups_per_step``; None is unbounded): what remains is ``groups_per_step`` for each step that is not trained yet,
+    also where earlier steps had batches of another size. ``version`` is the one that the servers have now; ``counters`` are those of an earlier run that goes on
     without its groups, ``record`` is everything that an earlier buffer knew and comes instead of both. ``clock`` returns
     seconds. ``changed`` is called with each entry that changed.
     """
@@ -86,7 +86,7 @@ class TrajectoryBuffer:
         self.pacing = pacing
         self.standing = record.standing if record else Standing.first(0, version, counters or {})
         self._over_age = over_age
-        self._total_groups = total_groups
+        self._total_steps = None if total_groups is None else total_groups // pacing.groups_per_step
         self._clock = clock
         self._book = Book(changed, self.standing.inherited)
         # The batch that is out for training: its step, and its groups in the order of admission.
@@ -119,7 +119,7 @@ class TrajectoryBuffer:
             return True
         if entry is not None:
             raise BufferStateError(f"group {uid} was admitted before and is {_describe(entry)}; uids must be unique")
-        if self.admission_blocker() is not None:
+        if not self.has_room():
             return False
         self._book.admit(uid, self._clock())
         return True
@@ -173,14 +173,12 @@ class TrajectoryBuffer:
         A claimant that asks again before its group is finished gets the same one again.
         """
         self._refuse_when_closed()
-        held = self._book.among(State.GENERATING) if claimant else []
-        for entry in held:
-            if entry.claimant == claimant:
-                return entry.uid
-        for entry in self._book.among(State.RETURNED):
-            self._book.generate(entry, self._clock(), claimant)
-            return entry.uid
-        return None
+        if (held := self._book.claimed(claimant)) is not None:
+            return held.uid
+        if (entry := self._book.oldest(State.RETURNED)) is None:
+            return None
+        self._book.generate(entry, self._clock(), claimant)
+        return entry.uid
 
     def save_partials(self, partials: Mapping[tuple[str, int, int], Partial]) -> None:
         """Keeps unfinished responses by (uid, sample, turn); those of groups that nobody generates are left out."""
@@ -194,7 +192,9 @@ class TrajectoryBuffer:
     def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
         """What was saved of a group since it was admitted or returned, by (sample, turn). Goes with commit and drop."""
         entry = self._book.find(uid)
-        return dict(entry.partials) if entry is not None else {}
+        if entry is None:
+            return {}
+        return {key: partial() if callable(partial) else partial for key, partial in entry.partials.items()}
 
     # Training side
 
@@ -215,19 +215,20 @@ class TrajectoryBuffer:
             if step != leased_step:
                 raise BufferStateError(f"step {step} asks for a batch while step {leased_step} has one; ack that first")
             if version == self.standing.leased_version:
-                return [entry.group for entry in batch]
+                return [entry.loaded() for entry in batch]
             self._put_back()
         elif step <= self.standing.last_step:
             raise BufferStateError(
                 f"step {step} asks for a batch, but step {self.standing.last_step} is trained already"
             )
-        batch = list(islice(self._book.eligible(self.pacing.window), self.pacing.groups_per_step))
-        if len(batch) < self.pacing.groups_per_step:
+        if not self.has_batch():
             return None
+        batch = self._book.batch(self.pacing.groups_per_step)
+        groups = [entry.loaded() for entry in batch]
         for entry in batch:
             self._book.lease(entry, step)
         self._lease, self.standing.leased_version = (step, batch), version
-        return [entry.group for entry in batch]
+        return groups
 
     def ack(self, step: int) -> None:
         """The step is trained; its groups keep their slots until `publish`. Raises BufferStateError if not leased."""
@@ -289,7 +290,7 @@ class TrajectoryBuffer:
         """Uids of the groups that a rollback to this step would bring back, oldest first."""
         return [entry.uid for entry in self._book.trained_after(step)]
 
-    def rollback(self, step: int, version: int, payloads: Mapping[str, Group] | None = None) -> None:
+    def rollback(self, step: int, version: int, payloads: Mapping[str, Group | Stored] | None = None) -> None:
         """Training goes on from the checkpoint of ``step``, and the next version is greater than ``version``.
 
         What was leased, and what was trained after ``step``, is finished again; a trained group whose group is not among
@@ -310,12 +311,7 @@ class TrajectoryBuffer:
         self.standing.version = max(self.version, version)
         self._saw([version])
         self._put_back()
-        again = self._book.trained_after(step)
-        self._book.reopen(again)
-        for entry in again:
-            entry.since = self._clock()
-            if payloads and entry.uid in payloads:
-                self._book.finish(entry, payloads[entry.uid])
+        self._book.reopen(self._book.trained_after(step), payloads or {}, self._clock())
         self.standing.last_step = step
         self._check_ages()
 
@@ -347,7 +343,7 @@ class TrajectoryBuffer:
         slots = self._book.slots()
         return {
             "admitted": self._book.admitted,
-            "live": sum(slots[state] for state in LIVE),
+            "live": self._book.live(),
             "slots": {state.value: slots[state] for state in (*LIVE, State.UNPUBLISHED)},
             "capacity": self.pacing.capacity,
             **self.counters(),
@@ -369,11 +365,26 @@ class TrajectoryBuffer:
 
     def admission_blocker(self) -> str | None:
         """Why no prompt can be admitted now; None when one can."""
-        return blockers.of_admission(self._book, self.pacing, self._total_groups)
+        remaining = None
+        if self._total_steps is not None:
+            remaining = (self._total_steps - self.standing.last_step) * self.pacing.groups_per_step
+        return blockers.of_admission(self._book, self.pacing, remaining)
 
     def lease_blocker(self) -> str | None:
         """Why no batch can be leased now; None when one can."""
         return blockers.of_lease(self._book, self.pacing, self._clock())
+
+    def has_room(self) -> bool:
+        """Whether a prompt can be admitted now."""
+        return self.admission_blocker() is None
+
+    def has_batch(self) -> bool:
+        """Whether a batch is complete."""
+        return self._book.ready(self.pacing.window) >= self.pacing.groups_per_step
+
+    def has_returned(self) -> bool:
+        """Whether a group waits to be generated again."""
+        return self._book.oldest(State.RETURNED) is not None
 
     # Inside
 
@@ -409,7 +420,7 @@ class TrajectoryBuffer:
         if self._over_age == "drop":
             self._drop(entry, "over_age")
             return False
-        group = entry.group
+        group = entry.loaded()
         masked = [t.masked(least) for t in group.trajectories]
         self.standing.masked_tokens += sum(sum(t.loss_mask) for t in group.trajectories)
         self.standing.masked_tokens -= sum(sum(t.loss_mask) for t in masked)

@@ -52,6 +52,7 @@ ROLES = {
                 *("admit", "commit", "drop", "reclaim", "save_partials", "partials"),
                 *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
                 *("counts", "counters", "live_uids", "waiting"),
+                *("open", "opening"),
             ),
         ),
     )

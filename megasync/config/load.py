@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megasync.config.limits import PATHS, SHOWN_PATH, path_trouble, value_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
+from megasync.files import atomic_write
 
 BASE_KEY = "base"
 # The resolved configuration of a run, in its directory.
@@ -56,11 +57,9 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 def save_config(config: Config, path: str | Path) -> None:
     """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged.
 
-    Whoever reads the file meanwhile reads all of the old one or all of the new.
+    Whoever reads the file meanwhile reads all of the old one or all of the new. Raises OSError.
     """
-    part = Path(f"{path}.part")
-    part.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
-    part.replace(path)
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def remember(run_dir: Path, key: str, value: Any) -> None:

@@ -17,14 +17,17 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from megasync.config import check_evaluation, check_reward_models, limits
+from megasync.config.changes import fixed
 from megasync.config.deadlines import deadline_table
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
+from megasync.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
 # Stands for a name that the configuration's author chooses.
 NAMED = "<name>"
+STAYS = " *Stays as it is in a resumed run.*"
 HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
 RELATIONS = """### Relations between deadlines
 
@@ -100,7 +103,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
             continue
         if item.name not in said:
             raise ValueError(f"{section.cls.__name__}.{item.name} has no comment above it; say what {key} is")
-        cells = (f"`{key}`", _value(key, hint), _default(item), _linked(said[item.name]))
+        cells = (f"`{key}`", _value(key, hint), _default(item), _linked(said[item.name]) + STAYS * (key in fixed()))
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     if rows:
         yield "\n".join((HEAD, *rows))
@@ -143,4 +146,4 @@ def _linked(text: str) -> str:
 
 if __name__ == "__main__":
     page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+    atomic_write(page, rewritten(page.read_text(encoding="utf-8")))

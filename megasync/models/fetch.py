@@ -15,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megasync.errors import ConfigError
+from megasync.files import rename_to_disk, tree_to_disk
 from megasync.models.digits import write_digits
 from megasync.models.smollm2 import write_smollm2
 
@@ -47,7 +48,8 @@ def fetch(name: str, out: str | Path) -> Path:
     try:
         MODELS[name](unfinished)
         _share(unfinished)
-        unfinished.rename(out)
+        tree_to_disk(unfinished)
+        rename_to_disk(unfinished, out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{name} cannot be written to {out}: {error}; free some space, or name another place"

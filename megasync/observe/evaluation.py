@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megasync.files import atomic_write
 from megasync.observe.names import UNNAMED_SET
 
 ANSWERS_FILE, SCORES_FILE = "answers.jsonl", "scores.json"
@@ -85,7 +86,7 @@ def write_scores(out: Path, model: str, found: Sequence[Any], seconds: float) ->
     for row in scores:
         row["set"] = row.pop("held_out") or UNNAMED_SET
     text = json.dumps({"model": model, "seconds": round(seconds, 3), "scores": scores}, indent=2)
-    (out / SCORES_FILE).write_text(text + "\n", encoding="utf-8")
+    atomic_write(out / SCORES_FILE, text + "\n")
 
 
 def scores_table(found: Sequence[Any]) -> Table:

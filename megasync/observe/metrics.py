@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasync.files import atomic_write
 from megasync.observe.tensorboard import EventWriter
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ class MetricsLog:
         kept = [row for row in earlier if not _superseded(row, step, values)]
         resumed = bool(earlier)
         if resumed:
-            beside = self._path.with_suffix(".tmp")
-            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            os.replace(beside, self._path)
+            atomic_write(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
         if self._board_dir is not None:
             self._board = EventWriter(self._board_dir, self._clock(), resumed_at=step if resumed else None)

@@ -201,8 +201,9 @@ class Rollouter:
             await self._save()
 
     async def _save(self) -> None:
-        if unsaved := self._partials.unsaved():
-            await self._buffer.save_partials(unsaved)
+        """In pieces, with other work between them: one message of all would hold up whoever packs and records it."""
+        for piece in self._partials.unsaved():
+            await self._buffer.save_partials(piece)
 
     async def _save_at_end(self) -> None:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megasync.errors import CheckpointError
+from megasync.files import atomic_write, rename_to_disk, to_disk, tree_to_disk
 from megasync.sync.families import family_of
 from megasync.sync.families.value_head import value_model_options
 from megasync.sync.layout import Box, Layout, Piece
@@ -199,14 +199,16 @@ def shard_file(rank: int) -> str:
 
 
 def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
-    """Writes those of a rank's parameters of which it is the first holder, if there are any."""
+    """Writes those of a rank's parameters of which it is the first holder, if there are any, down to the disk."""
     mine = {
         name: params[name].detach().cpu().contiguous()
         for name, writer in layout.writers(rank).items()
         if writer == rank
     }
     if mine:
-        save_file(mine, Path(checkpoint_dir) / shard_file(rank))
+        file = Path(checkpoint_dir) / shard_file(rank)
+        save_file(mine, file)
+        to_disk(file)
 
 
 class ShardFiles:
@@ -273,15 +275,6 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
 
-def to_disk(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
@@ -313,7 +306,8 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
             out.rmdir()
-        draft.rename(out)
+        tree_to_disk(draft)
+        rename_to_disk(draft, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"export to {out} failed: {error}") from error
     finally:
@@ -352,7 +346,7 @@ def _write_weights(out: Path, layout: Layout, shards_of: Callable[[int], Tensors
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        (out / INDEX).write_text(index_text(where, sum(nbytes.values())))
+        atomic_write(out / INDEX, index_text(where, sum(nbytes.values())))
 
 
 def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
@@ -391,7 +385,7 @@ def write_companions(source: Path, out: Path, dtype: str, value_head: bool = Fal
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    atomic_write(out / "config.json", json.dumps(config, indent=2) + "\n")
     for pattern in COMPANIONS:
         for path in sorted(source.glob(pattern)):
             if path.is_file():

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megasync.errors import SyncError
+from megasync.files import atomic_write, rename_to_disk, to_disk
 from megasync.sync.broadcast_plan import BroadcastPlan
-from megasync.sync.shards import INDEX, index_text, part_name, to_disk, write_companions
+from megasync.sync.shards import INDEX, index_text, part_name, write_companions
 
 MANIFEST = "manifest.json"
 _DRAFT = ".incomplete"
@@ -85,20 +86,19 @@ class VersionFolders:
                 for index, bucket in enumerate(self._plan.buckets)
                 for entry in bucket.tensors
             }
-            (draft / INDEX).write_text(index_text(where, self._plan.nbytes))
+            atomic_write(draft / INDEX, index_text(where, self._plan.nbytes))
             manifest = {
                 "version": version,
                 "dtype": self._plan.dtype,
                 "files": {n: dict(files[n]) for n in sorted(files)},
             }
-            (draft / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            atomic_write(draft / MANIFEST, json.dumps(manifest, indent=2))
             for path in draft.iterdir():
                 if path.name not in files:
                     to_disk(path)
             to_disk(draft)
             sealed = draft.with_name(draft.name.removesuffix(_DRAFT))
-            draft.rename(sealed)
-            to_disk(self.root)
+            rename_to_disk(draft, sealed)
         except OSError as error:
             raise SyncError(f"{draft} cannot be completed: {error}") from error
         return sealed

@@ -1,8 +1,8 @@
 """Sharded checkpoints that are either whole or absent.
 
-All ranks write into ``<path>.partial``; only when every rank has finished does rank 0 add the marker COMPLETE and
-rename the folder. Whatever goes wrong before that leaves earlier checkpoints as they were, and no folder with the
-final name. Tensors are read back without unpickling objects.
+All ranks write into ``<path>.partial``, and each syncs its files to the disk: on a network file system no other host can
+do that for it. Only when every rank has finished does rank 0 add the marker COMPLETE and rename the folder, durably.
+Whatever goes wrong before that leaves earlier checkpoints as they were, and no folder with the final name. Tensors are read back without unpickling objects.
 
     <path>/model-{rank}.safetensors         weights, each written by the first of the ranks that hold it
     <path>/optimizer-{rank}.pt              moments, main weights and random state of each rank
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from megasync.errors import CheckpointError
+from megasync.files import atomic_write, rename_to_disk, to_disk
 from megasync.sync.layout import Layout
-from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written, to_disk
+from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
 from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)
@@ -140,12 +142,14 @@ def _write_shard(partial: Path, shard: Shard) -> None:
 
 
 def _write_objects(saved: dict[str, Any], path: Path) -> None:
-    """`torch.save` that raises the OSError of a failed write; torch itself tells only that a position is wrong."""
+    """`torch.save`, down to the disk, that raises the OSError of a failed write; torch only says that a position is wrong."""
     with path.open("wb") as file:
         try:
             torch.save(saved, file)
         except RuntimeError as error:
             raise error.__context__ if isinstance(error.__context__, OSError) else error
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _optimizer_file(rank: int) -> str:
@@ -153,14 +157,12 @@ def _optimizer_file(rank: int) -> str:
 
 
 def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> None:
-    (partial / LAYOUT).write_text(json.dumps(describe(shard.layout, shard.dtype), indent=1))
-    (partial / STATE).write_text(json.dumps(state, indent=1))
-    for file in partial.iterdir():
-        to_disk(file)
-    (partial / MARKER).touch()
-    to_disk(partial)
-    partial.rename(path)
-    to_disk(path.parent)
+    atomic_write(partial / LAYOUT, json.dumps(describe(shard.layout, shard.dtype), indent=1))
+    atomic_write(partial / STATE, json.dumps(state, indent=1))
+    atomic_write(partial / MARKER, "")
+    rename_to_disk(partial, path)
+    # The folder of all checkpoints may be new too.
+    to_disk(path.parent.parent)
 
 
 def load(

@@ -28,6 +28,7 @@ from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import NotFinite, TrainingError
+from megasync.files import atomic_write
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.packing import Sample
@@ -228,7 +229,7 @@ class PolicyTrainer:
         record = _as_json({"name": name, **self._training, "loss": loss, "grad_norm": grad_norm, "batch": batch})
         try:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
-            (self._dump_dir / f"{name}.json").write_text(json.dumps(record, allow_nan=False))
+            atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
         except OSError as error:
             # The other ranks go on; a rank that stopped here for the sake of a record would leave them waiting.
             log.error("the batch of %s could not be written: %s", name, error)

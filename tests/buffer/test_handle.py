@@ -216,6 +216,100 @@ async def test_a_cancelled_reclaim_leaves_the_group_to_the_next_one(group):
     assert await asyncio.wait_for(buffer.reclaim(), 1) == "a"
 
 
+# Who is woken
+
+
+async def test_a_change_wakes_only_a_call_that_can_go_on(group, monkeypatch):
+    """100 prompts wait for slots; each commit and each drop concerns one of them at most."""
+    attempts = []
+    attempt = AsyncBuffer._attempt
+    monkeypatch.setattr(
+        AsyncBuffer, "_attempt", lambda self, key, call: attempts.append(key) or attempt(self, key, call)
+    )
+    buffer = AsyncBuffer(schedule(groups_per_step=4, max_staleness=0))
+    await fill(buffer, *"abcd")
+    waits = [asyncio.create_task(buffer.admit(f"w{n}")) for n in range(100)]
+    waits += [asyncio.create_task(buffer.reclaim(f"r{n}")) for n in range(100)]
+    lease = asyncio.create_task(buffer.lease(1, 0))
+    await settle()
+    attempts.clear()
+    for uid in "abc":
+        await buffer.commit(group(uid))
+    await settle()
+    assert attempts == []
+    await buffer.drop("d", "failed")
+    await settle()
+    assert attempts == [("admit", "w0")]
+    attempts.clear()
+    await buffer.commit(group("w0"))
+    assert [g.uid for g in await lease] == ["a", "b", "c", "w0"] and attempts == [("lease", 1)]
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+async def test_a_call_that_is_cancelled_as_it_is_woken_wakes_the_next(group, alike):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    first, second = (asyncio.create_task(buffer.admit(uid)) for uid in ("b", "b" if alike else "c"))
+    await settle()
+    await buffer.drop("a", "failed")
+    first.cancel()
+    await asyncio.wait_for(second, 1)
+    assert await buffer.live_uids() == ["b" if alike else "c"]
+
+
+async def test_two_calls_for_the_same_both_get_the_answer(group):
+    """The first was given up by its caller, or its answer was lost; nothing more can go on after it."""
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    admits = [asyncio.create_task(buffer.admit("b")) for _ in range(2)]
+    leases = [asyncio.create_task(buffer.lease(1, 0)) for _ in range(2)]
+    await settle()
+    await buffer.commit(group("a"))
+    assert len({id(batch[0]) for batch in await asyncio.wait_for(asyncio.gather(*leases), 1)}) == 1
+    reclaims = [asyncio.create_task(buffer.reclaim("somebody")) for _ in range(2)]
+    await settle()
+    await buffer.ack(1)
+    await buffer.publish(1)
+    await asyncio.wait_for(asyncio.gather(*admits), 1)
+    assert not await buffer.commit(group("b", 0, 0)), "over-age"
+    assert await asyncio.wait_for(asyncio.gather(*reclaims), 1) == ["b", "b"]
+
+
+async def test_several_slots_that_are_freed_at_once_are_all_taken(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=3, max_staleness=0))
+    await fill(buffer, *"abc")
+    waits = [asyncio.create_task(buffer.admit(uid)) for uid in "defgh"]
+    for uid in "abc":
+        await buffer.commit(group(uid))
+    await buffer.lease(1, 0)
+    await buffer.ack(1)
+    await settle()
+    await buffer.publish(1)
+    await asyncio.wait_for(asyncio.gather(*waits[:3]), 1)
+    assert await buffer.live_uids() == ["d", "e", "f"] and not any(wait.done() for wait in waits[3:])
+    for wait in waits[3:]:
+        await cancelled(wait)
+
+
+async def test_the_ledger_is_read_before_any_other_call(tmp_path):
+    path = tmp_path / "ledger.db"
+    first = AsyncBuffer(schedule(), ledger=path)
+    await fill(first, "a")
+    first._durable.ledger.close()
+    buffer = AsyncBuffer(schedule(), ledger=path)
+    opens = [asyncio.create_task(buffer.open()) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(BufferStateError, match="still reading its ledger"):
+        await buffer.counts()
+    await asyncio.wait_for(asyncio.gather(*opens), 5)
+    await buffer.open()
+    assert await buffer.live_uids() == ["a"]
+    buffer._durable.ledger.close()
+
+
 # What the display shows
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasync.buffer import AsyncBuffer, Group, Partial, Trajectory
+from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.entry import LIVE, State
 from megasync.buffer.ledger import Ledger
@@ -44,9 +45,13 @@ def picture(buffer):
     """Everything about a buffer that decides what it does next."""
     book = buffer.state._book
     entries = {
-        uid: (e.number, e.state, e.group, e.oldest_version, e.claimant, e.partials, e.step * (e.state in STEPPED))
-        for uid, e in book.open.items()
+        e.uid: (
+            *(e.number, e.state, e.group() if callable(e.group) else e.group, e.oldest_version, e.claimant),
+            *(buffer.state.partials(e.uid), e.step * (e.state in STEPPED)),
+        )
+        for e in book.among(*(state for state in State if state is not State.DROPPED))
     }
+    assert entries.keys() == book.open.keys()
     lease = buffer.state._lease and (buffer.state._lease[0], [e.uid for e in buffer.state._lease[1]])
     return entries, list(entries), lease, asdict(buffer.state.standing), buffer.state.counts()
 
@@ -334,8 +339,43 @@ def test_a_damaged_payload_is_named_as_such(buffer, group):
     buffer.commit(group("a", 0, 0))
     (data,) = buffer.ledger._db.execute("SELECT data FROM payloads").fetchone()
     buffer.ledger._db.execute("UPDATE payloads SET data = ?", (data[:-1] + bytes([data[-1] ^ 1]),))
+    again = crash(buffer)
     with pytest.raises(LedgerError, match="is damaged.*generated again"):
-        crash(buffer)
+        again.ledger.check()
+    with pytest.raises(LedgerError, match="is damaged.*generated again"):
+        do(again, "lease", 1, 0)
+    assert "is damaged" in again.state.closed and again.state.counts()["slots"]["finished"] == 1
+    again.ledger.close()
+
+
+def test_a_buffer_that_starts_again_reads_no_token_before_it_is_asked_for(buffer, group, monkeypatch):
+    for uid in "abc":
+        do(buffer, "admit", uid)
+    buffer.commit(group("a", 0, 0))
+    buffer.commit(group("b", 0, 0))
+    do(buffer, "save_partials", {("c", 0, 0): Partial("digest", [7], [-0.1], [0])})
+    decoded = []
+    for name in ("decode_group", "decode_partial"):
+        decode = getattr(ledger_module, name)
+        monkeypatch.setattr(ledger_module, name, lambda data, decode=decode: decoded.append(1) or decode(data))
+    again = crash(buffer)
+    assert again.state.counts()["slots"]["finished"] == 2 and not decoded
+    assert do(again, "lease", 1, 0) == [group("a", 0, 0)] and len(decoded) == 1
+    assert again.state.partials("c") == {(0, 0): Partial("digest", [7], [-0.1], [0])} and len(decoded) == 2
+    written = again.ledger._db.total_changes
+    assert do(again, "lease", 1, 0) == [group("a", 0, 0)] and len(decoded) == 2
+    assert again.ledger._db.total_changes == written, "a group that was only read is not written again"
+    again.ledger.close()
+
+
+def test_a_long_reading_tells_how_far_it_is(buffer, monkeypatch):
+    monkeypatch.setattr(ledger_module, "ROWS", 2)
+    for uid in "abc":
+        do(buffer, "admit", uid)
+    said = []
+    buffer.ledger.close()
+    DurableBuffer(ONE_BY_ONE, None, lambda: 0.0, ledger=buffer.ledger.path, report=said.append).ledger.close()
+    assert said == ["2 groups"]
 
 
 def test_only_one_process_holds_a_ledger(path, buffer):

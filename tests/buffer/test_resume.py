@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from killed import cut_short
 
 from megasync.buffer import AsyncBuffer, Partial, Trajectory
-from megasync.buffer.ledger import Ledger
+from megasync.buffer.ledger import Ledger, begun
 from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
@@ -30,16 +31,17 @@ def prompts():
 class Life:
     """One life of a run's driver, from a checkpoint (step, version) on; `trained` is what that checkpoint stands on."""
 
-    def __init__(self, path, step, version, trained, rng, schedule=SCHEDULE, failures=0.05):
+    def __init__(self, path, step, version, trained, rng, schedule=SCHEDULE, failures=0.05, steps=STEPS):
         self.random, self.step, self.trained, self.failures = rng, step, dict(trained), failures
         self.source = prompts()
         if not path.exists():
             begin_ledger(path, step, version, {}, self.source.state())
-        resumed = resume_ledger(path, schedule, TOTAL, step)
+        self.steps, total = steps, steps * schedule.groups_per_step
+        resumed = resume_ledger(path, schedule, total, step)
         self.source.restore(resumed.origin)
         self.source.skip(resumed.admitted)
         self.version = version if resumed.version == version else resumed.version + 1
-        self.buffer = AsyncBuffer(schedule, TOTAL, ledger=path)
+        self.buffer = AsyncBuffer(schedule, total, ledger=path)
         self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), schedule)
 
     async def answer(self, client, sample):
@@ -55,7 +57,7 @@ class Life:
         rollout = asyncio.create_task(self.rollouter.run())
         try:
             await self.buffer.publish(self.version)
-            while self.step < STEPS:
+            while self.step < self.steps:
                 groups = await self.buffer.lease(self.step + 1, self.version)
                 if self.random.random() < 0.1:
                     return checkpoint
@@ -66,7 +68,7 @@ class Life:
                     return checkpoint
                 self.version += 1
                 await self.buffer.publish(self.version)
-                if self.random.random() < 0.4 or self.step == STEPS:
+                if self.random.random() < 0.4 or self.step == self.steps:
                     checkpoint = self.step, self.version, dict(self.trained)
                 if self.random.random() < 0.1:
                     return checkpoint
@@ -112,6 +114,40 @@ async def test_synchronous_batches_are_those_of_a_run_that_was_never_killed(tmp_
         step, version, trained = await asyncio.wait_for(life.live(), 20)
     source = prompts()
     assert trained == {n: [source.next().uid for _ in range(SCHEDULE.groups_per_step)] for n in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_a_run_may_go_on_with_another_schedule_each_time(tmp_path, seed):
+    """Batches, staleness, window and length of the run change at every start; no group is lost, and nothing hangs."""
+    rng, path = random.Random(f"schedules {seed}"), tmp_path / "ledger.db"
+    step, version, trained, sizes = 0, 0, {}, {}
+    for start in range(100):
+        schedule = ScheduleConfig(
+            groups_per_step=rng.randint(1, 6),
+            samples_per_group=rng.randint(2, 3),
+            max_staleness=rng.randint(0, 2),
+            weight_sync_steps=rng.randint(1, 2),
+            window_fraction=rng.choice([None, 0.3, 1.0]),
+            over_age=rng.choice(["mask", "regenerate", "drop"]),
+            max_inflight_groups=rng.choice([None, 3]),
+        )
+        steps = max(step, rng.randint(8, STEPS)) if start < 6 else max(step, STEPS)
+        life = Life(path, step, version, trained, rng, schedule, steps=steps)
+        before = step
+        step, version, trained = await asyncio.wait_for(life.live(), 20)
+        sizes |= dict.fromkeys(range(before + 1, step + 1), schedule.groups_per_step)
+        counts = life.counts
+        assert counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
+        if step == steps:
+            break
+    assert step == steps and {number: len(batch) for number, batch in trained.items()} == sizes
+    uids = [uid for batch in trained.values() for uid in batch]
+    assert max(Counter(uids).values()) == 1
+    ledger = Ledger(path)
+    admitted = ledger.admitted()
+    ledger.close()
+    source = prompts()
+    assert admitted == [source.next().uid for _ in admitted] and set(uids) <= set(admitted)
 
 
 async def one_step(path, trajectory_of, uids=("0:0", "0:1", "0:2", "0:3")):
@@ -192,6 +228,55 @@ async def test_a_run_without_its_ledger_goes_on_counting(tmp_path, group):
     assert await buffer.counters() == counters | {"trained": 10}
     assert (await buffer.counts())["admitted"] == 12
     buffer._durable.ledger.close()
+
+
+def test_a_ledger_of_nothing_is_no_damage(tmp_path):
+    path = tmp_path / "ledger.db"
+    for empty in (False, True):
+        if empty:
+            path.touch()
+        assert not begun(path)
+        with pytest.raises(LedgerError, match="ended before it began; start it again"):
+            resume_ledger(path, SCHEDULE, TOTAL, 0)
+    begin_ledger(path, 0, 0, {}, {"rows": 5})
+    assert begun(path) and resume_ledger(path, SCHEDULE, TOTAL, 0).origin == {"rows": 5}
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.db"]
+
+
+def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"not a ledger at all" * 100)
+    with pytest.raises(LedgerError, match=r"ledger.db is damaged or not a ledger.*move it away \(with ledger.db-wal\)"):
+        resume_ledger(path, SCHEDULE, TOTAL, 0)
+    path.unlink()
+    path.with_name("ledger.db-wal").write_bytes(b"of another ledger")
+    with pytest.raises(LedgerError, match="is the log of a ledger that is gone; move it"):
+        begin_ledger(path, 0, 0, {}, {})
+
+
+def test_whatever_ends_the_first_second_leaves_no_ledger_or_a_whole_one(tmp_path):
+    setup = """
+from megasync.buffer import resume
+
+def begin(folder): ...
+
+def work(folder):
+    resume.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
+"""
+    modules = ("megasync/buffer/ledger.py", "megasync/buffer/resume.py", "megasync/files.py")
+    cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
+    for case in cases:
+        path = case.folder / "ledger.db"
+        if case.ended == "failed":
+            assert "LedgerError" in case.error and "disk" in case.error
+            assert list(case.folder.iterdir()) == []
+        if case.ended == "done" or path.exists():
+            assert begun(path)
+        else:
+            begin_ledger(path, 0, 0, {}, {"rows": 5})
+            assert [file.name for file in case.folder.iterdir()] == ["ledger.db"], "what a kill left is cleared"
+        assert resume_ledger(path, SCHEDULE, TOTAL, 0).origin == {"rows": 5}
+    assert Counter(case.ended for case in cases)["killed"] > 15 and {"failed", "done"} <= {c.ended for c in cases}
 
 
 async def test_tokens_of_a_version_that_was_never_published_here_keep_its_number_from_being_used(tmp_path, group):

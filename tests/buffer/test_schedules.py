@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasync.buffer import BufferClosed, BufferStateError, Group, Pacing, Trajectory, TrajectoryBuffer
+from megasync.buffer.entry import LIVE, UNFINISHED, State
 from megasync.buffer.state import OVER_AGE
 
 
@@ -48,7 +49,7 @@ class Run:
         return True
 
     def reclaim(self):
-        uid = self.buffer.reclaim()
+        uid = self.buffer.reclaim(self.random.choice(["", f"{self.random.random()}"]))
         if uid is not None:
             assert uid not in self.started and uid in self.admitted and uid not in self.trained
             self.start(uid)
@@ -156,6 +157,35 @@ class Run:
         live = self.buffer.live_uids()
         assert live == sorted(live, key=int) and len(live) == counts["live"]
         assert not set(live) & set(self.trained)
+        # Which takes as long as all the rest together.
+        if self.events.total() % 8 == 0:
+            self.check_index()
+
+    def check_index(self):
+        """The book's indexes against the same questions asked of every open group in turn."""
+        book, window = self.buffer._book, self.pacing.window
+        entries = sorted(book.open.values(), key=lambda entry: entry.number)
+        slots = Counter(entry.state for entry in entries)
+        assert {state: number for state, number in book.slots().items() if number} == slots
+        assert book.live() == sum(slots[state] for state in LIVE)
+        for states in (UNFINISHED, (State.RETURNED,), (State.FINISHED, State.LEASED)):
+            among = [entry for entry in entries if entry.state in states]
+            assert book.among(*states) == among and book.oldest(*states) is next(iter(among), None)
+        eligible, ahead = [], None
+        for entry in entries:
+            if ahead is not None:
+                ahead += 1
+                if ahead >= window:
+                    break
+            elif entry.state in UNFINISHED:
+                ahead = 0
+            if entry.state is State.FINISHED:
+                eligible.append(entry)
+        assert book.ready(window) == len(eligible) and book.batch(len(eligible)) == eligible
+        assert self.buffer.has_batch() == (len(eligible) >= self.pacing.groups_per_step)
+        assert self.buffer.has_returned() == bool(slots[State.RETURNED])
+        claims = {e.claimant: e for e in entries if e.claimant and e.state is State.GENERATING}
+        assert book._claims == claims
 
     def check_batch(self):
         uids = [int(group.uid) for group in self.batch]

@@ -6,16 +6,18 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from processes import command_line, family, living
 
-from megasync.buffer import BufferClosed, BufferStateError, Group, Partial, Trajectory
+from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError, Group, Partial, Trajectory
 from megasync.cluster import buffer_process
 from megasync.cluster.buffer_handle import MAX_DEATHS, BufferHandle
 from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.roles import ROLES
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, TrainingError
@@ -165,6 +167,33 @@ async def test_a_buffer_that_hangs_is_killed_and_goes_on_from_the_ledger(make, m
         await buffer.commit(group("b"))
         assert await lease == [group("a"), group("b")]
     assert not hung.is_running()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_buffer_has_as_long_to_read_its_ledger_as_it_reads_on(make, monkeypatch, tmp_path, hangs: bool) -> None:
+    hung_once = tmp_path / "hung once"
+
+    class SlowBuffer(AsyncBuffer):
+        """Reads for longer than any call may take; the first process may stop in the middle of it."""
+
+        async def open(self) -> None:
+            for read in range(25):
+                self._report(f"{read} groups")
+                if read == 5 and hangs and not hung_once.exists():
+                    hung_once.touch()
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0.1)
+            await super().open()
+
+    monkeypatch.setitem(ROLES, "buffer", replace(ROLES["buffer"], actor=SlowBuffer))
+    monkeypatch.setattr(buffer_process, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(buffer_process, "OPEN_SECONDS", 1.0)
+    monkeypatch.setattr(buffer_process, "PULSE_SECONDS", 0.2)
+    buffer = make()
+    async with asyncio.timeout(PATIENCE):
+        calls = await asyncio.gather(buffer.counts(), buffer.admit("a"), buffer.live_uids())
+    assert calls[0]["capacity"] == 4 and (await buffer.live_uids()) == ["a"]
+    assert len(buffer._deaths) == (1 if hangs else 0)
 
 
 async def test_a_buffer_that_hangs_without_a_ledger_is_an_error(make, monkeypatch) -> None:

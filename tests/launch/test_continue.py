@@ -1,14 +1,18 @@
 """`--continue FILE`: the run that FILE names goes on, and where there is none a new one begins."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from killed import cut_short
 
-from megasync.async_trainer import AsyncTrainer
+from megasync.async_trainer import CUSTOM_FILE, AsyncTrainer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.buffer.resume import begin_ledger
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
-from megasync.continuing import settings
+from megasync.continuing import name_run, settings
 from megasync.errors import CheckpointError, ConfigError
+from megasync.trainer.checkpoint import MARKER, step_path
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def name(config: Config, tmp_path: Path) -> Path:
     run_dir, name = tmp_path / "mini", tmp_path / "this.run"
     run_dir.mkdir()
     save_config(config, run_dir / CONFIG_FILE)
-    (run_dir / LEDGER_FILE).touch()
+    begin_ledger(run_dir / LEDGER_FILE, 0, 0, {}, {})
     name.write_text(f"{run_dir}\n")
     return name
 
@@ -38,8 +42,64 @@ def test_without_the_file_a_new_run_begins(config: Config, config_file: Path, tm
 def test_a_named_run_with_a_ledger_goes_on(config: Config, name: Path, tmp_path: Path) -> None:
     trainer = AsyncTrainer.begin_or_resume(config, name)
     assert trainer._run_dir == tmp_path / "mini" and trainer._checkpoint is None
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_named_run_that_never_began_is_begun_anew_and_told_so(
+    config: Config, name: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, empty: bool
+) -> None:
     (tmp_path / "mini" / LEDGER_FILE).unlink()
-    assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None, "it had not begun"
+    if empty:
+        (tmp_path / "mini" / LEDGER_FILE).touch()
+    assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None
+    assert f"names {tmp_path / 'mini'}, which ended before it began: beginning a new run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "is empty, so it names no run"),
+        (b" \n", "is empty, so it names no run"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"/nowhere/mini\n", "names '/nowhere/mini', which is not a run directory"),
+        (b"/now\x00here", "which is not a run directory"),
+        (b"/" + b"x" * 5000, "which is not a run directory"),
+    ],
+)
+def test_a_file_that_names_no_run_is_an_error_and_never_a_new_run(
+    config: Config, config_file: Path, name: Path, content: bytes, why: str
+) -> None:
+    name.write_bytes(content)
+    for start in (lambda: settings(config_file, [], name), lambda: AsyncTrainer.begin_or_resume(config, name)):
+        with pytest.raises(ConfigError, match=f"--continue .*{why}.*remove .* to begin a new run"):
+            start()
+
+
+def test_a_run_whose_folder_is_gone_is_an_error(config: Config, name: Path, tmp_path: Path) -> None:
+    (tmp_path / "mini").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="has no config.yaml; put the run back there"):
+        AsyncTrainer.begin_or_resume(config, name)
+
+
+def test_a_full_disk_leaves_the_name_of_the_run_as_it_was(tmp_path: Path, name: Path) -> None:
+    setup = """
+from pathlib import Path
+from megasync.continuing import name_run
+
+def begin(folder):
+    (folder / "name").write_text("/runs/one\\n")
+
+def work(folder):
+    name_run(folder / "name", Path("/runs/another"))
+"""
+    (tmp_path / "cases").mkdir()
+    for case in cut_short(setup, tmp_path / "cases", ("megasync/continuing.py", "megasync/files.py"), (0, 5)):
+        assert (case.folder / "name").read_text() in ("/runs/one\n", "/runs/another\n")
+        if case.ended == "failed":
+            assert "ConfigError: --continue" in case.error and "free some space" in case.error
+    before = name.stat().st_ino
+    name_run(name, tmp_path / "mini")
+    assert name.stat().st_ino == before, "a file that names the run already is left alone"
 
 
 def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file: Path) -> None:
@@ -48,6 +108,26 @@ def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file
     (run_dir / CONFIG_FILE).write_bytes(config_file.read_bytes())
     with pytest.raises(CheckpointError, match="nor a ledger to resume from"):
         AsyncTrainer.resume(run_dir)
+
+
+def test_what_cannot_change_in_the_middle_of_a_run_is_refused_before_anything_starts(
+    config: Config, name: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "mini"
+    with pytest.raises(ConfigError, match=r"custom.json cannot be read: .*write \[\] into it"):
+        AsyncTrainer.resume(run_dir)
+    (run_dir / CUSTOM_FILE).write_text("[]")
+    with pytest.raises(ConfigError, match="seed=3 cannot replace 0 when a run is resumed: the uid of every prompt"):
+        AsyncTrainer.resume(run_dir, ["seed=3"])
+    with pytest.raises(ConfigError, match="seed=3 cannot replace 0"):
+        AsyncTrainer.begin_or_resume(replace(config, seed=3), name)
+    changed = AsyncTrainer.resume(run_dir, ["schedule.groups_per_step=8", "schedule.max_staleness=0"])
+    assert changed.config.schedule.groups_per_step == 8 and changed._run_dir == run_dir
+    checkpoint = step_path(run_dir, 7)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).touch()
+    with pytest.raises(ConfigError, match="schedule.total_steps=5 is less than the 7 steps that are trained"):
+        AsyncTrainer.resume(run_dir, ["schedule.total_steps=5"])
 
 
 def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:

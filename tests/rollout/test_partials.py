@@ -1,7 +1,13 @@
 """Only unfinished responses are kept, and only for the very prompt that they answer."""
 
+from megasync.rollout import partials as partials_module
 from megasync.rollout.partials import Partials, prompt_digest
 from megasync.rollout.parts import Parts
+
+
+def unsaved(partials: Partials) -> dict:
+    """All pieces as one, each of them saved."""
+    return {key: partial for piece in partials.unsaved() for key, partial in piece.items()}
 
 
 def grow(parts: Parts, *ids: int) -> None:
@@ -13,20 +19,20 @@ def grow(parts: Parts, *ids: int) -> None:
 def test_only_what_has_grown_since_the_last_save_is_unsaved():
     partials = Partials()
     first, second = (partials.sample("0:1", index).begin(0, [1, 2]) for index in (0, 1))
-    assert partials.unsaved() == {}
+    assert unsaved(partials) == {}
     grow(first, 5, 6)
-    assert [(key, p.token_ids) for key, p in partials.unsaved().items()] == [(("0:1", 0, 0), [5, 6])]
-    assert partials.unsaved() == {}
+    assert [(key, p.token_ids) for key, p in unsaved(partials).items()] == [(("0:1", 0, 0), [5, 6])]
+    assert unsaved(partials) == {}
     grow(first, 7)
     grow(second, 8)
-    assert {key: p.token_ids for key, p in partials.unsaved().items()} == {("0:1", 0, 0): [5, 6, 7], ("0:1", 1, 0): [8]}
+    assert {key: p.token_ids for key, p in unsaved(partials).items()} == {("0:1", 0, 0): [5, 6, 7], ("0:1", 1, 0): [8]}
 
 
 def test_a_copy_is_saved_not_the_growing_response():
     partials = Partials()
     parts = partials.sample("0:1", 0).begin(0, [1])
     grow(parts, 5)
-    (saved,) = partials.unsaved().values()
+    (saved,) = unsaved(partials).values()
     grow(parts, 6)
     assert (saved.token_ids, saved.prompt_digest) == ([5], prompt_digest([1]))
 
@@ -36,7 +42,7 @@ def test_a_finished_turn_is_not_continued():
     sample = partials.sample("0:1", 0)
     grow(sample.begin(0, [1]), 5)
     sample.end(0)
-    assert partials.unsaved() == {}
+    assert unsaved(partials) == {}
     assert sample.begin(0, [1]).token_ids == []
 
 
@@ -51,12 +57,44 @@ def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
 def test_what_was_saved_is_put_back_and_counts_as_saved():
     partials, later = Partials(), Partials()
     grow(partials.sample("0:1", 2).begin(1, [1]), 5, 6)
-    saved = {(sample, turn): partial for (_, sample, turn), partial in partials.unsaved().items()}
+    saved = {(sample, turn): partial for (_, sample, turn), partial in unsaved(partials).items()}
     later.restore("0:1", saved)
-    assert later.unsaved() == {}
+    assert unsaved(later) == {}
     parts = later.sample("0:1", 2).begin(1, [1])
     assert (parts.token_ids, parts.logprobs, parts.versions) == ([5, 6], [-0.5, -0.5], [1, 1])
     grow(parts, 7)
-    assert [p.token_ids for p in later.unsaved().values()] == [[5, 6, 7]]
+    assert [p.token_ids for p in unsaved(later).values()] == [[5, 6, 7]]
     later.forget("0:1")
     assert later.sample("0:1", 2).begin(1, [1]).token_ids == []
+
+
+def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_again(monkeypatch):
+    monkeypatch.setattr(partials_module, "PIECE_TOKENS", 4)
+    partials = Partials()
+    for uid in range(4):
+        for index in range(2):
+            grow(partials.sample(f"0:{uid}", index).begin(0, [1]), *range(2))
+    pieces = partials.unsaved()
+    assert list(next(pieces)) == [("0:0", 0, 0), ("0:0", 1, 0)]
+    assert list(next(pieces)) == [("0:1", 0, 0), ("0:1", 1, 0)]
+    # Saving the second one fails; meanwhile a group has ended, and another one grown.
+    pieces.close()
+    partials.forget("0:2")
+    grow(partials.sample("0:3", 1).begin(0, [1]), 9, 9)
+    sizes = [{key[0]: len(partial.token_ids) for key, partial in piece.items()} for piece in partials.unsaved()]
+    assert sizes == [{"0:1": 2}, {"0:3": 4}]
+    assert unsaved(partials) == {}
+
+
+def test_groups_may_end_between_two_pieces(monkeypatch):
+    monkeypatch.setattr(partials_module, "PIECE_TOKENS", 1)
+    partials = Partials()
+    for uid in range(3):
+        grow(partials.sample(f"0:{uid}", 0).begin(0, [1]), 5)
+    pieces = partials.unsaved()
+    next(pieces)
+    for uid in range(2):
+        partials.forget(f"0:{uid}")
+    grow(partials.sample("0:4", 0).begin(0, [1]), 5)
+    assert [list(piece) for piece in pieces] == [[("0:2", 0, 0)]]
+    assert list(unsaved(partials)) == [("0:4", 0, 0)]

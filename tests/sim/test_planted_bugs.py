@@ -57,7 +57,7 @@ def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
     """A publication frees the slot of a group that was not trained, which is then nowhere."""
     PUBLISH(self, version)
     for uid in self.live_uids()[:1]:
-        del self._book.open[uid]
+        self._book._leave(self._book.open[uid])
 
 
 PUBLISH = TrajectoryBuffer.publish
@@ -83,9 +83,9 @@ def counts_recovery(self: Watchdog) -> Iterator[None]:
         (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks"),
         (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound"),
         (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained"),
-        (AsyncBuffer, "_wake_all", lambda self: None, "no group was finished|is not over|could wake"),
         (Watchdog, "bounded", counts_recovery, "no group was finished"),
         (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts"),
+        (AsyncBuffer, "_wake_next", lambda self: None, "no group was finished|is not over|could wake"),
         (Controller, "_train", saves_too_early, "does not fit the last trained step"),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),

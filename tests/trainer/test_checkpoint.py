@@ -1,6 +1,9 @@
 """A checkpoint is whole or absent, and a run that goes on from one is the run that never stopped."""
 
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +83,42 @@ def test_another_layout_is_refused_by_name(broken):
     for rank in broken:
         assert "its topology is Topology(tensor=2" in rank["layout"]
         assert "is not a whole checkpoint" in rank["absent"]
+
+
+def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, monkeypatch):
+    """On a network file system no host can sync what another one wrote."""
+    order, sync, replace = [], os.fsync, os.replace
+
+    def synced(handle):
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name.lstrip(".").partition(".")[0])
+        sync(handle)
+
+    def replaced(source, target):
+        order.append(f"-> {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(checkpoint, "together", lambda work, *_: work())
+    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
+    layout = SimpleNamespace(writers=lambda rank: {"w": rank})
+    path = checkpoint.step_path(tmp_path, 3)
+    for rank in (1, 0):
+        if rank:
+            path.with_name(path.name + checkpoint.PARTIAL).mkdir(parents=True)
+            monkeypatch.setattr(checkpoint, "_make_room", lambda *_: None)
+        checkpoint.save(
+            path, checkpoint.Shard(layout, "float32", rank, {"w": torch.ones(2)}, {}), {}, torch.device("cpu")
+        )
+        if rank:
+            assert order == ["model-00001", "optimizer-1"]
+            order.clear()
+    assert order[:2] == ["model-00000", "optimizer-0"]
+    assert [name for name in order if name.startswith("->")] == [
+        *("-> layout.json", "-> state.json", "-> COMPLETE", "-> step-00000003")
+    ]
+    assert order[-4:] == [path.name, "-> step-00000003", "checkpoints", tmp_path.name]
+    assert checkpoint.latest(tmp_path) == path
 
 
 def whole(run, step):

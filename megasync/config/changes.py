@@ -1,0 +1,133 @@
+"""Which keys may differ when a run is resumed, and why each of the others may not.
+
+`FIXED` and `FREE` are the whole ruling, as data: the longest entry that a key is, or lies in, decides. Sections that hold
+both kinds are listed key by key, so that a new key there has to be ruled on; a test asks for every key of the schema. What
+a free key means for groups that are under way is in docs/buffer.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megasync.config.limits import value_of
+from megasync.config.load import schema_keys, section_of
+from megasync.config.schema import Config
+from megasync.errors import ConfigError
+
+_PLACED = "the run's directory has its place; move the folder instead, while nobody runs it"
+_ORDER = "the uid of every prompt, trained or under way, names a row in the order that this gives; start a new run"
+_SHARDS = "every rank's part of the checkpoints follows from it; export the newest one and start a new run from that"
+_DISTRIBUTION = (
+    "groups that are finished, and responses that go on, were sampled with it, and are trained on that distribution; export "
+    "the newest checkpoint and start a new run from that"
+)
+
+FIXED = {
+    "name": _PLACED,
+    "run_root": _PLACED,
+    "seed": _ORDER,
+    "model.path": (
+        "the run's tokens and reference weights come from that folder; when it was moved, put a symbolic link at its old place"
+    ),
+    "model.dtype": _SHARDS,
+    "data.train": _ORDER,
+    "data.shuffle": _ORDER,
+    # Solved examples are taken out of the training rows.
+    "data.prompt.examples": _ORDER,
+    "rollout.sampling.temperature": _DISTRIBUTION,
+    "rollout.sampling.top_p": _DISTRIBUTION,
+    "rollout.sampling.top_k": _DISTRIBUTION,
+    "trainer.tensor_parallel": _SHARDS,
+    "trainer.pipeline_parallel": _SHARDS,
+    "trainer.data_parallel": _SHARDS,
+    "trainer.expert_parallel": _SHARDS,
+    "trainer.expert_tensor_parallel": _SHARDS,
+    "trainer.virtual_pipeline": _SHARDS,
+    "trainer.first_stage_layers": _SHARDS,
+    "trainer.last_stage_layers": _SHARDS,
+    "trainer.distributed_optimizer": _SHARDS,
+}
+
+FREE = frozenset(
+    {
+        # Only `megasync plan` reads it.
+        "model.config",
+        "data.eval",
+        *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
+        # The buffer counts what remains in groups of the present size, and treats what is too old now as `over_age` says.
+        *(f"schedule.{key}" for key in ("total_steps", "groups_per_step", "samples_per_group", "max_staleness")),
+        *(f"schedule.{key}" for key in ("weight_sync_steps", "max_inflight_groups", "partial_rollout")),
+        *(f"schedule.{key}" for key in ("window_fraction", "over_age", "stop_at_score")),
+        # Servers, and what is run on them, are started anew. Finished groups keep their rewards.
+        "rollout",
+        *(f"rollout.sampling.{key}" for key in ("max_new_tokens", "stop")),
+        # Optimizer state holds moments, no hyperparameters.
+        *(f"trainer.{key}" for key in ("sequence_parallel", "tokens_per_microbatch", "minibatches", "recompute")),
+        *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
+        "algorithm",
+        "sync",
+        "eval",
+        "reward_models",
+        "checkpoint",
+        # A run may go on elsewhere; ranks of another kind refuse the checkpoint.
+        "cluster",
+        "timeouts",
+        "observe",
+    }
+)
+# Of these sections every key is named above.
+KEY_BY_KEY = ("", "model", "data", "data.prompt", "schedule", "rollout.sampling", "trainer")
+
+
+def why_fixed(key: str) -> str | None:
+    """Why a key must stay when a run is resumed, and what to do instead; None for one that may change.
+
+    Raises KeyError for a key that nobody has ruled on.
+    """
+    entry = key
+    while entry not in FIXED and entry not in FREE:
+        entry, dot, _ = entry.rpartition(".")
+        if not dot or entry in KEY_BY_KEY:
+            raise KeyError(f"{key} is neither in FIXED nor in FREE of {__name__}")
+    return FIXED.get(entry)
+
+
+def changeable() -> list[str]:
+    """Every key that may change when a run is resumed."""
+    return [key for key in _leaves() if why_fixed(key) is None]
+
+
+def fixed() -> list[str]:
+    """Every other key."""
+    return [key for key in _leaves() if why_fixed(key) is not None]
+
+
+def check_changes(before: Config, after: Config, step: int) -> None:
+    """Refuses what a run that has trained ``step`` steps cannot be resumed with. Raises ConfigError with every reason."""
+    wrong = [
+        f"{key}={_shown(new)} cannot replace {_shown(old)} when a run is resumed: {why_fixed(key)}"
+        for key, old, new in changes(before, after)
+        if why_fixed(key) is not None
+    ]
+    if after.schedule.total_steps < step:
+        wrong.append(
+            f"schedule.total_steps={after.schedule.total_steps} is less than the {step} steps that are trained; name at "
+            f"least {step}"
+        )
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value after) of each key that differs."""
+    pairs = ((key, value_of(before, key), value_of(after, key)) for key in _leaves())
+    return [(key, old, new) for key, old, new in pairs if old != new]
+
+
+def _leaves() -> list[str]:
+    return [key for key, hint in schema_keys() if section_of(hint) is None]
+
+
+def _shown(value: Any) -> str:
+    """As it is typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,68 @@
+"""Every key is ruled on: a resumed run may change it, or it is refused by name with the reason and the fix."""
+
+import pytest
+
+from megasync.config import Config, load_config
+from megasync.config.changes import FIXED, FREE, KEY_BY_KEY, changeable, changes, check_changes, why_fixed
+from megasync.config.load import schema_keys, section_of
+from megasync.errors import ConfigError
+
+SECTIONS = {key for key, hint in schema_keys() if section_of(hint) is not None} | {""}
+LEAVES = [key for key, hint in schema_keys() if section_of(hint) is None]
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_key_of_the_schema_is_ruled_on(key):
+    reason = why_fixed(key)
+    assert reason is None or (len(reason) > 40 and ";" in reason), "a reason says what to do instead"
+    assert (key in changeable()) == (reason is None)
+
+
+def test_a_ruling_is_about_a_key_that_is_there_and_says_one_thing():
+    assert FIXED.keys().isdisjoint(FREE)
+    assert FIXED.keys() | FREE <= {*LEAVES, *SECTIONS}
+    assert SECTIONS >= set(KEY_BY_KEY)
+
+
+@pytest.mark.parametrize("section", KEY_BY_KEY)
+def test_a_new_key_of_a_section_with_both_kinds_has_to_be_ruled_on(section):
+    with pytest.raises(KeyError, match="neither in FIXED nor in FREE"):
+        why_fixed(f"{section}.something_new".lstrip("."))
+
+
+def test_keys_below_a_name_of_the_authors_own_follow_their_section():
+    assert why_fixed("eval.sets.mine.repeats") is None
+    assert why_fixed("reward_models.judge.servers") is None
+
+
+def minimal(*overrides: str) -> Config:
+    return load_config({"model": {"path": "m"}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 cannot replace 1 .*export the newest"),
+        ("rollout.sampling.temperature=0.5", r"temperature=0.5 cannot replace 1.0 .*that distribution"),
+        ("data.shuffle=false", "data.shuffle=false cannot replace true .*start a new run"),
+        ("model.path=elsewhere", "model.path=elsewhere cannot replace m .*symbolic link"),
+        ("data.train={kind: digits, source: addition}", "data.train.kind=digits cannot replace null"),
+        ("seed=3", "seed=3 cannot replace 0"),
+    ],
+)
+def test_what_cannot_change_is_refused_by_name(override, words):
+    with pytest.raises(ConfigError, match=words):
+        check_changes(minimal(), minimal(override), 0)
+
+
+def test_all_reasons_are_given_at_once():
+    with pytest.raises(ConfigError, match=r"seed=3 .*model.dtype=float32 .*total_steps=5 is less than the 7 steps"):
+        check_changes(minimal(), minimal("seed=3", "model.dtype=float32", "schedule.total_steps=5"), 7)
+
+
+def test_what_may_change_passes():
+    overrides = ("schedule.groups_per_step=3", "timeouts.request=7", "cluster.device=cpu", "schedule.total_steps=7")
+    check_changes(minimal(), minimal(*overrides), 7)
+    found = {key: (old, new) for key, old, new in changes(minimal(), minimal(*overrides))}
+    assert found.keys() == {override.partition("=")[0] for override in overrides}
+    assert found["schedule.groups_per_step"] == (16, 3)

@@ -1,0 +1,157 @@
+"""Small files are replaced whole or not at all, whatever ends the process; and no other way of writing one is used."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from killed import cut_short
+
+import megasync
+from megasync import files
+from megasync.files import atomic_write, rename_to_disk, to_disk, tree_to_disk
+
+
+def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    atomic_write(file, "é\n")
+    assert file.read_bytes() == "é\n".encode()
+    atomic_write(file, b"\x00")
+    assert file.read_bytes() == b"\x00"
+    (tmp_path / "link").symlink_to(file)
+    atomic_write(tmp_path / "link", "through a link")
+    assert (tmp_path / "link").is_symlink() and file.read_text() == "through a link"
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["a", "link"]
+
+
+def test_a_kill_at_any_line_or_a_full_disk_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    setup = """
+from megasync.files import atomic_write
+
+def begin(folder):
+    (folder / "a").write_text("old")
+
+def work(folder):
+    atomic_write(folder / "a", "new" * 1000)
+"""
+    cases = cut_short(setup, tmp_path, ("megasync/files.py",), (0, 1, 2999, 3000))
+    seen = set()
+    for case in cases:
+        found = (case.folder / "a").read_text()
+        assert found in ("old", "new" * 1000)
+        assert (found == "old") or case.ended != "failed"
+        seen.add((case.ended, found[:3]))
+        if case.ended != "killed":
+            assert [left.name for left in case.folder.iterdir()] == ["a"]
+    assert seen == {("killed", "old"), ("killed", "new"), ("failed", "old"), ("done", "new")}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failure_at_any_call_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    file = tmp_path / "a"
+    file.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="no"):
+        atomic_write(file, "new")
+    monkeypatch.undo()
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_the_content_is_on_disk_before_its_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        sync(handle)
+
+    def replaced(source: Path, target: Path) -> None:
+        order.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    atomic_write(tmp_path / "a", "x")
+    part, *rest = order
+    assert part.startswith(".a.") and rest == ["rename", tmp_path.name]
+    order.clear()
+    (tmp_path / "draft" / "below").mkdir(parents=True)
+    (tmp_path / "draft" / "below" / "file").touch()
+    tree_to_disk(tmp_path / "draft")
+    rename_to_disk(tmp_path / "draft", tmp_path / "done")
+    assert order == ["below", "file", "draft", "rename", tmp_path.name]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EINVAL, "cannot")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    to_disk(tmp_path)
+    (tmp_path / "a").touch()
+    with pytest.raises(OSError, match="cannot"):
+        to_disk(tmp_path / "a")
+
+
+# Other ways to write a file, and why each of these is none of a run's small files.
+OTHERWISE = {
+    "files.py": "atomic_write itself",
+    "chaos.py": "a log, appended to",
+    "launch/ray_logs.py": "copies of logs",
+    "observe/evaluation.py": "answers, appended to while the evaluation goes on",
+    "observe/metrics.py": "a log, appended to; a torn last line is dropped",
+    "observe/samples.py": "a log, appended to; a torn last line is dropped",
+    "preflight/cluster_checks.py": "a probe of a shared folder, removed again",
+    "rewards/sandbox.py": "a program's scratch folder",
+    "rollout/engine_blueprint.py": "a scratch folder of two processes",
+    "rollout/process.py": "a log, appended to",
+    "run_lock.py": "the lock itself: its inode must stay",
+    "sim/ranks.py": "a simulated checkpoint",
+    "sync/disk_writer.py": "weights, with their own sync, in a folder that is sealed later",
+    "trainer/checkpoint.py": "a shard, with its own sync, in a folder that is renamed later",
+}
+
+
+def test_no_module_writes_a_small_file_in_another_way() -> None:
+    root = Path(megasync.__file__).parent
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if _writes(node)]
+        if lines:
+            found[str(path.relative_to(root))] = lines
+    assert found.keys() <= OTHERWISE.keys(), f"use megasync.files.atomic_write, or say why not: {found}"
+    assert OTHERWISE.keys() <= found.keys(), "a reason without a writer"
+
+
+def _writes(node: ast.AST) -> bool:
+    """`x.write_text(...)`, `x.write_bytes(...)`, `open(..., mode)` and `x.open(mode)` with a mode that writes."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in ("write_text", "write_bytes"):
+        return True
+    modes = [*node.args[:2], *(word.value for word in node.keywords if word.arg == "mode")]
+    texts = [mode.value for mode in modes if isinstance(mode, ast.Constant) and isinstance(mode.value, str)]
+    return name in ("open", "fdopen") and any(set(text) <= set("rwaxbt+") and set(text) & set("wax+") for text in texts)
+
+
+def test_the_module_needs_nothing_heavy() -> None:
+    imported = {
+        node.module
+        for node in ast.walk(ast.parse(Path(files.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert not any(module.startswith("megasync") for module in imported)
