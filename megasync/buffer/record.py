@@ -10,7 +10,10 @@ from megasync.buffer.entry import Entry
 
 @dataclass(slots=True)
 class Standing:
-    """Where the buffer stands, apart from its groups."""
+    """Where the buffer stands, apart from its groups.
+
+    Dicts are replaced, never changed in place: the ledger tells a changed value by its identity first.
+    """
 
     # The published version.
     version: int = 0

@@ -239,7 +239,7 @@ class TrajectoryBuffer:
             raise BufferStateError(f"step {step} cannot be acknowledged: it has no batch ({held})")
         for entry in self._lease[1]:
             self._book.train(entry)
-            self.standing.failed_attempts.pop(entry.uid, None)
+            self._forget_attempts(entry.uid)
         self.standing.last_step, self._lease = step, None
         if step >= self.standing.failed_step.get("step", 0):
             self.standing.set_aside_in_a_row = 0
@@ -258,8 +258,8 @@ class TrajectoryBuffer:
             raise BufferStateError(f"step {step} cannot have failed: it has no batch")
         batch, failed = self._lease[1], standing.failed_attempts
         self._put_back()
-        for entry in batch:
-            failed[entry.uid] = failed.get(entry.uid, 0) + 1
+        failed = failed | {entry.uid: failed.get(entry.uid, 0) + 1 for entry in batch}
+        standing.failed_attempts = failed
         attempt = max(failed[entry.uid] for entry in batch)
         worn = [entry for entry in batch if failed[entry.uid] >= attempts and entry.state is not State.DROPPED]
         if standing.set_aside_in_a_row >= most_in_a_row:
@@ -427,8 +427,13 @@ class TrajectoryBuffer:
         return self._keep(entry, group, [t for t in masked if t.oldest_version is not None])
 
     def _drop(self, entry: Entry, reason: str) -> None:
-        self.standing.failed_attempts.pop(entry.uid, None)
+        self._forget_attempts(entry.uid)
         self._book.drop(entry, reason, self.standing.last_step + 1)
+
+    def _forget_attempts(self, uid: str) -> None:
+        failed = self.standing.failed_attempts
+        if uid in failed:
+            self.standing.failed_attempts = {other: times for other, times in failed.items() if other != uid}
 
     def _put_back(self) -> None:
         """The batch that is out is finished as before, or, where it has grown too old, treated as over-age."""

@@ -64,6 +64,7 @@ FREE = frozenset(
         # Optimizer state holds moments, no hyperparameters.
         *(f"trainer.{key}" for key in ("sequence_parallel", "tokens_per_microbatch", "minibatches", "recompute")),
         *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
+        *(f"trainer.{key}" for key in ("step_attempts", "max_failed_steps")),
         "algorithm",
         "sync",
         "eval",
