@@ -20,6 +20,7 @@ from megasync.errors import ConfigError, DataError, ServerError
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.rollout.workflow import name_of
+from megasync.threads import AllStuck, Late
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class AgentWorkflow:
     """`rollout(client, sample)` for an agent, which is called with the keywords `base_url`, `api_key`, `sample`, `model`.
 
     It returns the sample's reward, None (the reward function scores the last answer), or a dictionary with "reward" and
-    metrics. `deadline` is in seconds, from its call to its return. Raises ConfigError for one that does not take these.
+    metrics. `deadline` is in seconds, from the moment it begins to its return: a sync agent's wait for a thread does not
+    count. Raises ConfigError for one that does not take these.
     """
 
     def __init__(
@@ -81,20 +83,25 @@ class AgentWorkflow:
         await self._gateway.close()
 
     async def _returned(self, **arguments: Any) -> Any:
-        call = asyncio.create_task(self._loop.call(**arguments))
-        # Asked to end and not waited for: an agent that ignores its cancellation must not hold up the run.
+        call = asyncio.ensure_future(self._loop.call(self._deadline, **arguments))
         try:
-            ended, _ = await asyncio.wait({call}, timeout=self._deadline)
+            await asyncio.wait({call})
         finally:
             call.cancel()
-        if not ended:
+        if call.cancelled():
+            raise DataError(f"the agent {self._name} ended by a cancellation of its own")
+        try:
+            return call.result()
+        except Late:
             raise DataError(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it less "
                 f"to do"
-            )
-        if call.cancelled():
-            raise DataError(f"the agent {self._name} ended by a cancellation of its own")
-        return call.result()
+            ) from None
+        except AllStuck as error:
+            raise DataError(
+                f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a deadline "
+                f"of its own"
+            ) from None
 
     def _outcome(self, result: Any) -> tuple[float | None, dict[str, float]]:
         metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}

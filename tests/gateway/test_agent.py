@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import openai as package
 import pytest
@@ -250,9 +251,24 @@ async def test_sync_agents_are_limited_by_their_threads():
         running.pop()
 
     loop = AgentLoop(busy, threads=2)
-    await asyncio.gather(*(loop.call() for _ in range(6)))
+    await asyncio.gather(*(loop.call(20.0) for _ in range(6)))
     assert max(most) == 2
     await loop.close()
+
+
+async def test_a_sync_agent_that_waits_for_a_thread_is_not_late():
+    client = SimpleNamespace(conversation=SimpleNamespace(generations=[1], trajectories=lambda reward, metrics: reward))
+    held = threading.Lock()
+
+    def agent(base_url, api_key, sample, model):
+        with held:
+            time.sleep(0.1)
+        return 1.0
+
+    workflow = AgentWorkflow(agent, GatewayConfig(threads=1), SamplingConfig(), "m", deadline=2.0)
+    # Together they take longer than one of them may.
+    assert await asyncio.gather(*(workflow(client, {}) for _ in range(25))) == [1.0] * 25
+    await workflow.close()
 
 
 async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
@@ -265,7 +281,7 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
             ended.set()
 
     loop = AgentLoop(forever, threads=1)
-    call = asyncio.create_task(loop.call())
+    call = asyncio.create_task(loop.call(60.0))
     while loop._thread is None:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
