@@ -9,14 +9,13 @@ import asyncio
 import functools
 import inspect
 import logging
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError, ServerError
+from megasync.finite import finite_float
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.rollout.workflow import name_of
@@ -103,15 +102,14 @@ class AgentWorkflow:
                 f"of its own"
             ) from None
 
-    def _outcome(self, result: Any) -> tuple[float | None, dict[str, float]]:
+    def _outcome(self, result: Any) -> tuple[float | None, dict[str, Any]]:
+        """The metrics are checked where all workflows' are."""
         metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        for name, value in metrics.items():
-            if value is None and name == "reward":
-                continue
-            if not isinstance(name, str) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise DataError(
-                    f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
-                    f"not {result!r:.200}"
-                )
-        reward = metrics.pop("reward", None)
-        return None if reward is None else float(reward), {name: float(value) for name, value in metrics.items()}
+        given = metrics.pop("reward", None)
+        reward = finite_float(given)
+        if reward is None and given is not None:
+            raise DataError(
+                f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
+                f"not {result!r:.200}"
+            )
+        return reward, metrics

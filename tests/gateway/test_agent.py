@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import openai as package
 import pytest
 from fake_sglang import hang
@@ -43,6 +44,7 @@ def returning(value):
         ({"reward": 0.5, "found": 3}, 0.5, {"found": 3.0}),
         ({"found": 3}, None, {"found": 3.0}),
         ({"reward": None}, None, {}),
+        ({"reward": np.float32(0.5), "found": np.int64(3)}, 0.5, {"found": 3}),
     ],
 )
 async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, metrics):
@@ -52,7 +54,7 @@ async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, m
     assert trajectory.metrics == {"turns": 1.0, "turns_realigned": 0.0, "turns_forked": 0.0} | metrics
 
 
-@pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, {"found": None}, [1.0]])
+@pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, 10**400, [1.0, 2.0]])
 async def test_other_results_are_errors_that_show_them(rig, value):
     rig.write("x")
     with pytest.raises(DataError, match=r"returning.*agent must return a finite reward"):
