@@ -41,7 +41,11 @@ class Embedder:
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         import torch
 
-        tokens = self._tokenizer(list(texts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        # A passage may hold the names of special tokens; it is text all the same.
+        plain = {"split_special_tokens": True}
+        tokens = self._tokenizer(
+            list(texts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt", **plain
+        )
         with torch.inference_mode():
             states = self._model(**tokens).last_hidden_state
             mask = tokens["attention_mask"].unsqueeze(-1)

@@ -1,17 +1,22 @@
 """From a row to the token ids that the servers get: a raw template with solved examples, or the chat template.
 
 Invariant: every prompt that leaves this module is non-empty, at most `prompt.max_tokens` long, and made of ids of the
-model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts.
+model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts. Special tokens come from a
+template, never from a row (`OutsideText`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.config.schema import PromptConfig
+from megasync.data.outside_text import OutsideText, plain
 from megasync.data.rows import is_messages
 from megasync.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 def split_examples(
@@ -43,7 +48,9 @@ class Renderer:
         self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size
-        self._preamble = config.system + "".join(_example(config, row, n) for n, row in enumerate(examples))
+        self._outside = OutsideText(tokenizer)
+        shown = "".join(_example(config, self._outside.guard(row), n) for n, row in enumerate(examples))
+        self._preamble = config.system + shown
 
     @property
     def chat(self) -> bool:
@@ -51,11 +58,15 @@ class Renderer:
 
     def text(self, row: Mapping[str, Any]) -> str:
         """The prompt as the model sees it, special tokens of the chat template included."""
+        return plain(self._guarded(row))
+
+    def _guarded(self, row: Mapping[str, Any]) -> str:
         if self.chat:
-            return self._tokenizer.apply_chat_template(self.messages(row), tokenize=False, add_generation_prompt=True)
+            messages = self._outside.guard(self.messages(row))
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if is_messages(row["prompt"]):
             raise DataError("a row's prompt is a list of chat messages; set data.prompt.format=chat")
-        return self._preamble + _fill("data.prompt.template", self._config.template, row)
+        return self._preamble + _fill("data.prompt.template", self._config.template, self._outside.guard(row))
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The prompt as chat messages, the system message first."""
@@ -67,7 +78,7 @@ class Renderer:
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
         # A chat template writes its own special tokens; plain text gets those that the tokenizer adds.
-        ids = list(self._tokenizer(self.text(row), add_special_tokens=not self.chat)["input_ids"])
+        ids = self._outside.encode(self._guarded(row), add_special_tokens=not self.chat)
         if not ids:
             raise DataError(f"the prompt {row['prompt']!r:.80} has no tokens; a prompt needs at least one")
         if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
@@ -80,6 +91,12 @@ class Renderer:
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Token ids of every row. Raises DataError with the number of prompts that are too long and the first of them."""
         rendered = [self.prompt_ids(row) for row in rows]
+        if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
+            log.warning(
+                "%d of %d prompts hold names of special tokens, which are encoded as text; special tokens that a prompt needs "
+                "belong into data.prompt.template",
+                *(marked, len(rows)),
+            )
         limit = self._config.max_tokens
         if long := [number for number, ids in enumerate(rendered) if len(ids) > limit]:
             first = long[0]

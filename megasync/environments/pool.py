@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
+from megasync.finite import finite_float
 from megasync.rollout.workflow import name_of
 
 log = logging.getLogger(__name__)
@@ -112,12 +112,12 @@ class Episode:
         answer = await self._call("step", action)
         try:
             observation, reward, done = answer
-            step = Step(observation, float(reward), bool(done))
-        except (TypeError, ValueError):
+            number, ended = finite_float(reward), bool(done)
+        except Exception:  # noqa: BLE001 - whatever a user's environment returned
             raise self._error(f"step must return (observation, reward, done), not {answer!r:.200}") from None
-        if not isinstance(observation, str) or not math.isfinite(step.reward):
+        if not isinstance(observation, str) or number is None:
             raise self._error(f"step must return text and a finite reward, not {answer!r:.200}")
-        return step
+        return Step(observation, number, ended)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         self.sound = False

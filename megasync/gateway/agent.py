@@ -9,17 +9,17 @@ import asyncio
 import functools
 import inspect
 import logging
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError, ServerError
+from megasync.finite import finite_float
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.rollout.workflow import name_of
+from megasync.threads import AllStuck, Late
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,8 @@ class AgentWorkflow:
     """`rollout(client, sample)` for an agent, which is called with the keywords `base_url`, `api_key`, `sample`, `model`.
 
     It returns the sample's reward, None (the reward function scores the last answer), or a dictionary with "reward" and
-    metrics. `deadline` is in seconds, from its call to its return. Raises ConfigError for one that does not take these.
+    metrics. `deadline` is in seconds, from the moment it begins to its return: a sync agent's wait for a thread does not
+    count. Raises ConfigError for one that does not take these.
     """
 
     def __init__(
@@ -81,30 +82,34 @@ class AgentWorkflow:
         await self._gateway.close()
 
     async def _returned(self, **arguments: Any) -> Any:
-        call = asyncio.create_task(self._loop.call(**arguments))
-        # Asked to end and not waited for: an agent that ignores its cancellation must not hold up the run.
+        call = asyncio.ensure_future(self._loop.call(self._deadline, **arguments))
         try:
-            ended, _ = await asyncio.wait({call}, timeout=self._deadline)
+            await asyncio.wait({call})
         finally:
             call.cancel()
-        if not ended:
+        if call.cancelled():
+            raise DataError(f"the agent {self._name} ended by a cancellation of its own")
+        try:
+            return call.result()
+        except Late:
             raise DataError(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it less "
                 f"to do"
-            )
-        if call.cancelled():
-            raise DataError(f"the agent {self._name} ended by a cancellation of its own")
-        return call.result()
+            ) from None
+        except AllStuck as error:
+            raise DataError(
+                f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a deadline "
+                f"of its own"
+            ) from None
 
-    def _outcome(self, result: Any) -> tuple[float | None, dict[str, float]]:
+    def _outcome(self, result: Any) -> tuple[float | None, dict[str, Any]]:
+        """The metrics are checked where all workflows' are."""
         metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        for name, value in metrics.items():
-            if value is None and name == "reward":
-                continue
-            if not isinstance(name, str) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise DataError(
-                    f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
-                    f"not {result!r:.200}"
-                )
-        reward = metrics.pop("reward", None)
-        return None if reward is None else float(reward), {name: float(value) for name, value in metrics.items()}
+        given = metrics.pop("reward", None)
+        reward = finite_float(given)
+        if reward is None and given is not None:
+            raise DataError(
+                f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
+                f"not {result!r:.200}"
+            )
+        return reward, metrics

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasync.rollout.workflow import name_of
-from megasync.threads import DaemonThreads
+from megasync.threads import DaemonThreads, Late
 
 # Seconds for cancelled agents to end when the run does.
 _CLOSE_SECONDS = 5.0
@@ -30,11 +30,23 @@ class AgentLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    async def call(self, **arguments: Any) -> Any:
-        """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone."""
+    async def call(self, seconds: float, /, **arguments: Any) -> Any:
+        """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone.
+
+        Raises Late `seconds` after the function began, and AllStuck when sync calls hold all threads past their deadline.
+        """
         if not self._async:
-            return await self._threads.call(self._function, self._name, **arguments)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(arguments), self._started()))
+            return await self._threads.call(self._function, self._name, seconds, **arguments)
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(arguments), self._started()))
+        # Asked to end and not waited for: an agent that ignores its cancellation must not hold up the run.
+        try:
+            await asyncio.wait({call}, timeout=seconds)
+        finally:
+            late = not call.done()
+            call.cancel()
+        if late:
+            raise Late(f"{self._name} did not return within {seconds:g} s")
+        return call.result()
 
     async def close(self) -> None:
         """Ends the loop, after its agents; one that blocks it is left behind."""

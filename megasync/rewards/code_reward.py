@@ -5,7 +5,10 @@ The program is the last fenced code block of the completion; without one the sco
 
 - a list of {"input": text, "output": text}: the program reads the input and must print the output, where white space at
   line ends and at the end does not count; or
-- Python text, such as assert statements, which runs after the program and must come to its end.
+- Python text, such as assert statements, which uses what the program defines and must come to its end. It runs in a
+  sandbox of its own (`sandbox_link`).
+
+Invariant: no expected output, and no verdict, is ever where the program could read or change it.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ import asyncio
 import logging
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from megasync.errors import DataError
-from megasync.rewards.sandbox import Limits, network_is_cut, run_program
+from megasync.rewards.sandbox import Limits, isolation, network_is_cut, run_check, run_program, sweep
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class CodeReward:
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
+        self._swept = False
         if not network_is_cut():
             if require_no_network:
                 raise TypeError(
@@ -59,11 +62,20 @@ class CodeReward:
                     "(sysctl kernel.unprivileged_userns_clone=1 or user.max_user_namespaces), or run in a container "
                     "without network"
                 )
-            log.warning("this kernel cannot cut off the network of sandboxed programs: they can reach what you can")
+            log.warning(
+                "The code reward runs without namespaces, which this kernel refuses: programs have network, can read %s, and "
+                "are not limited in disk space. docs/rewards.md says what to do",
+                "what every user can read"
+                if isolation().own_user
+                else "all that you can, this process's memory included",
+            )
 
     async def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
         if "tests" not in columns:
             raise DataError(f"the code reward needs a tests column; the rows have {sorted(columns)}")
+        if not self._swept:
+            self._swept = True
+            await sweep()
         scores = [
             asyncio.ensure_future(self._score(completion, tests))
             for completion, tests in zip(completions, columns["tests"], strict=True)
@@ -91,19 +103,12 @@ class CodeReward:
         return passed / len(checks)
 
     async def _passes(self, program: str, check: str | tuple[str, str]) -> bool:
-        if isinstance(check, str):
-            # Reaching the end is what counts: a program may leave with status 0 before its tests.
-            proof = secrets.token_hex(16)
-            source, stdin = f"{program}\n\n{check}\n\nprint({proof!r})\n", ""
-        else:
-            source, (stdin, wanted) = program, check
         async with self._free:
-            outcome = await run_program(source, stdin, self._limits)
-        if outcome.code != 0:
-            return False
-        if isinstance(check, str):
-            return outcome.stdout.rstrip().endswith(proof)
-        return _lines(outcome.stdout) == _lines(wanted)
+            if isinstance(check, str):
+                return await run_check(program, check, self._limits)
+            stdin, wanted = check
+            outcome = await run_program(program, stdin, self._limits)
+        return outcome.code == 0 and _lines(outcome.stdout) == _lines(wanted)
 
 
 def _checks(tests: Any) -> list[str | tuple[str, str]]:

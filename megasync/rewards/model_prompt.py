@@ -1,4 +1,8 @@
-"""What a reward model reads of a response: token ids, rendered with its own tokenizer and chat template."""
+"""What a reward model reads of a response: token ids, rendered with its own tokenizer and chat template.
+
+Special tokens come from templates, never from the prompt or the response (`OutsideText`): a response must not end its own
+judgement and begin another.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasync.config.schema import RewardModelConfig
+from megasync.data.outside_text import OutsideText
 from megasync.data.rows import is_messages
 from megasync.errors import ConfigError, DataError
 
@@ -35,6 +40,7 @@ class ModelPrompt:
         self._chat = config.format == "chat"
         self._system = config.system
         self._tokenizer = tokenizer
+        self._outside = OutsideText(tokenizer)
         self._template = config.template
         self._words = {"low": config.low, "high": config.high, "yes": config.yes_token, "no": config.no_token}
         if config.template is None and config.kind == "generative":
@@ -47,10 +53,12 @@ class ModelPrompt:
 
     def ids(self, row: Mapping[str, Any], completion: str) -> list[int]:
         """Token ids, [tokens]. Raises DataError for a template that names a column which the row lacks."""
+        row, completion = self._outside.guard(dict(row)), self._outside.guard(completion)
         if not self._chat:
             prompt = _text(row["prompt"])
-            text = prompt + completion if self._template is None else self._fill(row, completion)
-            return list(self._tokenizer(text)["input_ids"])
+            # Guarded once more: the end of one and the beginning of the other may make a name.
+            text = self._outside.guard(prompt + completion) if self._template is None else self._fill(row, completion)
+            return self._outside.encode(text, add_special_tokens=True)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         if self._template is not None:
             messages.append({"role": "user", "content": self._fill(row, completion)})
@@ -62,7 +70,7 @@ class ModelPrompt:
             messages, tokenize=False, add_generation_prompt=self._template is not None
         )
         # The template writes its own special tokens.
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._outside.encode(text)
 
     def _fill(self, row: Mapping[str, Any], completion: str) -> str:
         shown = self._words | dict(row) | {"prompt": _text(row["prompt"]), "completion": completion}

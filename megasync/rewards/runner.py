@@ -10,7 +10,6 @@ import asyncio
 import copy
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,7 @@ from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError, ServerError
+from megasync.finite import finite_float
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
@@ -116,7 +116,12 @@ class RewardRunner:
             if asked_to_end(error):
                 raise
             raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
-        return _checked(function, answer, count, uid)
+        try:
+            return _checked(function, answer, count, uid)
+        except DataError:
+            raise
+        except Exception as error:  # whatever a user's object raises while it is read, such as a generator
+            raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
 
     async def _call(self, function: RewardFunction, completions: list[str], arguments: dict[str, list]) -> Any:
         if self._processes and not function.is_async:
@@ -151,12 +156,11 @@ def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> lis
 
 
 def _number(score: Any, uid: str, source: str) -> float:
-    try:
-        number = float(score)
-    except (TypeError, ValueError):
-        raise DataError(f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a number") from None
-    if not math.isfinite(number):
-        raise DataError(f"{source} gave {number} as a reward of prompt {uid}; use None to leave a response unscored")
+    if (number := finite_float(score)) is None:
+        raise DataError(
+            f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a finite number, or None to leave a response "
+            f"unscored"
+        )
     return number
 
 

@@ -1,63 +1,279 @@
-"""What runs between this package and a sandboxed program: takes rights away from itself, then becomes the program.
+"""What runs between this package and a sandboxed program: takes rights away, then starts the program and watches it.
 
-Started as a script, with limits and command as JSON in the first argument; standard library only. Where the kernel lets
-an ordinary user make namespaces, the program has no network and no sight of other processes' ids, and whatever it starts
-ends with it. `--probe` prints whether that is so.
+Started as a script; standard library only. It reads one JSON order from its standard input and writes one JSON result,
+`{"code", "stdout", "stderr"}`, to its standard output:
+
+    driver -> this (outer) -> first process of new namespaces -> program      with namespaces
+    driver -> this                                           -> program      without
+
+With namespaces the program has a root folder of its own in memory (limited in bytes and in files; of the host it holds the
+interpreter and shared libraries, read-only), no network, and process ids of its own; the kernel ends all of its processes
+with the first one. Without them it works in `folder`, and this process, to which the kernel hands over what the program
+leaves behind, kills that. Where this is run by root the program has a user id of its own, without any rights.
+
+An order has `limits`, `namespaces` ("root", "user" or ""), `own_user`, `files` (name to text), `link` (a socket's
+descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python text
+that this process runs itself, against the program at the other end of the link: it is never written to a file).
 """
 
 import ctypes
 import json
 import os
 import resource
+import signal
 import sys
+import time
 
-CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWNET = 0x20000000, 0x10000000, 0x40000000
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-SIGKILL = 9
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 LIBC = ctypes.CDLL(None, use_errno=True)
 
+# User ids of sandboxes: this and the process id, so that no two sandboxes have the same one. Nobody gives these out.
+FIRST_USER = 1_900_000_000
+INSIDE_USER = 1000
+# What the root folder needs beyond the program's own files.
+OWN_FILES = 128
+# What a program prints beyond this is not looked at.
+OUTPUT_BYTES = 2**20
+# The exit status of a check that ran to its end.
+PASSED = 42
+# Seconds for killing what a program left behind.
+KILL_SECONDS = 5.0
+# Where the new root is put together: a folder that every Linux has and no interpreter lives in.
+PLACE = "/sys"
 
-def isolate():
-    """Whether children of this process now get no network, and process ids of their own."""
-    return LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) == 0
+
+def call(function, *arguments):
+    if function(*arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{function.__name__}{arguments}: {os.strerror(error)}")
 
 
-def follow(pid):
-    """Waits for a child and ends as it ended: its exit status, or 128 + the signal that killed it."""
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+def mount(source, target, kind=None, flags=0, options=None):
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    call(LIBC.mount, *texts[:3], ctypes.c_ulong(flags), texts[3])
 
 
-def limit(limits):
-    megabyte = 2**20
-    for what, soft, hard in (
+def unshare(kind):
+    """Makes namespaces; the children of this process are in them."""
+    flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    if kind == "root":
+        call(LIBC.unshare, flags)
+        return
+    user, group = os.geteuid(), os.getegid()
+    call(LIBC.unshare, flags | CLONE_NEWUSER)
+    # Whose memory nobody may look into, cannot write its own files in /proc either.
+    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{INSIDE_USER} {user} 1"),
+        ("gid_map", f"{INSIDE_USER} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def shown():
+    """Folders and files of the host that a program sees, and may read only."""
+    prefix = sys.base_prefix
+    own = [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
+    system = ["/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
+    return [*system, *own, "/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "random", "urandom"))]
+
+
+def show(source, root):
+    target = root + source
+    if os.path.lexists(target):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.mkdir(target)
+    else:
+        open(target, "w").close()
+    mount(source, target, flags=MS_BIND | MS_REC)
+    kept = os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if not source.startswith("/dev/"):
+        kept |= MS_RDONLY | MS_NODEV
+    mount(None, target, flags=MS_BIND | MS_REMOUNT | MS_NOSUID | kept)
+
+
+def new_root(limits, room):
+    """A root folder in memory, in which nothing of the host can be changed, and most of it not be seen."""
+    mount(None, "/", flags=MS_REC | MS_PRIVATE)
+    options = f"size={limits['disk_mb'] * 2**20 + room},nr_inodes={limits['files'] + OWN_FILES},mode=755"
+    mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for source in shown():
+        if os.path.exists(source):
+            show(source, PLACE)
+    os.mkdir(f"{PLACE}/proc")
+    try:
+        mount("proc", f"{PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    except OSError:
+        pass  # some containers refuse it; a program can do without
+    os.mkdir(f"{PLACE}/tmp")
+    os.chmod(f"{PLACE}/tmp", 0o1777)
+    os.chdir(PLACE)
+    call(LIBC.pivot_root, b".", b".")
+    call(LIBC.umount2, b".", MNT_DETACH)
+    os.chdir("/")
+    return ""
+
+
+def limit(order):
+    limits, megabyte = order["limits"], 2**20
+    wanted = [
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mb"] * megabyte, limits["memory_mb"] * megabyte),
         (resource.RLIMIT_FSIZE, limits["file_mb"] * megabyte, limits["file_mb"] * megabyte),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_CORE, 0, 0),
-    ):
+    ]
+    # Counted by user id; before Linux 5.14 a namespace did not make the id another one.
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    if order["own_user"] or (order["namespaces"] and release >= (5, 14)):
+        wanted.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
+    for what, soft, hard in wanted:
         resource.setrlimit(what, (soft, hard))
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
+def become(user):
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def play(order, root, user):
+    """In the child: becomes the program, or runs the check."""
+    names = ("stdin", "stdout", "stderr")
+    for number, name in enumerate(names):
+        os.dup2(os.open(f"{root}/{name}", os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_APPEND), number)
+    link = 3
+    if order["link"] is not None:
+        if order["link"] != link:
+            os.dup2(order["link"], link)
+        os.set_inheritable(link, True)
+    os.closerange(link + (order["link"] is not None), 2**16)
+    os.chdir(f"{root}/work")
+    become(user)
+    limit(order)
+    if "check" in order:
+        # Of another user or not: nobody may look into the memory of this process.
+        LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        space = {"__name__": "sandbox_link"}
+        exec(compile(order["code"], "sandbox_link", "exec"), space)  # noqa: S102 - this package's own code
+        os._exit(PASSED if space["passes"](link, order["check"]) else 1)
+    command = [part.replace("{root}", root) for part in order["command"]]
+    home = f"{root}/work"
+    os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"})
+
+
+def children():
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                        found.append(int(name))
+            except OSError:
+                pass
+    return found
+
+
+def kill_rest(user):
+    """Kills what the program left behind, until the kernel knows of no child of this process."""
+    deadline = time.monotonic() + KILL_SECONDS
+    if user is not None:
+        # All processes of one user at once, so that none escapes by starting another.
+        if not (killer := os.fork()):
+            become(user)
+            os.kill(-1, signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(killer, 0)
+    while time.monotonic() < deadline:
+        for child in children():
+            os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def status_of(pid):
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def head(file):
+    return file.read(OUTPUT_BYTES).decode("utf-8", "replace")
+
+
+def watch(order, root, user, answer):
+    """Runs the program to its end and writes the result."""
+    for name in ("stdin", "stdout", "stderr"):
+        order["files"].setdefault(name, "")
+    for name, text in order["files"].items():
+        with open(f"{root}/{name}", "w", encoding="utf-8", errors="replace", newline="") as file:
+            file.write(text)
+    os.mkdir(f"{root}/work")
+    if user is not None:
+        os.chown(f"{root}/work", user, user)
+    # Before the program can remove them.
+    with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as told:
+        if not (program := os.fork()):
+            try:
+                play(order, root, user)
+            finally:
+                # Only where something above raised: its traceback went to the program's own stderr.
+                sys.excepthook(*sys.exc_info())
+                os._exit(127)
+        code = status_of(program)
+        if not order["namespaces"]:
+            kill_rest(user)
+        json.dump({"code": code, "stdout": head(out), "stderr": head(err)}, told)
+
+
 def main():
-    if sys.argv[1] == "--probe":
-        print(json.dumps(isolate()))
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    order = json.load(sys.stdin)
+    user = FIRST_USER + os.getpid() if order["own_user"] else None
+    # The program must not get at it, by whatever way.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    if not order["namespaces"]:
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Should the driver die, nobody else would be left to end the program.
+        signal.signal(signal.SIGTERM, lambda *_: (kill_rest(user), os._exit(128 + signal.SIGTERM)))
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        watch(order, order["folder"], user, answer)
         return
-    order = json.loads(sys.argv[1])
-    # Should the process that started this one die, nobody would be left to keep the deadline.
-    LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-    if isolate():
-        if first := os.fork():
-            follow(first)
-        # The first process of the new namespace: the kernel ends all others with it.
-        LIBC.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-        if program := os.fork():
-            follow(program)
-    limit(order["limits"])
-    os.execv(order["command"][0], order["command"])
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    unshare(order["namespaces"])
+    if first := os.fork():
+        os.close(answer)
+        os._exit(status_of(first))
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    watch(order, new_root(order["limits"], sum(map(len, order["files"].values())) * 4), user, answer)
 
 
 if __name__ == "__main__":

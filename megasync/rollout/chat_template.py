@@ -1,4 +1,8 @@
-"""A tokenizer's chat template: messages to text, text to token ids and back, and how it closes an answer."""
+"""A tokenizer's chat template: messages to text, text to token ids and back, and how it closes an answer.
+
+Rendered text is guarded (`OutsideText`): special tokens' names in messages and tools are marked, so that only the template's
+own are encoded as special tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasync.data.outside_text import OutsideText
 from megasync.errors import DataError
 from megasync.rollout.generation import Generation
 
@@ -27,10 +32,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
         self._special = set(tokenizer.all_special_ids)
+        self._outside = OutsideText(tokenizer)
         self._shows_tools: bool | None = None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, answer: bool) -> str:
-        """The conversation as the model sees it; with `answer`, up to where the assistant begins.
+        """The conversation as the model sees it, guarded; with `answer`, up to where the assistant begins.
 
         Raises DataError when the template refuses the messages.
         """
@@ -43,14 +49,18 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=answer, tokenize=False, **self._options
+                self._outside.guard(list(messages)),
+                tools=self._outside.guard(list(tools)) or None,
+                add_generation_prompt=answer,
+                tokenize=False,
+                **self._options,
             )
         except Exception as error:  # templates are programs that raise what they like
             raise DataError(f"the chat template refused {len(messages)} messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """The template writes its special tokens itself, so none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        return self._outside.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """With special tokens: tool calls and reasoning are marked by them."""

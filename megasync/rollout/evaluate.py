@@ -18,9 +18,10 @@ from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError
 from megasync.rewards import RewardRunner
 from megasync.rollout.failures import asked_to_end
+from megasync.rollout.intake import Intake
 from megasync.rollout.pass_at_k import counted, pass_at_k
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.workflow import Workflow, as_trajectories
+from megasync.rollout.workflow import Workflow
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ class _Evaluator:
     def __init__(self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[Answer], None]) -> None:
         self._client = client
         self._workflow = workflow
+        self._intake = Intake(workflow)
         self._seed = seed
         self._on_answer = on_answer
         self._gate = RequestGate()
@@ -165,7 +167,7 @@ class _Evaluator:
         sampling = {**held_out.sampling, "temperature": temperature}
         client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
+        trajectories = self._intake.take(await self._workflow(client, sample))
         scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:

@@ -36,12 +36,13 @@ from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
+from megasync.rollout.intake import Intake
 from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.waits import Waits
-from megasync.rollout.workflow import Workflow, as_trajectories, check_trainable, name_of
+from megasync.rollout.workflow import Workflow, name_of
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Rollouter:
         self._source = source
         self._buffer = buffer
         self._workflow = workflow
+        self._intake = Intake(workflow)
         self._rewards = rewards
         self._selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
         self._seed = seed
@@ -350,9 +352,7 @@ class Rollouter:
         partials = self._partials.sample(prompt.uid, index)
         client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        trajectories = as_trajectories(await self._workflow(client, sample), self._workflow)
-        check_trainable(trajectories)
-        return trajectories
+        return self._intake.take(await self._workflow(client, sample))
 
 
 def _succeeded(sample: asyncio.Task) -> bool:

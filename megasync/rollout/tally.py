@@ -46,14 +46,16 @@ class RolloutTally:
     def snapshot(self) -> dict[str, float]:
         """Metric name to value. Means are absent until there is something to average."""
         recent = [t for group in self._recent for t in group]
-        values: dict[str, list[float]] = {
+        values: dict[str, list[float]] = {}
+        for trajectory in recent:
+            for name, value in trajectory.metrics.items():
+                values.setdefault(name, []).append(value)
+        # Last: a workflow's metric of the same name must not mix with the rollout's own.
+        values |= {
             "reward_mean": [t.reward for t in recent if t.reward is not None],
             "response_length": [float(len(t.response_ids)) for t in recent],
             "truncated_share": [float(t.finish_reason == "length") for t in recent],
         }
-        for trajectory in recent:
-            for name, value in trajectory.metrics.items():
-                values.setdefault(name, []).append(float(value))
         means = {f"rollout/{name}": sum(each) / len(each) for name, each in values.items() if each}
         return means | {
             "rollout/tokens": float(self._tokens),

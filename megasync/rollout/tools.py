@@ -4,7 +4,7 @@ A tool has type hints and a Google-style docstring; its JSON schema is made from
 call ends within its deadline in one observation for the model, whatever the model or the tool did wrong; `Toolbox.run`
 guarantees it. Only a ServerError ends the sample instead: nobody should learn from an outage. A sync tool runs in a
 thread of its own; one that outlives its deadline is left alone there, as threads cannot be ended, and counts against
-`THREADS` until it returns.
+`THREADS` until it returns. The deadline begins when the tool does: waiting for a thread does not count.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import msgspec
 from megasync.errors import ConfigError, DataError
 from megasync.rollout.failures import asked_to_end, is_infrastructure
 from megasync.rollout.workflow import name_of
-from megasync.threads import DaemonThreads
+from megasync.threads import AllStuck, DaemonThreads, Late
 
 log = logging.getLogger(__name__)
 
-# Sync tools that run at the same time in one process; more wait, within their deadline.
+# Calls of one sync tool that run at the same time in one process; more wait for their turn.
 THREADS = 64
 _threads = DaemonThreads(THREADS)
 
@@ -171,9 +171,12 @@ class Toolbox:
             return f"Error: {self._cut(str(error))}"
         try:
             return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
-        except _Late:
+        except Late:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
+        except AllStuck:
+            self.counts["timeouts"] += 1
+            return f"Error: {call.name} is not available: none of its {THREADS} earlier calls has ended."
         except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
             if asked_to_end(error) or is_infrastructure(error):
                 raise
@@ -191,21 +194,16 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-class _Late(Exception):
-    """The deadline passed; a TimeoutError would also be what a tool raised itself."""
-
-
 async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Any:
-    """What the function returns. Raises _Late after `seconds`, without waiting for it to end."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        work = asyncio.ensure_future(function(**arguments))
-    else:
-        work = asyncio.ensure_future(_threads.call(function, f"tool {name_of(function)}", **arguments))
+    """What the function returns. Raises Late after `seconds`, without waiting for it to end, and AllStuck."""
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
+        return await _threads.call(function, f"tool {name_of(function)}", seconds, **arguments)
+    work = asyncio.ensure_future(function(**arguments))
     # Asked to end and not waited for: a tool that ignores its cancellation must not hold up the sample.
     try:
         ended, _ = await asyncio.wait({work}, timeout=seconds)
     finally:
         work.cancel()
     if not ended:
-        raise _Late
+        raise Late
     return work.result()

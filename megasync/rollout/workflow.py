@@ -7,13 +7,11 @@ template, "messages"; it is the workflow's own copy. It returns a Trajectory, or
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import compress
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megasync.buffer.trajectory import Trajectory
-from megasync.errors import ConfigError, DataError
+from megasync.errors import ConfigError
 
 Workflow = Callable[[Any, dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]
 
@@ -22,31 +20,6 @@ async def single_turn(client: Any, sample: dict[str, Any]) -> Trajectory:
     """The default: one answer to the prompt, left to the reward function to score."""
     reply = await client.generate(sample["prompt_ids"])
     return reply.trajectory()
-
-
-def as_trajectories(result: Any, workflow: Workflow) -> list[Trajectory]:
-    """What a workflow returned, as a list. Raises DataError naming the workflow when it is something else."""
-    trajectories = [result] if isinstance(result, Trajectory) else result
-    if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
-        raise DataError(
-            f"the workflow {name_of(workflow)} must return a Trajectory or a list of them, not {result!r:.200}"
-        )
-    return trajectories
-
-
-def check_trainable(trajectories: Sequence[Trajectory]) -> None:
-    """Raises DataError where a trained token's log-prob is no finite number; servers write NaN as null.
-
-    One of them would spoil the whole batch that it is trained in, again and again after each resume.
-    """
-    for trajectory in trajectories:
-        trained = list(compress(trajectory.logprobs, trajectory.loss_mask))
-        try:
-            finite = all(map(math.isfinite, trained))
-        except TypeError:
-            finite = False
-        if not finite:
-            raise DataError(f"a response has a log-prob that is no finite number, among {trained!r:.200}")
 
 
 def load_function(reference: str) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import openai as package
 import pytest
 from fake_sglang import hang
@@ -42,6 +44,7 @@ def returning(value):
         ({"reward": 0.5, "found": 3}, 0.5, {"found": 3.0}),
         ({"found": 3}, None, {"found": 3.0}),
         ({"reward": None}, None, {}),
+        ({"reward": np.float32(0.5), "found": np.int64(3)}, 0.5, {"found": 3}),
     ],
 )
 async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, metrics):
@@ -51,7 +54,7 @@ async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, m
     assert trajectory.metrics == {"turns": 1.0, "turns_realigned": 0.0, "turns_forked": 0.0} | metrics
 
 
-@pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, {"found": None}, [1.0]])
+@pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, 10**400, [1.0, 2.0]])
 async def test_other_results_are_errors_that_show_them(rig, value):
     rig.write("x")
     with pytest.raises(DataError, match=r"returning.*agent must return a finite reward"):
@@ -250,9 +253,24 @@ async def test_sync_agents_are_limited_by_their_threads():
         running.pop()
 
     loop = AgentLoop(busy, threads=2)
-    await asyncio.gather(*(loop.call() for _ in range(6)))
+    await asyncio.gather(*(loop.call(20.0) for _ in range(6)))
     assert max(most) == 2
     await loop.close()
+
+
+async def test_a_sync_agent_that_waits_for_a_thread_is_not_late():
+    client = SimpleNamespace(conversation=SimpleNamespace(generations=[1], trajectories=lambda reward, metrics: reward))
+    held = threading.Lock()
+
+    def agent(base_url, api_key, sample, model):
+        with held:
+            time.sleep(0.1)
+        return 1.0
+
+    workflow = AgentWorkflow(agent, GatewayConfig(threads=1), SamplingConfig(), "m", deadline=2.0)
+    # Together they take longer than one of them may.
+    assert await asyncio.gather(*(workflow(client, {}) for _ in range(25))) == [1.0] * 25
+    await workflow.close()
 
 
 async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
@@ -265,7 +283,7 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
             ended.set()
 
     loop = AgentLoop(forever, threads=1)
-    call = asyncio.create_task(loop.call())
+    call = asyncio.create_task(loop.call(60.0))
     while loop._thread is None:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)

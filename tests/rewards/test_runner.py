@@ -139,8 +139,10 @@ async def test_the_callers_columns_and_trajectories_are_not_changed(make_traject
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([float("nan")], "gave nan as a reward of prompt 0:7; use None"),
+        ([float("nan")], "gave nan as a reward of prompt 0:7; it must be a finite number, or None"),
         ([float("inf")], "gave inf"),
+        ([10**400], "gave 1000.* as a reward of prompt 0:7"),
+        (["1.0"], "gave .1.0. as a reward"),
         ([1.0, 2.0], r"must return 1 scores, one per completion, not \[1.0, 2.0\] \(prompt 0:7\)"),
         ([], "must return 1 scores"),
         (1.0, "must return one score per completion, not 1.0"),
@@ -176,6 +178,14 @@ async def test_a_cancellation_of_the_functions_own_is_an_error_like_any_other(ma
 
     with pytest.raises(DataError, match=r"my_reward raised CancelledError: .*\(prompt 0:7\)"):
         await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+
+
+async def test_a_generator_that_raises_while_it_is_read_is_an_error_of_the_function(make_trajectory):
+    def lazy(completions, **columns):
+        yield 1 / len(columns["nothing"])
+
+    with pytest.raises(DataError, match=r"lazy raised KeyError: 'nothing' \(prompt 0:7\)"):
+        await RewardRunner(lazy).score([make_trajectory()], {}, "0:7")
 
 
 async def test_a_nan_that_the_workflow_set_is_refused_too(make_trajectory):

@@ -1,14 +1,24 @@
 """A program in the sandbox cannot use up more than it is given, and leaves nothing behind."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import tempfile
 
+import psutil
 import pytest
-from processes import gone, with_word
+from processes import gone, lives
+from sandboxes import of_sandboxes
 
-from megasync.rewards.sandbox import Limits, network_is_cut, run_program
+from megasync.rewards import sandbox
+from megasync.rewards.sandbox import Isolation, Limits, network_is_cut, run_check, run_program, sweep
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, memory_mb=256, file_mb=1)
+
+
+def started(source):
+    return subprocess.Popen([sys.executable, "-c", source])
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +27,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
-    assert gone(lambda: with_word(str(tmp_path)))
+    assert gone(lambda: of_sandboxes(tmp_path))
 
 
 async def test_a_program_reads_its_input_and_its_output_comes_back():
@@ -55,14 +65,91 @@ async def test_past_its_deadline_the_program_is_killed_with_what_it_started():
     assert outcome.code is None
 
 
-async def test_a_cancelled_run_is_killed_too(folder):
-    run = asyncio.create_task(run_program("import time; time.sleep(600)"))
+@pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
+@pytest.mark.parametrize("start", [run_program, lambda source: run_check(source, "pass")], ids=["program", "check"])
+async def test_a_cancelled_run_is_killed_too(monkeypatch, folder, start, kind):
+    monkeypatch.setattr(sandbox, "isolation", lambda: kind)
+    run = asyncio.create_task(start("import time; time.sleep(600)"))
     async with asyncio.timeout(20):
-        while not with_word(str(folder)):
+        while not any("program.py" in word or "link.py" in word for p in of_sandboxes(folder) for word in _words(p)):
             await asyncio.sleep(0.01)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def test_cleaning_up_leaves_the_event_loop_free(monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("", False))
+    removing, beats = [], 0
+    remove = sandbox._remove
+
+    async def watched(folder):
+        removing.append(True)
+        await remove(folder)
+        removing.clear()
+
+    monkeypatch.setattr(sandbox, "_remove", watched)
+    run = asyncio.create_task(
+        run_program("for n in range(500): open(str(n), 'w').close()", limits=Limits(wall_seconds=60))
+    )
+    while not run.done():
+        beats += bool(removing)
+        await asyncio.sleep(0.002)
+    await run
+    assert beats > 2
+
+
+async def test_folders_of_dead_owners_are_swept_and_others_are_left(folder):
+    dead = started("")
+    dead.wait()
+    alive, now = os.getpid(), sandbox._started(os.getpid())
+    kept = [f"megasync-sandbox-{alive}-{now}-a", "megasync-sandbox-x", "megasync-sandbox-1-2", "other-1-2-x"]
+    swept = [f"megasync-sandbox-{dead.pid}-5-b", f"megasync-sandbox-{alive}-{now - 1}-c"]
+    for name in [*kept, *swept]:
+        (folder / name / "work" / "deep").mkdir(parents=True)
+    await sweep()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
+    for path in folder.iterdir():
+        await sandbox._remove(path)
+
+
+async def test_a_sandbox_that_cannot_be_set_up_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("nonsense", False))
+    monkeypatch.setattr(sandbox, "_PYTHON", sys.executable)
+    monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.with_name("no_such_file.py"))
+    for run in (run_program("print(1)"), run_check("f = 1", "assert f")):
+        with pytest.raises(OSError, match=r"a sandbox could not be set up \(exit status 2\).*no_such_file"):
+            await run
+
+
+@pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
+async def test_when_its_owner_is_killed_the_program_ends_too(kind, folder):
+    """As with a driver that the system kills: nobody would be left to keep the deadline."""
+    script = f"""
+import asyncio, sys, tempfile
+from megasync.rewards import sandbox
+from megasync.rewards.sandbox import Isolation
+tempfile.tempdir = {str(folder)!r}
+sandbox.isolation = lambda: {kind!r}
+asyncio.run(sandbox.run_program("import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(600)"))
+"""
+    owner = started(script)
+    pids = set()
+    async with asyncio.timeout(60):
+        while len([p for p in pids if lives(p)]) < 2:
+            pids = {p.pid for p in of_sandboxes(folder) if any("program.py" in word for word in _words(p))}
+            await asyncio.sleep(0.01)
+    owner.kill()
+    owner.wait()
+    assert gone(lambda: list(pids))
+    await sweep()
 
 
 async def test_it_sees_neither_this_environment_nor_installed_packages(monkeypatch):

@@ -160,8 +160,8 @@ async def test_a_group_that_cannot_be_recorded_is_dropped_and_the_others_go_on(t
     begin_ledger(ledger, 0, 0, {}, {})
 
     async def careless(client, sample):
-        metrics = {"thing": object()} if sample["prompt"] == "0" else {}
-        return [Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [0], reward=1.0, metrics=metrics)]
+        token = 2**70 if sample["prompt"] == "0" else 1
+        return [Trajectory(sample["prompt_ids"], [token], [1], [-0.1], [0], reward=1.0)]
 
     source = PromptSource(
         [{"prompt": str(n)} for n in range(4)], Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=False, seed=0

@@ -10,7 +10,9 @@ from typing import Literal
 import pytest
 
 from megasync.errors import ConfigError, ServerError
+from megasync.rollout import tools
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
+from megasync.threads import DaemonThreads
 
 
 def add(a: int, b: int = 1) -> int:
@@ -199,6 +201,26 @@ async def test_a_call_that_takes_too_long_is_left_behind():
         release.set()
     assert texts == ["Error: slow did not answer within 0.1 s.", "Error: stubborn did not answer within 0.1 s."]
     assert toolbox.counts["timeouts"] == 2
+
+
+async def test_a_tool_that_never_returns_takes_no_thread_of_another(monkeypatch):
+    monkeypatch.setattr(tools, "_threads", DaemonThreads(2))
+    monkeypatch.setattr(tools, "THREADS", 2)
+    release = threading.Event()
+
+    def stuck() -> str:
+        """Never answers."""
+        release.wait(60)
+        return "late"
+
+    toolbox = Toolbox([stuck, add], timeout=0.1)
+    try:
+        texts = await observe(toolbox, *(call("stuck", {}, n) for n in range(3)), call("add", {"a": 1}, 9))
+    finally:
+        release.set()
+    late = "Error: stuck did not answer within 0.1 s."
+    assert texts == [late, late, "Error: stuck is not available: none of its 2 earlier calls has ended.", "2"]
+    assert toolbox.counts["timeouts"] == 3
 
 
 async def test_a_tool_in_a_thread_holds_nothing_up():

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from megasync import cli
-from megasync.errors import ConfigError, DataError
-from megasync.rollout.workflow import as_trajectories, load_function, single_turn
+from megasync.errors import ConfigError
+from megasync.rollout.workflow import load_function, single_turn
 
 
 def test_a_function_is_found_by_module_and_name():
@@ -54,12 +54,3 @@ async def test_the_default_workflow_answers_the_prompt_and_leaves_the_reward_ope
     answer = await single_turn(client, {"prompt_ids": [4, 5]})
     assert client.calls == [([4, 5], {})]
     assert answer.reward is None
-
-
-def test_a_workflow_returns_one_trajectory_or_a_list(make_trajectory):
-    one = make_trajectory()
-    assert as_trajectories(one, single_turn) == [one]
-    assert as_trajectories([one, one], single_turn) == [one, one]
-    for wrong in (None, "text", [one, "text"], (one,)):
-        with pytest.raises(DataError, match="workflow:single_turn|workflow.single_turn"):
-            as_trajectories(wrong, single_turn)

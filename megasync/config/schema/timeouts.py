@@ -21,7 +21,7 @@ class TimeoutConfig:
     reward: float = 60.0
     # One call of an environment.
     environment: float = 60.0
-    # One sample of `rollout.agent`, from its call to its return.
+    # One sample of `rollout.agent`, from the moment the agent begins to its return; waiting for a thread does not count.
     agent: float = 1500.0
     # One message of a p2p sync that does not move.
     sync_stall: float = 30.0

@@ -1,0 +1,92 @@
+"""Text that others wrote is text: a special token's name in it becomes ordinary tokens, never the special one.
+
+A user's message, a tool's output or a response may hold `<|im_end|>`; encoded as it is, that would end the message. Template
+and content are one text by the time it is encoded, so the content is marked before the template sees it:
+
+    guarded = outside.guard(messages)      # <|im_end|>  ->  <Zq7plain9V|im_end|>
+    text = apply_chat_template(guarded)    # the template's own special tokens have no mark
+    ids = outside.encode(text)             # what lies between those is encoded as plain text, without the marks
+
+Invariant: text without a special token's name, which is nearly all text, is encoded whole, exactly as the tokenizer does it;
+`encode` takes the other way only where it finds a mark. Special tokens are those that the tokenizer calls special; other
+added ones (such as `<think>` of Qwen3) are words that a model reads and writes, and stay what they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Plain letters: templates write them as they are, in JSON too.
+MARK = "Zq7plain9V"
+
+
+class OutsideText:
+    """`tokenizer` is a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        names = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)} - {""}
+        # The longest first: one may begin with another.
+        longest = "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
+        self._special = re.compile(f"({longest})") if names else None
+        self._ids = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+
+    def guard(self, value: Any) -> Any:
+        """The same text, or the same messages, rows or tools, with special tokens' names in their texts and keys marked.
+
+        What has nothing to mark is returned as it is.
+        """
+        if isinstance(value, str):
+            return self._special.sub(_marked, value) if self._special and self._special.search(value) else value
+        if isinstance(value, Mapping):
+            guarded = [(self.guard(key), self.guard(item)) for key, item in value.items()]
+            same = all(k is key and v is item for (k, v), (key, item) in zip(guarded, value.items(), strict=True))
+            return value if same else dict(guarded)
+        if isinstance(value, list | tuple):
+            items = [self.guard(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        return value
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a guarded text, [tokens]; with `add_special_tokens` also those that the tokenizer puts around it."""
+        if MARK not in text or self._special is None:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []
+        ids: list[int] = []
+        whole = ""  # what has no mark, special tokens included
+        # Plain texts and special tokens take turns.
+        for number, piece in enumerate(self._special.split(text)):
+            if number % 2 or MARK not in piece:
+                whole += piece
+                continue
+            ids += self.encode(whole) + self._plain(plain(piece))
+            whole = ""
+        ids += self.encode(whole)
+        return self._wrapped(ids) if add_special_tokens else ids
+
+    def _plain(self, text: str) -> list[int]:
+        ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if self._ids.isdisjoint(ids):
+            return ids
+        # A tokenizer that does not know the option: no part of a name is a special token.
+        parts = self._special.sub(_marked, text).split(MARK)
+        return [token for part in parts for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]]
+
+    def _wrapped(self, ids: list[int]) -> list[int]:
+        around = list(self._tokenizer("a")["input_ids"])
+        bare = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+        for at in range(len(around) - len(bare) + 1):
+            if around[at : at + len(bare)] == bare:
+                return around[:at] + ids + around[at + len(bare) :]
+        return ids
+
+
+def plain(text: str) -> str:
+    """A guarded text as it reads."""
+    return text.replace(MARK, "")
+
+
+def _marked(name: re.Match[str]) -> str:
+    return name[0][:1] + MARK + name[0][1:]

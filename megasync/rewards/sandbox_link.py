@@ -1,0 +1,624 @@
+"""How a check in one process uses a program in another: names of the program stand for objects over there.
+
+    check (referee)    asks the program to call, to read attributes, to add, ...; holds the asserts and decides
+    program (player)   answers with plain data, or with the number of an object that stays over there
+
+Standard library only; both sides run it without this package. As a script it is the player: it runs `program.py` and then
+answers. Frames are JSON behind their length.
+
+Invariant: the program never decides a comparison with a value of the check. Plain data is rebuilt here as Python's own exact
+types. An object of the program's own that is compared with such a value is unequal to it; it is not asked, unless for the
+value of its built-in base (an enum's number, a named tuple's items). `Remote` guarantees it.
+
+What a check can do: call functions, make and use instances of the program's classes, iterate, catch exceptions, pass
+functions and iterators of its own (they are called back here), see arguments changed in place and what is printed. What it
+cannot: change the program's own lists and dictionaries through a returned copy, pass instances of its own classes, await
+coroutines, see a global change after the program was loaded.
+"""
+
+import builtins
+import io
+import json
+import operator
+import os
+import socket
+import sys
+
+FRAME_BYTES = 16 * 2**20
+PRINTED_CHARACTERS = 2**20
+CONTAINERS = (list, dict, set, bytearray)
+WHOLE = slice(None)
+# The built-in base that an object of a subclass is taken for, and how its value is had without asking the subclass.
+BASES = {
+    int: int.__pos__,
+    float: float.__pos__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, WHOLE),
+    bytearray: lambda value: bytearray.__getitem__(value, WHOLE),
+    list: lambda value: list.__getitem__(value, WHOLE),
+    tuple: lambda value: tuple.__getitem__(value, WHOLE),
+    dict: dict.copy,
+    set: lambda value: {*set.__iter__(value)},
+    frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
+}
+# Exact types of the standard library that travel as what makes them.
+MADE = {
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "datetime.date": lambda value: [value.year, value.month, value.day],
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+    "datetime.datetime": lambda value: [
+        *(value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond)
+    ],
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [list(value.items())],
+    "builtins.range": lambda value: [value.start, value.stop, value.step],
+    "builtins.slice": lambda value: [value.start, value.stop, value.step],
+}
+# Modules that a check may use because the program imported them; the check gets the real ones.
+SHARED_MODULES = frozenset(
+    {
+        "bisect",
+        "cmath",
+        "collections",
+        "copy",
+        "datetime",
+        "decimal",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "textwrap",
+        "time",
+        "typing",
+    }
+)
+OPERATIONS = {
+    **{
+        name: getattr(operator, name)
+        for name in dir(operator)
+        if not name.startswith("_") and name not in ("attrgetter", "itemgetter", "methodcaller")
+    },
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "format": format,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "hash": hash,
+    "abs": abs,
+    "round": round,
+    "reversed": reversed,
+    "divmod": divmod,
+    "isinstance": isinstance,
+    "issubclass": issubclass,
+    "getattr": getattr,
+    "setattr": setattr,
+    "delattr": delattr,
+    "call": lambda function, positional, named: function(*positional, **named),
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
+}
+
+
+class Broken(BaseException):
+    """The other side has ended, or sends what nobody asked for; no `except Exception` of a check hides it."""
+
+
+class Wire:
+    """Frames over a socket, and values in them. The sides differ in `give` and `take`: objects that are not data."""
+
+    # What Python has under a name of its own travels by it. A check may pass functions; it takes types alone, as a function
+    # would be called on its side.
+    by_name = taken_by_name = (type,)
+
+    def __init__(self, descriptor):
+        self.socket = socket.socket(fileno=descriptor)
+        self.file = self.socket.makefile("rb")
+        self.broken = False
+
+    def send(self, message):
+        data = json.dumps(message).encode()
+        if len(data) > FRAME_BYTES:
+            raise ValueError(f"{len(data)} bytes are too many to send to the other side; {FRAME_BYTES} are allowed")
+        try:
+            self.socket.sendall(len(data).to_bytes(4, "big") + data)
+        except OSError:
+            self.fail("the other side has ended")
+
+    def receive(self):
+        size = self.file.read(4)
+        if len(size) < 4:
+            self.fail("the other side has ended")
+        length = int.from_bytes(size, "big")
+        if length > FRAME_BYTES:
+            self.fail(f"a frame of {length} bytes")
+        data = self.file.read(length)
+        if len(data) < length:
+            self.fail("the other side has ended")
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError):
+            self.fail("no JSON")
+        if not (isinstance(message, list) and message and isinstance(message[0], str)):
+            self.fail("no message")
+        return message
+
+    def fail(self, problem):
+        self.broken = True
+        raise Broken(problem)
+
+    def pack(self, value, seen=None):
+        """`seen` maps ids of the containers in this call to (number, container): the same one is known again."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and -(2**63) < value < 2**63):
+            return value
+        if kind is Remote:
+            return self.give(value)
+        if seen is not None and kind in CONTAINERS:
+            if id(value) in seen:
+                return ["same", seen[id(value)][0]]
+            seen[id(value)] = len(seen), value
+        if kind is int:
+            return ["int", hex(value)]
+        if kind in (list, tuple, set, frozenset):
+            return [kind.__name__, [self.pack(item, seen) for item in value]]
+        if kind is dict:
+            return ["dict", [[self.pack(key, seen), self.pack(item, seen)] for key, item in value.items()]]
+        if kind in (bytes, bytearray):
+            return [kind.__name__, value.hex()]
+        if kind is complex:
+            return ["complex", [value.real, value.imag]]
+        if value is Ellipsis or value is NotImplemented:
+            return ["constant", repr(value)]
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if name in MADE and getattr(value, "tzinfo", None) is None:
+            return ["made", [name, self.pack(MADE[name](value))]]
+        if kind in self.by_name and getattr(builtins, value.__name__, None) is value:
+            return ["builtin", value.__name__]
+        return self.give(value)
+
+    def unpack(self, packed, seen=None):
+        """`seen` is the list of containers in this call so far, by number; None where they are not counted."""
+        if packed is None or isinstance(packed, bool | int | float | str):
+            return packed
+        kind, data = packed
+        if kind == "same":
+            return seen[data]
+        if kind == "int":
+            return int(data, 16)
+        if kind == "list":
+            made = []
+            self.count(made, seen)
+            made.extend(self.unpack(item, seen) for item in data)
+            return made
+        if kind == "dict":
+            made = {}
+            self.count(made, seen)
+            for key, item in data:
+                made[self.unpack(key, seen)] = self.unpack(item, seen)
+            return made
+        if kind == "set":
+            made = set()
+            self.count(made, seen)
+            made.update(self.unpack(item, seen) for item in data)
+            return made
+        if kind == "bytearray":
+            made = bytearray.fromhex(data)
+            self.count(made, seen)
+            return made
+        if kind in ("tuple", "frozenset"):
+            return {"tuple": tuple, "frozenset": frozenset}[kind](self.unpack(item, seen) for item in data)
+        if kind == "bytes":
+            return bytes.fromhex(data)
+        if kind == "complex":
+            return complex(*data)
+        if kind == "constant":
+            return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[data]
+        if kind == "made":
+            name, arguments = data
+            if name not in MADE:
+                raise ValueError(f"{name} is not data")
+            module, _, made = name.rpartition(".")
+            return getattr(__import__(module), made)(*self.unpack(arguments))
+        if kind == "builtin":
+            found = getattr(builtins, data)
+            if type(found) not in self.taken_by_name:
+                raise ValueError(f"{data} is not data")
+            return found
+        return self.take(kind, data)
+
+    @staticmethod
+    def count(container, seen):
+        if seen is not None:
+            seen.append(container)
+
+    def raised(self, error):
+        """An exception as a message: what it is to Python, and its data."""
+        own = type(error)
+        known = [kind.__name__ for kind in own.__mro__ if getattr(builtins, kind.__name__, None) is kind]
+        return ["raised", self.pack_plain(own), known, [self.pack_plain(part) for part in error.args]]
+
+    def pack_plain(self, value):
+        try:
+            return self.pack(value)
+        except Exception:  # noqa: BLE001 - whatever an object of the other side's does
+            return repr(value)[:200]
+
+
+# The check's side
+
+
+def remote(operation, position=0):
+    """A method that has the program do an operation; `position` is where the object itself stands among the operands."""
+
+    def method(self, *operands):
+        operands = list(operands)
+        operands.insert(position, self)
+        return self._remote_wire.ask(operation, operands)
+
+    return method
+
+
+def converted(operation, kind):
+    """As `remote`, where Python requires a type: it must be that one exactly."""
+    ask = remote(operation)
+
+    def method(self, *operands):
+        found = ask(self, *operands)
+        if type(found) is not kind:
+            raise TypeError(f"{operation}() of the program gave a {type(found).__name__}")
+        return found
+
+    return method
+
+
+def plain(value):
+    """What a program's object is as a value of its built-in base; the object itself where it has none."""
+    if isinstance(value, Remote):
+        return value._remote_wire.ask("plain", [value])
+    return value
+
+
+def compared(operation, otherwise):
+    """A comparison, which the program decides only where both are its own."""
+
+    def method(self, other):
+        if isinstance(other, Remote):
+            found = self._remote_wire.ask(operation, [self, other])
+            if type(found) is not bool:
+                raise TypeError(f"{operation} of the program gave a {type(found).__name__}")
+            return found
+        own = plain(self)
+        return otherwise if isinstance(own, Remote) else getattr(operator, operation)(own, other)
+
+    return method
+
+
+class Remote:
+    """An object of the program."""
+
+    __slots__ = ("_remote_number", "_remote_wire")
+
+    def __init__(self, wire, number):
+        object.__setattr__(self, "_remote_wire", wire)
+        object.__setattr__(self, "_remote_number", number)
+
+    def __getattr__(self, name):
+        return self._remote_wire.ask("getattr", [self, name])
+
+    def __setattr__(self, name, value):
+        self._remote_wire.ask("setattr", [self, name, value])
+
+    def __delattr__(self, name):
+        self._remote_wire.ask("delattr", [self, name])
+
+    def __call__(self, *positional, **named):
+        return self._remote_wire.ask("call", [self, list(positional), named])
+
+    def __instancecheck__(self, value):
+        return isinstance(value, Remote) and self._remote_wire.ask("isinstance", [value, self]) is True
+
+    def __subclasscheck__(self, value):
+        return isinstance(value, Remote) and self._remote_wire.ask("issubclass", [value, self]) is True
+
+    def __iter__(self):
+        found = self._remote_wire.ask("iter", [self])
+        return found if isinstance(found, Remote) else iter(found)
+
+    def __contains__(self, value):
+        # By the items, which are compared here.
+        return any(item is value or item == value for item in self)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        own = plain(self)
+        return hash(self._remote_number) if isinstance(own, Remote) else hash(own)
+
+    def __exit__(self, *error):
+        self._remote_wire.ask("exit", [self])
+
+    __eq__ = compared("eq", otherwise=False)
+    __lt__, __le__ = compared("lt", NotImplemented), compared("le", NotImplemented)
+    __gt__, __ge__ = compared("gt", NotImplemented), compared("ge", NotImplemented)
+    __next__, __enter__, __reversed__ = remote("next"), remote("enter"), remote("reversed")
+    __getitem__, __setitem__, __delitem__ = remote("getitem"), remote("setitem"), remote("delitem")
+    __abs__, __round__, __neg__, __pos__, __invert__ = map(remote, ("abs", "round", "neg", "pos", "invert"))
+    __divmod__, __rdivmod__ = remote("divmod"), remote("divmod", 1)
+    __len__, __int__, __index__ = converted("len", int), converted("int", int), converted("index", int)
+    __float__, __complex__, __bool__ = converted("float", float), converted("complex", complex), converted("bool", bool)
+    __str__, __repr__, __format__ = converted("str", str), converted("repr", str), converted("format", str)
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "lshift",
+    "rshift",
+    "xor",
+    "and_",
+    "or_",
+):
+    setattr(Remote, f"__{_name.strip('_')}__", remote(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", remote(_name, 1))
+
+
+class Referee(Wire):
+    """Asks, and answers the functions that it has passed."""
+
+    by_name = (type, type(len))
+
+    def __init__(self, descriptor):
+        super().__init__(descriptor)
+        self.lent = []
+        self.errors = {}
+
+    def give(self, value):
+        if isinstance(value, Remote):
+            return ["own", value._remote_number]
+        for number, error in self.errors.items():
+            if error is value:
+                return ["own", number]
+        if hasattr(type(value), "__next__"):
+            self.lent.append(value.__next__)
+            return ["iterator", len(self.lent) - 1]
+        if callable(value):
+            self.lent.append(value)
+            return ["function", len(self.lent) - 1]
+        raise TypeError(f"a test can pass data and functions to a program, not a {type(value).__name__}")
+
+    def take(self, kind, data):
+        if kind == "object":
+            return Remote(self, int(data))
+        if kind == "error":
+            number, name, base = data
+            if number not in self.errors:
+                self.errors[number] = type(str(name), (self.builtin_error(base),), {})
+            return self.errors[number]
+        raise ValueError(f"{kind!r} is not known")
+
+    @staticmethod
+    def builtin_error(name):
+        found = getattr(builtins, str(name), None)
+        return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
+
+    def ask(self, operation, operands):
+        """What the program answers; raises what it raises. Arguments that it changed are changed here too."""
+        if self.broken:
+            self.fail("the other side has ended")
+        seen = {}
+        self.send(["ask", operation, [self.pack(operand, seen) for operand in operands]])
+        passed = [container for _, container in seen.values()]
+        while (message := self.receive())[0] == "back":
+            self.send(self.called_back(message))
+        try:
+            kind, *content, changes, printed = message
+            sys.stdout.write(printed)
+            for number, packed in changes:
+                replace(passed[number], self.unpack(packed, list(passed)))
+            if kind == "value":
+                return self.unpack(content[0], list(passed))
+            error = self.error(*content)
+        except Exception as problem:  # noqa: BLE001 - whatever malformed content leads to
+            self.fail(f"{type(problem).__name__}: {problem}")
+        raise error
+
+    def error(self, own, known, arguments):
+        """What the program raised, as an exception of the same class where the check can know it."""
+        own, arguments = self.unpack(own), [self.unpack(part) for part in arguments]
+        made = own if isinstance(own, type) and issubclass(own, BaseException) else self.builtin_error(known[0])
+        try:
+            return made(*arguments)
+        except TypeError:
+            return Exception(made.__name__, *arguments)
+
+    def called_back(self, message):
+        try:
+            _, number, positional, named = message
+            return ["value", self.pack(self.lent[number](*self.unpack(positional), **self.unpack(named)))]
+        except Exception as error:  # noqa: BLE001 - handed to the program
+            return self.raised(error)
+
+    def names(self):
+        """What the check may use of the program. Nothing of Python's own is replaced."""
+        given = {}
+        for name, value in self.ask("names", []):
+            if type(name) is str and name.isidentifier() and not hasattr(builtins, name) and not name.startswith("__"):
+                given[name] = value
+        for name, module in self.ask("modules", []):
+            if type(name) is str and name.isidentifier() and module in SHARED_MODULES:
+                given[name] = __import__(module)
+        return given
+
+
+def replace(container, value):
+    if type(container) is not type(value):
+        raise TypeError("a changed argument is of another type")
+    if isinstance(container, list | bytearray):
+        container[:] = value
+    else:
+        container.clear()
+        container.update(value)
+
+
+def passes(descriptor, check):
+    """Whether the check comes to its end, with the program still there."""
+    wire = Referee(descriptor)
+    try:
+        exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})  # noqa: S102 - what this process is for
+        wire.ask("bool", [True])
+    except BaseException as error:  # noqa: BLE001 - whatever ends a check before its end
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return not wire.broken
+
+
+# The program's side
+
+
+class Player(Wire):
+    """Answers. Whatever the program does to it, it can only say other data."""
+
+    taken_by_name = (type, type(len))
+
+    def __init__(self, descriptor):
+        super().__init__(descriptor)
+        self.objects = []
+        self.numbers = {}
+        self.printed = io.StringIO()
+
+    def number_of(self, value):
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
+
+    def give(self, value):
+        if isinstance(value, type) and issubclass(value, BaseException):
+            known = [kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind]
+            return ["error", [self.number_of(value), value.__name__, known[0]]]
+        return ["object", self.number_of(value)]
+
+    def take(self, kind, data):
+        if kind == "own":
+            return self.objects[data]
+        lent = Lent(self, data)
+        return lent if kind == "function" else LentIterator(lent)
+
+    def serve(self, space):
+        while True:
+            self.send(self.answer(self.receive(), space))
+
+    def answer(self, message, space):
+        _, operation, packed = message
+        passed, before = [], []
+        try:
+            operands = [self.unpack(each, passed) for each in packed]
+            before = [self.pack(each) for each in passed]
+            value = self.result(operation, operands, space)
+            answer = ["value", self.pack(value, self.known(passed))]
+        except Broken:
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to the check
+            answer = self.raised(error)
+        changes = []
+        for number, (each, was) in enumerate(zip(passed, before)):
+            if self.pack(each) != was:
+                known = self.known(passed)
+                # It is sent whole, and what it contains by number.
+                known[None] = known.pop(id(each))
+                changes.append([number, self.pack(each, known)])
+        text = self.printed.getvalue()[:PRINTED_CHARACTERS]
+        self.printed.seek(0)
+        self.printed.truncate()
+        return [*answer, changes, text]
+
+    @staticmethod
+    def known(containers):
+        return {id(each): (number, each) for number, each in enumerate(containers)}
+
+    def result(self, operation, operands, space):
+        if operation == "names":
+            kind = type(sys)
+            return [
+                *([name, value] for name, value in list(space.items()) if type(value) is not kind and name[:2] != "__")
+            ]
+        if operation == "modules":
+            kind = type(sys)
+            return [[name, value.__name__] for name, value in list(space.items()) if type(value) is kind]
+        if operation == "plain":
+            (value,) = operands
+            base = next((base for base in BASES if base in type(value).__mro__), None)
+            return value if base is None else BASES[base](value)
+        return OPERATIONS[operation](*operands)
+
+    def back(self, number, positional, named):
+        self.send(["back", number, self.pack(list(positional)), self.pack(named)])
+        while (message := self.receive())[0] == "ask":
+            self.send(self.answer(message, {}))
+        if message[0] == "value":
+            return self.unpack(message[1])
+        _, _, known, arguments = message
+        raise getattr(builtins, known[0])(*map(self.unpack, arguments))
+
+
+class Lent:
+    """A function of the check, to be called by the program."""
+
+    def __init__(self, player, number):
+        self.player, self.number = player, number
+
+    def __call__(self, *positional, **named):
+        return self.player.back(self.number, positional, named)
+
+
+class LentIterator:
+    """An iterator of the check."""
+
+    def __init__(self, ask):
+        self.ask = ask
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.ask()
+
+
+def main():
+    player = Player(3)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    path = os.path.join(folder, "program.py")
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    program = type(sys)("__main__")
+    program.__file__ = path
+    sys.modules["__main__"] = program
+    sys.stdout = player.printed
+    exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)  # noqa: S102 - what this process is for
+    player.serve(program.__dict__)
+
+
+if __name__ == "__main__":
+    main()

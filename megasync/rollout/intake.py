@@ -1,0 +1,106 @@
+"""What a user's workflow returned, checked where it comes in: before the buffer, the ledger, metrics or a file see it.
+
+Invariant: a trajectory that passes holds plain ints in its lists of ids, a finite log-prob for every trained token, valid
+Unicode, and metrics that are finite floats under names that are text. Rewards are checked where they are scored
+(`RewardRunner`). A token or text that breaks this is a DataError of the sample; a metric is dropped and reported once by
+its name, because a measurement must not cost a response.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import compress
+from typing import Any
+
+from megasync.buffer.trajectory import Trajectory
+from megasync.errors import DataError
+from megasync.finite import finite_float
+from megasync.rollout.workflow import Workflow, name_of
+
+log = logging.getLogger(__name__)
+
+_IDS = ("prompt_ids", "response_ids", "loss_mask", "versions")
+
+
+class Intake:
+    """The door behind one workflow."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        self._name = name_of(workflow)
+        self._reported: set[str] = set()
+
+    def take(self, result: Any) -> list[Trajectory]:
+        """The trajectories. Raises DataError naming the workflow for anything that cannot be trained or recorded."""
+        found = [result] if isinstance(result, Trajectory) else result
+        if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
+            raise DataError(
+                f"the workflow {self._name} must return a Trajectory or a list of them, not {result!r:.200}"
+            )
+        return [self._taken(trajectory) for trajectory in found]
+
+    def _taken(self, trajectory: Trajectory) -> Trajectory:
+        changed: dict[str, Any] = {"metrics": self._metrics(trajectory.metrics)}
+        for name in _IDS:
+            values = getattr(trajectory, name)
+            if not (isinstance(values, list) and set(map(type, values)) <= {int}):
+                changed[name] = self._ids(name, values)
+        for name in ("text", "finish_reason"):
+            text = getattr(trajectory, name)
+            if not isinstance(text, str):
+                raise self._error(f"{name}={text!r:.80}, which must be text")
+            if not _encodable(text):
+                # Half of a surrogate pair, which neither the ledger nor a file can hold.
+                changed[name] = text.encode("utf-8", "replace").decode()
+        self._check_logprobs(trajectory)
+        return replace(trajectory, **changed)
+
+    def _ids(self, name: str, values: Any) -> list[int]:
+        """NumPy's and torch's integers and arrays are integers too."""
+        try:
+            return [operator.index(value) for value in values]
+        except (TypeError, RuntimeError) as error:
+            raise self._error(f"{name}={values!r:.80}, which must be a list of whole numbers ({error})") from None
+
+    def _check_logprobs(self, trajectory: Trajectory) -> None:
+        """One that is not finite would spoil the whole batch that it is trained in, again after each resume."""
+        trained = list(compress(trajectory.logprobs, trajectory.loss_mask))
+        try:
+            finite = all(map(math.isfinite, trained))
+        except (TypeError, OverflowError):
+            finite = False
+        if not finite:
+            raise self._error(f"a non-finite log-prob of a trained token, among {trained!r:.200}")
+
+    def _metrics(self, given: Any) -> dict[str, float]:
+        if not isinstance(given, Mapping):
+            self._report("metrics", f"is {given!r:.80}, not a dictionary")
+            return {}
+        kept = {}
+        for name, value in given.items():
+            if not isinstance(name, str) or not _encodable(name):
+                self._report(f"{name!r:.80}", "has a name that is not valid text")
+            elif (number := finite_float(value)) is None:
+                self._report(name, f"is {value!r:.80}, not a finite number")
+            else:
+                kept[name] = number
+        return kept
+
+    def _report(self, name: str, problem: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            log.warning("the metric %s of the workflow %s %s; such values are dropped", name, self._name, problem)
+
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"the workflow {self._name} returned a trajectory with {problem}")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

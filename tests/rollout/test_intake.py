@@ -1,0 +1,109 @@
+"""What a workflow may return, and what happens to values that nothing behind the door could take."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from megasync.buffer.payload import decode_group, encode
+from megasync.buffer.trajectory import Group, Trajectory
+from megasync.errors import DataError
+from megasync.observe.metrics import MetricsLog, read_metrics
+from megasync.rollout.intake import Intake
+from megasync.rollout.tally import RolloutTally
+from megasync.rollout.workflow import single_turn
+
+
+class Trap:
+    """A user's own class, which raises when anybody looks at it as a number."""
+
+    def __float__(self):
+        raise RuntimeError("not a number")
+
+
+def test_a_workflow_returns_one_trajectory_or_a_list(make_trajectory):
+    one = make_trajectory()
+    assert Intake(single_turn).take(one) == [one]
+    assert Intake(single_turn).take([one, one]) == [one, one]
+    for wrong in (None, "text", [one, "text"], (one,)):
+        with pytest.raises(DataError, match=r"workflow\.single_turn must return a Trajectory"):
+            Intake(single_turn).take(wrong)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "1.0", b"1", float("nan"), float("inf"), 10**400, [1.0], {}, object(), Trap(), 1j, np.array([1.0, 2.0])]
+    + [np.float32("nan"), torch.tensor([1.0, 2.0]), torch.tensor(float("inf"))],
+    ids=repr,
+)
+def test_a_metric_that_is_no_number_is_dropped_and_reported_once(make_trajectory, caplog, value):
+    intake = Intake(single_turn)
+    with caplog.at_level(logging.WARNING, "megasync.rollout.intake"):
+        for _ in range(3):
+            (taken,) = intake.take(make_trajectory(metrics={"exit_code": value, "turns": 2}))
+            assert taken.metrics == {"turns": 2.0}
+    assert len(caplog.records) == 1
+    assert "the metric exit_code of the workflow" in caplog.text
+
+
+@pytest.mark.parametrize("value", [2, True, np.float32(0.5), np.int64(3), np.bool_(1), torch.tensor(2), np.array(7)])
+def test_scalars_of_other_libraries_become_floats(make_trajectory, value):
+    (taken,) = Intake(single_turn).take(make_trajectory(metrics={"x": value}))
+    assert taken.metrics == {"x": float(value)}
+    assert type(taken.metrics["x"]) is float
+
+
+@pytest.mark.parametrize("metrics", [None, [], "x", {7: 1.0}, {("a", "b"): 1.0}, {"\ud800": 1.0}])
+def test_metrics_under_names_that_are_no_text_are_dropped(make_trajectory, metrics):
+    trajectory = dataclasses.replace(make_trajectory(), metrics=metrics)
+    (taken,) = Intake(single_turn).take(trajectory)
+    assert taken.metrics == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_ids": [1.5, 2]},
+        {"response_ids": ["1", "2"]},
+        {"prompt_ids": [None]},
+        {"loss_mask": [1, None]},
+        {"versions": [0, "0"]},
+        {"logprobs": [-0.1, None]},
+        {"logprobs": [-0.1, float("nan")]},
+        {"logprobs": [-0.1, 10**400]},
+        {"text": b"x"},
+        {"finish_reason": None},
+    ],
+    ids=repr,
+)
+def test_tokens_and_texts_of_the_wrong_kind_are_an_error_of_the_sample(make_trajectory, changes):
+    with pytest.raises(DataError, match=r"workflow\.single_turn returned a trajectory with"):
+        Intake(single_turn).take(dataclasses.replace(make_trajectory(), **changes))
+
+
+def test_what_passes_reaches_the_ledger_and_the_metrics_of_the_run(tmp_path):
+    """Arrays, odd texts and bad metrics of one trajectory, through everything that is behind the door."""
+    given = Trajectory(
+        [1], np.array([5, 6]), torch.tensor([1, 1]), [np.float64(-0.1), -0.2], [np.int64(0), 0], text="a\ud800b"
+    )
+    given = dataclasses.replace(given, metrics={"good": np.float32(2), "bad": None})
+    (taken,) = Intake(single_turn).take(given)
+    assert (taken.response_ids, taken.loss_mask, taken.versions, taken.text) == ([5, 6], [1, 1], [0, 0], "a?b")
+    assert decode_group(encode(Group("0:0", [taken]))).trajectories == [taken]
+    json.dumps(taken.text, ensure_ascii=False).encode()
+    tally = RolloutTally(window=2)
+    tally.scored([taken])
+    metrics = MetricsLog(tmp_path, tensorboard=True)
+    metrics.log(1, tally.snapshot())
+    metrics.close()
+    assert read_metrics(tmp_path)["rollout/good"] == [2.0]
+
+
+def test_a_metric_called_like_one_of_the_rollouts_own_does_not_mix_with_it(make_trajectory):
+    tally = RolloutTally(window=2)
+    tally.scored([make_trajectory(reward=1.0, metrics={"reward_mean": 50.0, "tokens": 50.0})])
+    snapshot = tally.snapshot()
+    assert (snapshot["rollout/reward_mean"], snapshot["rollout/tokens"]) == (1.0, 0.0)
