@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megasync.buffer.trajectory import Group
+from megasync.files import atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,6 @@ def record_failure(folder: Path, step: int, version: int, groups: Sequence[Group
         # JSON has no spelling for numbers that are not finite.
         text = json.dumps(json.loads(json.dumps(record), parse_constant=str), allow_nan=False)
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        atomic_write(path, text)
     except (OSError, TypeError, ValueError) as failure:
         log.error("The batch of failed step %d could not be recorded at %s: %s", step, path, failure)
