@@ -83,6 +83,7 @@ class Servers:
             tokenizer=task.tokenizer,
             stream_interval=config.rollout.stream_interval,
             chat=config.rollout.chat,
+            stop_ids=task.stop_ids,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)
