@@ -29,6 +29,10 @@ class Refused(ServerError):
         self.status = status
 
 
+class InvalidAnswer(ServerError):
+    """A server answered what makes no sense: the answer is refused as a whole, and asked for again."""
+
+
 class SyncError(MegasyncError):
     """A weight sync that failed: names the engine, the phase and the version."""
 

@@ -87,6 +87,7 @@ class Servers:
             chat=config.rollout.chat,
             api_key=self.keys.generation,
             trust=router_trust(config.cluster),
+            stop_ids=task.stop_ids,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

@@ -51,6 +51,8 @@ class Task:
     eval_sets: list[HeldOutSet]
     workflow: Callable
     scoring: Scoring
+    # Tokens that end any response.
+    stop_ids: frozenset[int] = frozenset()
 
     async def open(self) -> None:
         """Opens what can be refused before any process starts: the gateway's port."""
@@ -101,6 +103,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         rewards=scoring.runner(reward),
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
+        stop_ids=stop_ids(config.model.path, tokenizer),
     )
 
 
@@ -128,6 +131,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         eval_sets=sets,
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
+        stop_ids=stop_ids(config.model.path, tokenizer),
     )
 
 
@@ -146,6 +150,17 @@ def _model(config: Config) -> tuple[Any, int, int]:
 def read_hf_config(path: str) -> dict[str, Any]:
     """The model folder's config.json, which `check_config` has looked at already."""
     return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+
+
+def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which SGLang ends a response of this model: of its configurations, and of its tokenizer."""
+    found = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
+    for name in ("config.json", "generation_config.json"):
+        if (file := Path(path) / name).exists():
+            config = json.loads(file.read_text(encoding="utf-8"))
+            ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            found += ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in found if token is not None)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -43,7 +43,9 @@ class FakeSGLang:
         self.requests: list[dict] = []
         self.headers: list[dict] = []
         self.peers: list[tuple] = []
-        self.aborted: list[str] = []
+        # Paths of everything that was posted, and requests whose caller hung up.
+        self.calls: list[str] = []
+        self.disconnected = 0
         self.aborted_all = 0
         self.parser_status = 200
         # How token ids become text.
@@ -91,7 +93,7 @@ class FakeSGLang:
 
     def piece(self, body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
         meta = {
-            "id": body["rid"],
+            "id": "0",
             "finish_reason": None,
             "weight_version": str(version),
             "output_token_logprobs": [[-i / 100, i, None] for i in ids],
@@ -100,6 +102,7 @@ class FakeSGLang:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.calls.append(request.path)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         self.peers.append(request.transport.get_extra_info("peername"))
@@ -110,7 +113,11 @@ class FakeSGLang:
         if isinstance(behave, Break):
             return await self._break(request, body, behave)
         self.http = request
-        return await behave(self, body)
+        try:
+            return await behave(self, body)
+        except asyncio.CancelledError:
+            self.disconnected += 1
+            raise
 
     async def _break(self, request: web.Request, body: dict, broken: Break) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -128,11 +135,9 @@ class FakeSGLang:
         return web.json_response({"model_path": "fake", "is_generation": True, "weight_version": str(self.version)})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body.get("abort_all"):
-            self.aborted_all += 1
-        else:
-            self.aborted.append(body["rid"])
+        self.calls.append(request.path)
+        assert (await request.json()) == {"abort_all": True}
+        self.aborted_all += 1
         return web.Response()
 
     async def _parse_calls(self, request: web.Request) -> web.Response:

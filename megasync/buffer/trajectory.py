@@ -54,14 +54,17 @@ class Trajectory:
 class Partial:
     """What is generated of one response so far; lists are per token.
 
-    ``prompt_digest`` is of the token ids that the request began with: a workflow that asks something else this time
-    cannot go on from here.
+    ``request_digest`` is of the prompt and the sampling parameters: a workflow that asks something else this time cannot
+    go on from here. A ``finish_reason`` other than "abort" says that the response is complete: nothing is sampled behind
+    its last token.
     """
 
-    prompt_digest: str
+    request_digest: str
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
+    finish_reason: str = "abort"  # "stop" or "length" when it is complete
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ class ServerSlot:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
                 self.load = ServerLoad.parse(answer)
-            except (ServerError, KeyError, TypeError) as error:
+            except ServerError as error:
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
             else:
                 self.note(self.health.probe_ok)

@@ -22,7 +22,7 @@ from megasync.config.limits import check_limits
 from megasync.config.model_files import check_model_folder, check_values, read_hf_config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.config.schema import Config, DatasetConfig, SyncConfig
-from megasync.config.server_args import OF_ROLLOUT, check_server_args
+from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import ConfigError
 from megasync.sync.families import Sizes
 from megasync.sync.layout import Layout
@@ -192,12 +192,17 @@ def _check_servers(config: Config) -> None:
             f"rollout.stream_interval=0, as requests send nothing before their end; set it to 0, or stream_interval to 1 "
             f"or more"
         )
-    top_k = rollout.sampling.top_k
-    if top_k == 0 or top_k < -1:
-        raise ConfigError(f"rollout.sampling.top_k={top_k} must be -1 (all tokens) or at least 1")
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        if (value := getattr(rollout.sampling, name)) != neutral:
+            raise ConfigError(
+                f"rollout.sampling.{name}={value} would sample training rollouts from a part of the distribution, while "
+                f"the trainer scores all of it: every importance ratio would be wrong. Set rollout.sampling.{name}="
+                f"{neutral:g}; evaluation may truncate (eval.sampling.{name})"
+            )
     if "" in rollout.sampling.stop:
         raise ConfigError("rollout.sampling.stop holds an empty text, which would end every response at once; drop it")
     check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
+    check_trained_args("rollout", rollout.server_args)
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
     for key in ("context_length", "max_total_tokens"):
         room = getattr(rollout, key)

@@ -43,6 +43,14 @@ RESERVED: dict[str, str | None] = {
     "--encoder-only": None,
     "--use-ray": None,
 }
+# Flags by which a server samples otherwise than the trainer scores, and the one value of each that does not.
+_BENDING: dict[str, float | None] = {
+    "--preferred-sampling-params": None,
+    "--speculative-accept-threshold-single": 1.0,
+    "--speculative-accept-threshold-acc": 1.0,
+    "--enable-watermark": None,
+    "--watermark-config": None,
+}
 OF_ROLLOUT: dict[str, str | None] = {
     "--model-path": "model.path",
     "--model": "model.path",
@@ -73,3 +81,15 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
             key = reserved[name]
             fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"
             raise ConfigError(f"{servers}.server_args may not hold {argument}: {fix}")
+
+
+def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a flag by which tokens are sampled from another distribution than the trainer scores."""
+    for argument in _BENDING.keys() & arguments.keys():
+        harmless = _BENDING[argument]
+        if harmless is None or str(arguments[argument]) not in (str(harmless), f"{harmless:g}"):
+            fix = "drop it" if harmless is None else f"set it to {harmless:g} or drop it"
+            raise ConfigError(
+                f"{servers}.server_args {argument}={arguments[argument]!r} would sample training rollouts from another "
+                f"distribution than the trainer scores (rollout.sampling); {fix}"
+            )

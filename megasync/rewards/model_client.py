@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from megasync.errors import DataError, Refused, ServerError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.waits import Waits
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds before a second attempt after a failure, doubled for each further one up to the second number.
 _FAILURE_WAIT = (0.2, 5.0)
@@ -52,13 +55,16 @@ class RewardModelClient:
             "inflight": float(sum(self._running.values())),
         }
 
-    async def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer of any server. Raises DataError when one calls the request wrong, else ServerError after a while."""
+    async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` makes of the answer of any server; a ServerError of it is a failure of that server.
+
+        Raises DataError when one calls the request wrong, else ServerError after a while.
+        """
         failures: list[str] = []
         async with self._places:
             try:
                 async with asyncio.timeout(self._timeout):
-                    answer = await self._until_answered(path, body, failures)
+                    answer = await self._until_answered(path, body, read, failures)
             except TimeoutError:
                 last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
                 raise ServerError(
@@ -68,7 +74,9 @@ class RewardModelClient:
         self._requests += 1
         return answer
 
-    async def _until_answered(self, path: str, body: dict[str, Any], failures: list[str]) -> Any:
+    async def _until_answered(
+        self, path: str, body: dict[str, Any], read: Callable[[Any], T], failures: list[str]
+    ) -> T:
         waits = Waits(_FAILURE_WAIT)
         failed: ServerControl | None = None
         while True:
@@ -76,7 +84,7 @@ class RewardModelClient:
             server = min(self._running, key=lambda server: (server is failed, self._running[server]))
             self._running[server] += 1
             try:
-                return await server.post(path, body, timeout=self._timeout)
+                return read(await server.post(path, body, timeout=self._timeout))
             except Refused as refused:
                 if refused.status in _BAD_REQUEST:
                     raise DataError(f"reward model {self._name!r} refused a request: {refused}") from refused

@@ -67,7 +67,7 @@ class ModelReward:
         if len(ids) + self._verdict.room > self._context_length:
             self._too_long += 1
             return None
-        score = self._verdict.read(await self.client.ask(self._verdict.path, self._verdict.body(ids)))
+        score = await self.client.ask(self._verdict.path, self._verdict.body(ids), self._verdict.read)
         if score is None:
             self._unread += 1
         return score

@@ -6,8 +6,11 @@ import math
 import re
 from typing import Any, Protocol
 
+import msgspec
+
 from megasync.config.schema import RewardModelConfig
-from megasync.errors import ConfigError, ServerError
+from megasync.errors import ConfigError, InvalidAnswer
+from megasync.rollout.answers import converted
 
 
 class Verdict(Protocol):
@@ -19,7 +22,24 @@ class Verdict(Protocol):
     def body(self, ids: list[int]) -> dict[str, Any]: ...
 
     def read(self, answer: Any) -> float | None:
-        """None when the model's answer holds no score. Raises ServerError for an answer of another form."""
+        """None when the model's answer holds no score. Raises InvalidAnswer for one of another form."""
+
+
+class _Classified(msgspec.Struct):
+    embedding: list[float]
+
+
+class _Written(msgspec.Struct):
+    text: str
+
+
+class _WeighedMeta(msgspec.Struct):
+    # By token of the answer: log-prob, id and text of each that was asked for.
+    output_token_ids_logprobs: list[list[tuple[float, int, Any]]]
+
+
+class _Weighed(msgspec.Struct):
+    meta_info: _WeighedMeta
 
 
 class ClassifierScore:
@@ -34,10 +54,10 @@ class ClassifierScore:
         return {"input_ids": ids}
 
     def read(self, answer: Any) -> float | None:
-        try:
-            return float(answer["embedding"][self._label])
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"/classify gave no output number {self._label}: {answer!r:.200}") from error
+        outputs = converted(answer, _Classified, "/classify").embedding
+        if len(outputs) <= self._label or not math.isfinite(outputs[self._label]):
+            raise InvalidAnswer(f"/classify gave no output number {self._label}: {answer!r:.200}")
+        return outputs[self._label]
 
 
 class NumberWritten:
@@ -55,10 +75,7 @@ class NumberWritten:
         return {"input_ids": ids, "sampling_params": self._sampling}
 
     def read(self, answer: Any) -> float | None:
-        try:
-            text = answer["text"]
-        except (KeyError, TypeError) as error:
-            raise ServerError(f"/generate gave no text: {answer!r:.200}") from error
+        text = converted(answer, _Written, "/generate").text
         found = list(self._pattern.finditer(text))
         if not found:
             return None
@@ -88,11 +105,12 @@ class YesOrNo:
         }
 
     def read(self, answer: Any) -> float | None:
-        try:
-            found = {entry[1]: entry[0] for entry in answer["meta_info"]["output_token_ids_logprobs"][0]}
-            return 1 / (1 + math.exp(min(700.0, found[self._no] - found[self._yes])))
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"/generate gave no log-probs of {self._yes} and {self._no}: {answer!r:.200}") from error
+        tokens = converted(answer, _Weighed, "/generate").meta_info.output_token_ids_logprobs
+        found = {token: logprob for logprob, token, _ in tokens[0]} if tokens else {}
+        yes, no = found.get(self._yes, math.nan), found.get(self._no, math.nan)
+        if not (math.isfinite(yes) and math.isfinite(no)):
+            raise InvalidAnswer(f"/generate gave no log-probs of {self._yes} and {self._no}: {answer!r:.200}")
+        return 1 / (1 + math.exp(min(700.0, no - yes)))
 
 
 def verdict_of(key: str, config: RewardModelConfig, tokenizer: Any) -> Verdict:

@@ -5,7 +5,11 @@ tokens it has so far as part of the prompt, within what is left of its budget, a
 every part. With `stream_interval` tokens arrive while they are sampled, so a dead server costs at most so many of each
 request. Whatever may pass is tried again, with growing waits, until the generation's own deadline. What the caller passed
 is never changed, all sampling parameters are always sent, and no token id outside the vocabulary leaves this module (one
-would kill the server): `_checked` guarantees that.
+would kill the server): `_checked` guarantees that. What comes back is checked as strictly (`answers`): an answer that makes
+no sense is forgotten, counted, and asked for again.
+
+Nothing is aborted by name. A connection that this side closes (a caller that is cancelled, a deadline) ends the request at
+its server, through the router and through a router's death: at the next piece of a stream, else within about a second.
 """
 
 from __future__ import annotations
@@ -15,24 +19,25 @@ import logging
 import operator
 import random
 import ssl
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import aiohttp
 import orjson
 
 from megasync.config.schema import ChatConfig, SamplingConfig
-from megasync.errors import ContextFull, DataError, ServerError
+from megasync.errors import ContextFull, DataError, InvalidAnswer, ServerError
+from megasync.rollout.answers import AnsweredError, Asked, read_bounded, read_generated, read_scored
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.control import ServerControl
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.partials import request_digest
 from megasync.rollout.parts import Parts
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.router import ROUTING_KEY_HEADER
-from megasync.rollout.sampling import base_params, merge_params
+from megasync.rollout.sampling import base_params, check_trained, merge_params
 from megasync.rollout.waits import Waits
 
 log = logging.getLogger(__name__)
@@ -47,10 +52,16 @@ _FAILURE_WAIT = (0.2, 5.0)
 # aborts everything is not asked in a tight loop.
 _EMPTY_ABORT_WAIT = (0.01, 1.0)
 _ABORT_TIMEOUT = 5.0
+# Seconds for the connections to close.
+_CLOSE_SECONDS = 5.0
+# Invalid answers that are logged as warnings; later ones would only repeat them.
+_LOUD = 10
 _BODY_SHOWN = 500
+# The most bytes of a refusal.
+_REFUSAL_BYTES = 1 << 20
 
-# Given a prompt's token ids, what there is already of the response; it grows in place.
-Keep = Callable[[list[int]], Parts]
+# Given the digest of a request (`request_digest`), what there is already of the response; it grows in place.
+Keep = Callable[[str], Parts]
 
 
 class _Passing(Exception):
@@ -73,12 +84,14 @@ class RolloutClient:
         stream_interval: int = 0,
         chat: ChatConfig | None = None,
         trust: ssl.SSLContext | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
-        `servers` are those that are told to abort requests; `add_server` and `remove_server` change them.
-        `stream_interval` is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is that
-        of generation, if there is one; `trust` is for a router that speaks https.
+        `servers` are those that parse answers of `chat`; `add_server` and `remove_server` change them. `stream_interval`
+        is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed
+        for `chat` only. `api_key` is that of generation, if there is one; `trust` is for a router that speaks https.
+        `stop_ids` are the tokens that end any response.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -93,17 +106,21 @@ class RolloutClient:
         self._chat_config = chat or ChatConfig()
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._background: set[asyncio.Task] = set()
-        # Of fixed length: SGLang aborts every request whose id starts with the one it is given.
-        self._rid_prefix = uuid.uuid4().hex[:12]
-        self._requests = 0
+        self._stop_ids = frozenset(stop_ids)
+        self._invalid_answers = 0
         self._random = random.Random()
+        # The newest weight version that a server can hold; None where nobody knows it.
+        self.newest_version: Callable[[], int | None] = lambda: None
 
     def add_server(self, server: ServerControl) -> None:
         self.servers.append(server)
 
     def remove_server(self, url: str) -> None:
         self.servers = [server for server in self.servers if server.url != url]
+
+    def metrics(self) -> dict[str, float]:
+        """Answers of servers that made no sense, since the start."""
+        return {"rollout/invalid_answers": float(self._invalid_answers)}
 
     async def generate(
         self,
@@ -113,6 +130,7 @@ class RolloutClient:
         seed: int | None = None,
         keep: Keep | None = None,
         watch: Callable[[Sequence[int]], None] | None = None,
+        trained: bool = False,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` replaces configured parameters (temperature, max_new_tokens, stop, ...).
@@ -120,42 +138,49 @@ class RolloutClient:
         With `seed`, a server started as deterministic gives the same tokens whatever else it is doing; other servers
         ignore it. `max_new_tokens` is cut to what the context still holds. With stop strings, one that straddles an
         interruption is not seen. `keep` brings what the response begins with, from an earlier attempt, and lets its
-        caller see the response grow. `watch` is told all token ids so far whenever a server has sent more of them.
+        caller see the response grow; one that is complete is the answer, and nothing is asked. `watch` is told all token
+        ids so far whenever a server has sent more of them. What is to be `trained` must be sampled from the distribution
+        that the trainer scores.
 
-        Raises DataError for ids outside the vocabulary, unknown parameters, or a prompt that a server calls wrong,
-        ContextFull for one that leaves no room; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
+        Raises DataError for ids outside the vocabulary, unknown parameters, those that a trained response may not have,
+        or a prompt that a server calls wrong, ContextFull for one that leaves no room; ServerError when the servers refuse
+        otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
+        if trained:
+            check_trained(params, self._base["temperature"])
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
         if budget < 1:
             raise ContextFull(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
             )
+        params["max_new_tokens"] = budget
+        parts = Parts() if keep is None else keep(request_digest(prompt, params))
+        parts.watch = watch
         # Deterministic servers would give every request without a seed the same one.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
-        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key is not None else None
-        parts = Parts() if keep is None else keep(prompt)
-        parts.watch = watch
-        self._give_text(parts)
         failures: list[str] = []
         try:
             async with asyncio.timeout(self._timeout):
-                await self._finish(parts, prompt, params, budget, headers, failures)
+                await self._finish(parts, prompt, params, routing_key, failures)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
                 f"no complete answer from {self.url} within {self._timeout:g} s (timeouts.request) for a prompt of "
                 f"{len(prompt)} tokens and a budget of {budget}, after {len(parts.token_ids)} tokens{last}"
             ) from None
+        count = len(parts.texts)
+        # Whoever is given the parts again gets the same text.
+        parts.texts = [self._text(parts, params)]
         return Generation(
             prompt_ids=prompt,
             token_ids=list(parts.token_ids),
             logprobs=list(parts.logprobs),
             versions=list(parts.versions),
             finish_reason=parts.finish_reason,
-            text=self._text(parts, params),
-            parts=len(parts.texts),
+            text=parts.texts[0],
+            parts=count,
         )
 
     async def chat(
@@ -182,7 +207,8 @@ class RolloutClient:
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
         """Log-prob of each token but the first given those before it, by that one server, at temperature 1.
 
-        Raises DataError for fewer than two ids or ids outside the vocabulary, ServerError as `generate`.
+        Raises DataError for fewer than two ids or ids outside the vocabulary, ServerError when the server refuses, does not
+        answer in time, or answers what makes no sense.
         """
         ids = self._checked(input_ids)
         if len(ids) < 2:
@@ -195,10 +221,11 @@ class RolloutClient:
             "logprob_start_len": 0,
         }
         answer = await server.post("/generate", body, timeout=self._timeout)
-        entries = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != ids:
-            raise ServerError(f"{server.url} scored {len(entries)} tokens, not the {len(ids)} it was given")
-        return [entry[0] for entry in entries[1:]]
+        try:
+            return read_scored(answer, ids)
+        except InvalidAnswer as error:
+            self._invalid_answers += 1
+            raise InvalidAnswer(f"{server.url}/generate: {error}") from error
 
     async def abort_all(self) -> None:
         """Ends every request on every server. A `generate` still awaited goes on from its partial tokens."""
@@ -207,26 +234,32 @@ class RolloutClient:
         )
 
     async def close(self) -> None:
-        """Waits for pending aborts and closes the connections; the servers' controls belong to their owner."""
-        if self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        """Closes the connections; the servers' controls belong to their owner."""
         if self._session is not None:
             session, self._session = self._session, None
-            await session.close()
+            try:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await session.close()
+            except TimeoutError:
+                log.warning(
+                    "connections to %s did not close within %g s and are left to the system", self.url, _CLOSE_SECONDS
+                )
 
     async def _finish(
         self,
         parts: Parts,
         prompt: list[int],
         params: dict[str, Any],
-        budget: int,
-        headers: dict[str, str] | None,
+        routing_key: str | None,
         failures: list[str],
     ) -> None:
         """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
         empty, failed = Waits(_EMPTY_ABORT_WAIT, self._random), Waits(_FAILURE_WAIT, self._random)
+        budget = params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
-        while (done := len(parts.token_ids)) < budget:
+        stop_ids = frozenset() if params["ignore_eos"] else self._stop_ids.union(params["stop_token_ids"])
+        invalid = 0
+        while not parts.finished and (done := len(parts.token_ids)) < budget:
             body = {
                 "input_ids": prompt + parts.token_ids,
                 "sampling_params": params | {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)},
@@ -235,53 +268,68 @@ class RolloutClient:
             }
             wait = empty
             try:
-                await self._request(body, headers, parts)
+                await self._request(body, _headers(routing_key, invalid), parts)
             except _Passing as failure:
                 failures.append(str(failure))
                 wait = failed
-            if parts.finish_reason != "abort":
+            except InvalidAnswer as failure:
+                parts.discard()
+                failures.append(f"invalid answer: {failure}")
+                self._invalid_answers += 1
+                level = logging.WARNING if self._invalid_answers <= _LOUD else logging.DEBUG
+                log.log(level, "Invalid answer of %s/generate, asking again: %s", self.url, failure)
+                invalid += 1
+                wait = failed
+            if parts.finished or parts.ends_at(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
             if len(parts.token_ids) > done:
                 empty.reset()
                 failed.reset()
             else:
                 await asyncio.sleep(wait.next())
-        parts.finish_reason = "length"
+        if not parts.finished:
+            parts.finish_reason = "length"
 
     async def _request(self, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
-        """One request, with an id of its own that is aborted on the servers when nobody waits for the rest any more.
-
-        Raises _Passing when another attempt may succeed; what it brought until then is in `parts`.
-        """
-        body["rid"] = self._next_rid()
-        parts.begin()
+        """One request. Raises _Passing when another attempt may succeed, with what it brought until then in `parts`, and
+        InvalidAnswer."""
+        sampling = body["sampling_params"]
+        asked = Asked(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
+        parts.begin(asked.tokens)
         try:
-            async with self._open().post(self.url + "/generate", data=orjson.dumps(body), headers=headers) as response:
+            async with self._open().post(
+                # A redirection would be a request of another kind, to somebody else.
+                self.url + "/generate",
+                data=orjson.dumps(body),
+                headers=headers,
+                allow_redirects=False,
+            ) as response:
                 if response.status != 200:
-                    text = (await response.read())[:_BODY_SHOWN].decode("utf-8", "replace")
+                    text = (await read_bounded(response, _REFUSAL_BYTES))[:_BODY_SHOWN].decode("utf-8", "replace")
                     self._refused(response.status, text, len(body["input_ids"]))
-                await self._take(response, parts, len(body["input_ids"]))
+                elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise InvalidAnswer(f"its encoding is {encoding!r:.100}, which was not asked for")
+                elif self._stream:
+                    await self._take_stream(response, parts, asked)
+                elif not parts.add(read_generated(await read_bounded(response, asked.most_bytes), asked)):
+                    raise InvalidAnswer("it has no finish_reason")
+        except AnsweredError as error:
+            self._refused(error.status, str(error), len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
-            self._abort_later(body["rid"])
             raise _Passing(f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._abort_later(body["rid"])
-            raise
 
-    async def _take(self, response: aiohttp.ClientResponse, parts: Parts, sent: int) -> None:
-        if not self._stream:
-            parts.add(_parse(await response.read(), self.url))
-            return
+    async def _take_stream(self, response: aiohttp.ClientResponse, parts: Parts, asked: Asked) -> None:
         finished = False
         try:
             # To the end of the stream: a connection with something left in it is not used again.
-            async for piece in events(response):
-                if "error" in piece:
-                    self._refused(piece["error"].get("code"), str(piece["error"].get("message")), sent)
+            async for event in events(response, asked.most_bytes):
+                if finished:
+                    raise InvalidAnswer(f"its stream goes on behind the last piece: {event[:_BODY_SHOWN]!r}")
+                piece = read_generated(event, asked)
                 finished = parts.add(piece)
-                if finished and (status := piece["meta_info"]["finish_reason"].get("status_code")):
+                if finished and piece.finish.status_code:
                     # Unstreamed it would have been the status of the answer.
-                    self._refused(status, str(piece["meta_info"]["finish_reason"].get("message")), sent)
+                    raise AnsweredError(piece.finish.status_code, piece.finish.message)
         except (aiohttp.ClientError, OSError):
             if not finished:
                 raise
@@ -296,23 +344,6 @@ class RolloutClient:
         error = DataError if status in _BAD_REQUEST else ServerError
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
-    def _next_rid(self) -> str:
-        self._requests += 1
-        return f"{self._rid_prefix}{self._requests:012d}"
-
-    def _abort_later(self, rid: str) -> None:
-        """Tells the servers, without waiting, that nobody wants this request; which of them has it is not known."""
-        task = asyncio.get_running_loop().create_task(self._abort(rid))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _abort(self, rid: str) -> None:
-        for server in self.servers:
-            try:
-                await server.post("/abort_request", {"rid": rid}, timeout=_ABORT_TIMEOUT)
-            except ServerError as error:
-                log.debug("could not abort %s: %s", rid, error)
-
     def _checked(self, ids: Sequence[int]) -> list[int]:
         """A new list of plain integers, each in [0, vocab_size)."""
         try:
@@ -326,11 +357,6 @@ class RolloutClient:
             bad = next((at, i) for at, i in enumerate(checked) if not 0 <= i < self.vocab_size)
             raise DataError(f"token id {bad[1]} at position {bad[0]} is outside the vocabulary [0, {self.vocab_size})")
         return checked
-
-    def _give_text(self, parts: Parts) -> None:
-        """What was saved of a response came without its text."""
-        if parts.token_ids and not parts.texts and self.tokenizer is not None:
-            parts.texts.append(self.tokenizer.decode(parts.token_ids))
 
     def _text(self, parts: Parts, params: dict[str, Any]) -> str:
         if len(parts.texts) == 1 or self.tokenizer is None or params["stop"]:
@@ -351,17 +377,19 @@ class RolloutClient:
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
             self._session = aiohttp.ClientSession(
-                headers=headers,
+                headers=headers | {"Accept-Encoding": "identity"},
                 # How much runs at once is the rollouter's business; the deadline is `generate`'s.
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._trust or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                # Nothing is asked to be compressed, and what is small on the wire may be very large.
+                auto_decompress=False,
             )
         return self._session
 
 
-def _parse(raw: bytes, url: str) -> dict[str, Any]:
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ServerError(f"{url}/generate answered no JSON: {raw[:_BODY_SHOWN]!r}") from error
+def _headers(routing_key: str | None, invalid: int) -> dict[str, str] | None:
+    """The key sends requests to one server; after `invalid` answers of it that made no sense, to another."""
+    if routing_key is None:
+        return None
+    return {ROUTING_KEY_HEADER: f"{routing_key}#{invalid}" if invalid else routing_key}

@@ -13,10 +13,13 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megasync.errors import Refused, ServerError
+from megasync.errors import InvalidAnswer, Refused, ServerError
+from megasync.rollout.answers import read_bounded
 
 # Characters of a refused answer that go into the error.
 _BODY_SHOWN = 500
+# The largest answer, in bytes: the layout of a rank of a very large model has some ten million.
+_MOST_BYTES = 1 << 28
 
 
 class ServerControl:
@@ -51,7 +54,7 @@ class ServerControl:
         try:
             return int(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}/model_info carries no integer weight_version: {info!r}") from error
+            raise InvalidAnswer(f"{self.url}/model_info carries no integer weight_version: {info!r:.500}") from error
 
     async def close(self) -> None:
         self._closed = True
@@ -68,11 +71,13 @@ class ServerControl:
             async with session.request(
                 method, self.url + path, data=data, timeout=aiohttp.ClientTimeout(total=timeout)
             ) as response:
-                raw = await response.read()
+                raw = await read_bounded(response, _MOST_BYTES)
                 status = response.status
         except TimeoutError as error:
             raise ServerError(f"{method} {self.url}{path}: no answer within {timeout:g} s") from error
-        except aiohttp.ClientError as error:
+        except InvalidAnswer as error:
+            raise InvalidAnswer(f"{method} {self.url}{path}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
         if status >= 400:
             shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")

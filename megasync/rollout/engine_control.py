@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from megasync.errors import ServerError
+import msgspec
+
+from megasync.errors import InvalidAnswer, ServerError
+from megasync.rollout.answers import converted
 from megasync.rollout.control import ServerControl
 from megasync.rollout.engine_protocol import ACTION, ANSWER, LOAD_FORMAT, PROTOCOL, decode, encode
 from megasync.sync.engine_layout import EngineRank
 
 # What a server without the plugin says to an action it does not know.
 _STOCK_REFUSAL = "Unsupported action"
+
+
+class _Rank(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checked(msgspec.Struct):
+    ranks: list[_Rank]
+
+
+class _Answer(msgspec.Struct):
+    tp_rank: int
+    ok: bool
+    result: Any = None
+    error: Any = None
+
+
+class _Hello(TypedDict):
+    protocol: int
+    instance: str
+
+
+class _Program(TypedDict):
+    stages: bool
+    bytes: int
+
+
+class _Report(TypedDict):
+    attempt: str
+    state: str
+    error: str
+    digest: NotRequired[Any]
+
+
+# What a rank's answer to a command is, for those whose answers are used outside this module.
+_RESULTS: dict[str, Any] = {"hello": _Hello, "program": _Program, "poll": _Report}
 
 
 class EngineControl:
@@ -41,11 +80,20 @@ class EngineControl:
                     "in the server's log"
                 ) from error
             raise
-        answers = [decode(rank["checksums"][ANSWER]) for rank in found["ranks"]]
-        failed = [f"tp rank {answer['tp_rank']}: {answer['error']}" for answer in answers if not answer["ok"]]
+        what = f"{self.server.url}: {command}"
+        try:
+            ranks = [decode(rank.checksums[ANSWER]) for rank in converted(found, _Checked, what).ranks]
+        except (KeyError, ValueError, RecursionError) as error:
+            raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {found!r:.300}") from error
+        answers = converted(ranks, list[_Answer], what)
+        failed = [f"tp rank {answer.tp_rank}: {answer.error}" for answer in answers if not answer.ok]
         if failed:
-            raise ServerError(f"{self.server.url}: {command} failed: {'; '.join(failed)}")
-        return [answer["result"] for answer in sorted(answers, key=lambda answer: answer["tp_rank"])]
+            raise ServerError(f"{what} failed: {'; '.join(failed)}")
+        results = [answer.result for answer in sorted(answers, key=lambda answer: answer.tp_rank)]
+        if (form := _RESULTS.get(command)) is not None:
+            # The results themselves are returned: they have more than has to be there.
+            converted(results, list[form], what)
+        return results
 
     async def hello(self, timeout: float = 30.0) -> list[dict]:
         """Who the ranks are: protocol, sglang, tp_rank, tp_size, model, dtype, pid.
@@ -82,4 +130,8 @@ class EngineControl:
     async def trace(self, specs: Iterable[tuple[str, Sequence[int]]], timeout: float = 120.0) -> list[EngineRank]:
         """Where each rank keeps the tensors of a checkpoint with these names and shapes. Raises as `call`."""
         payload = {"specs": [[name, list(shape)] for name, shape in specs]}
-        return [EngineRank.from_json(found) for found in await self.call("trace", payload, timeout)]
+        found = await self.call("trace", payload, timeout)
+        try:
+            return [EngineRank.from_json(rank) for rank in found]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidAnswer(f"{self.server.url}: trace: not a layout ({error!r}): {found!r:.300}") from error

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
-import orjson
 
-from megasync.errors import ServerError
+from megasync.errors import InvalidAnswer
 
 _PREFIX = b"data:"
 _END = b"[DONE]"
+CONTENT_TYPE = "text/event-stream"
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The objects as they come. Ends with the stream, whether it was complete or not: the last object says which.
+async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
+    """The objects' JSON as they come. Ends with the stream, whether it was complete or not: the last object says which.
 
-    Raises aiohttp.ClientError when the connection breaks, ServerError for an event that is no JSON object.
+    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer when it is no stream of events, or one of more
+    than `most` bytes.
     """
-    rest = b""
+    if response.content_type != CONTENT_TYPE:
+        raise InvalidAnswer(f"its content type is {response.content_type!r:.100}, not {CONTENT_TYPE}")
+    rest, size = b"", 0
     async for data in response.content.iter_any():
+        size += len(data)
+        if size > most:
+            raise InvalidAnswer(f"its stream of events has more than {most} bytes, which is too long")
         *whole, rest = (rest + data).split(b"\n\n")
         for event in whole:
             content = event.removeprefix(_PREFIX).strip()
-            if content == _END:
-                continue
-            try:
-                found = orjson.loads(content)
-            except orjson.JSONDecodeError:
-                found = None
-            if not isinstance(found, dict):
-                raise ServerError(f"{response.url} sent an event that is no object: {event[:200]!r}")
-            yield found
+            if content != _END:
+                yield content

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from megasync.rollout.answers import converted
+
 # The cap of a server nobody has heard of yet.
 FIRST_REQUESTS = 64
 # Share of its former value that the cap keeps under pressure.
@@ -21,6 +25,21 @@ DECREASE = 0.8
 INCREASE = 8
 # Queued requests that are no pressure: a share of those running. Requests always arrive in bursts, by groups.
 QUEUED_SHARE = 0.25
+
+
+class _Queues(msgspec.Struct):
+    retracted: int = 0
+
+
+class _Load(msgspec.Struct):
+    token_usage: float
+    num_running_reqs: int
+    num_waiting_reqs: int
+    queues: _Queues | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +52,14 @@ class ServerLoad:
     retracted: int = 0
 
     @classmethod
-    def parse(cls, answer: dict[str, Any]) -> ServerLoad:
-        """From `/v1/loads`: the scheduler's ranks as one. Raises KeyError or TypeError for another shape."""
-        ranks = answer["loads"]
+    def parse(cls, answer: Any) -> ServerLoad:
+        """From `/v1/loads`: the scheduler's ranks as one. Raises InvalidAnswer for another shape."""
+        ranks = converted(answer, _Loads, "/v1/loads").loads
         return cls(
-            token_usage=max((rank["token_usage"] for rank in ranks), default=0.0),
-            running=sum(rank["num_running_reqs"] for rank in ranks),
-            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-            retracted=sum((rank.get("queues") or {}).get("retracted", 0) for rank in ranks),
+            token_usage=max((rank.token_usage for rank in ranks), default=0.0),
+            running=sum(rank.num_running_reqs for rank in ranks),
+            waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            retracted=sum(rank.queues.retracted for rank in ranks if rank.queues is not None),
         )
 
 

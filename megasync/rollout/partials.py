@@ -1,7 +1,7 @@
-"""What running requests hold so far, by prompt, sample and turn: to be continued by a retry, or by another life of the run.
+"""What the requests of running samples hold so far, by prompt, sample and turn: for a retry, or for another life of the run.
 
-Invariant: only unfinished responses are here. A turn that is complete leaves at once (`SamplePartials.end`), because going
-on behind its last token would be another response.
+Invariant: a response that is complete is kept as complete (`Parts.finished`) and given again as it is, so nothing is ever
+sampled behind its last token; one that is not is continued. Both hold for the very request alone (`request_digest`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
 
 from megasync.buffer.trajectory import Partial
 from megasync.rollout.parts import Parts
@@ -23,14 +26,11 @@ class Partials:
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[tuple[int, int], tuple[str, Parts]]] = {}
-        # The prompt's digest and the number of tokens that were saved of each turn.
-        self._saved: dict[str, dict[tuple[int, int], tuple[str, int]]] = {}
 
     def restore(self, uid: str, saved: Mapping[tuple[int, int], Partial]) -> None:
         """Puts back what was saved of a group, by (sample, turn)."""
         for key, partial in saved.items():
-            self._groups.setdefault(uid, {})[key] = (partial.prompt_digest, Parts.of(partial))
-            self._saved.setdefault(uid, {})[key] = (partial.prompt_digest, len(partial.token_ids))
+            self._groups.setdefault(uid, {})[key] = (partial.request_digest, Parts.of(partial))
 
     def sample(self, uid: str, index: int) -> SamplePartials:
         return SamplePartials(self._groups.setdefault(uid, {}), index)
@@ -38,38 +38,35 @@ class Partials:
     def forget(self, uid: str) -> None:
         """The group is complete, or given up."""
         self._groups.pop(uid, None)
-        self._saved.pop(uid, None)
 
     def unsaved(self) -> Iterator[dict[tuple[str, int, int], Partial]]:
-        """Copies of what has grown since it was saved, by (uid, sample, turn), in pieces of `PIECE_TOKENS` or so.
+        """Copies of what has changed since it was saved, by (uid, sample, turn), in pieces of `PIECE_TOKENS` or so.
 
         Asking for the next piece says that the one before is saved; one that failed to be is given again by the next call.
         Groups may come and go between two pieces.
         """
         piece: dict[tuple[str, int, int], Partial] = {}
+        copied: list[tuple[Parts, tuple[int, str]]] = []
         tokens = 0
         for uid, key in [(uid, key) for uid, turns in self._groups.items() for key in turns]:
-            if (known := self._groups.get(uid, {}).get(key)) is None:
+            if (known := self._groups.get(uid, {}).get(key)) is None or known[1].saved == known[1].state:
                 continue
             digest, parts = known
-            saved_digest, saved = self._saved.get(uid, {}).get(key, (digest, 0))
-            if len(parts.token_ids) <= (saved if saved_digest == digest else 0):
-                continue
             piece[uid, *key] = parts.partial(digest)
+            copied.append((parts, parts.state))
             tokens += len(parts.token_ids)
             if tokens >= PIECE_TOKENS:
                 yield piece
-                self._note_saved(piece)
-                piece, tokens = {}, 0
+                _note_saved(copied)
+                piece, copied, tokens = {}, [], 0
         if piece:
             yield piece
-            self._note_saved(piece)
+            _note_saved(copied)
 
-    def _note_saved(self, piece: Mapping[tuple[str, int, int], Partial]) -> None:
-        for (uid, *key), partial in piece.items():
-            # The group may be complete by now.
-            if uid in self._groups:
-                self._saved.setdefault(uid, {})[tuple(key)] = (partial.prompt_digest, len(partial.token_ids))
+
+def _note_saved(copied: Sequence[tuple[Parts, tuple[int, str]]]) -> None:
+    for parts, state in copied:
+        parts.saved = state
 
 
 class SamplePartials:
@@ -79,17 +76,22 @@ class SamplePartials:
         self._turns = turns
         self._sample = sample
 
-    def begin(self, turn: int, prompt_ids: Sequence[int]) -> Parts:
-        """What is there already of the response to this very prompt; empty when there is nothing, or it was another."""
-        digest = prompt_digest(prompt_ids)
+    def begin(self, turn: int, digest: str) -> Parts:
+        """What is there already of the response to this very request; empty when there is nothing, or it was another."""
         known = self._turns.get((self._sample, turn))
         if known is None or known[0] != digest:
             known = self._turns[self._sample, turn] = (digest, Parts())
         return known[1]
 
-    def end(self, turn: int) -> None:
-        self._turns.pop((self._sample, turn), None)
+    def forget_finished(self) -> None:
+        """The sample failed by itself: the same answers would only fail it again."""
+        for key, (_, parts) in list(self._turns.items()):
+            if key[0] == self._sample and parts.finished:
+                del self._turns[key]
 
 
-def prompt_digest(prompt_ids: Sequence[int]) -> str:
-    return hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:32]
+def request_digest(prompt_ids: Sequence[int], params: Mapping[str, Any]) -> str:
+    """Of all that a response depends on but the seed. With another budget or stop text it would end elsewhere."""
+    digest = hashlib.sha256(array("q", prompt_ids).tobytes())
+    digest.update(orjson.dumps(dict(params), option=orjson.OPT_SORT_KEYS))
+    return digest.hexdigest()[:32]

@@ -12,14 +12,19 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from megasync.errors import DataError, Refused, ServerError
+from megasync.rollout.answers import converted
 from megasync.rollout.control import ServerControl
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds for one server's answer, and before the servers are asked once more when none gave any.
 _ANSWER_SECONDS = 20.0
@@ -27,6 +32,21 @@ _ROUND_SECONDS = 0.5
 # The parser raised something; and the statuses with which a server says that the request is wrong.
 _PARSER_FAILED = 500
 _BAD_REQUEST = frozenset({400, 422})
+
+
+class _Separated(msgspec.Struct):
+    reasoning_text: str | None
+    text: str | None
+
+
+class _Call(msgspec.Struct):
+    name: str | None = None
+    parameters: str | None = None
+
+
+class _Parsed(msgspec.Struct):
+    calls: list[_Call]
+    normal_text: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +78,22 @@ class ReplyParser:
         reasoning = ""
         if reasoning_format is not None:
             body = {"text": text, "reasoning_parser": reasoning_format}
-            if (found := await self._ask("/separate_reasoning", body)) is not None:
-                reasoning, text = found["reasoning_text"] or "", found["text"] or ""
+            if (found := await self._ask("/separate_reasoning", body, _Separated)) is not None:
+                reasoning, text = found.reasoning_text or "", found.text or ""
         if tool_format is None:
             return ParsedAnswer(text, reasoning)
         begun = calls_begun(tool_format, text)
         body = {"text": text, "tools": list(tools), "tool_call_parser": tool_format}
-        found = await self._ask("/parse_function_call", body)
+        found = await self._ask("/parse_function_call", body, _Parsed)
         if found is None:
             return ParsedAnswer(text, reasoning, malformed=max(1, begun))
-        calls = tuple(_call(number, call) for number, call in enumerate(found["calls"]))
+        calls = tuple(_call(number, call) for number, call in enumerate(found.calls))
         # What is left of the text may lack the malformed calls; the model is to see what it wrote.
-        content = found["normal_text"] if calls else text
+        content = (found.normal_text or "") if calls else text
         return ParsedAnswer(content, reasoning, calls, max(0, begun - len(calls)))
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The first answer of any server; None when the parser itself failed."""
+    async def _ask(self, path: str, body: dict[str, Any], form: type[T]) -> T | None:
+        """The first answer of any server that makes sense; None when the parser itself failed."""
         failure = "there is no server"
         try:
             async with asyncio.timeout(self._timeout):
@@ -83,16 +103,18 @@ class ReplyParser:
                     for offset in range(len(servers)):
                         server = servers[(start + offset) % len(servers)]
                         try:
-                            return await server.post(path, body, timeout=_ANSWER_SECONDS)
+                            answer = await server.post(path, body, timeout=_ANSWER_SECONDS)
+                            return converted(answer, form, server.url + path)
                         except Refused as error:
                             if error.status in _BAD_REQUEST:
                                 raise DataError(
                                     f"a tool's schema, or a format, that SGLang refuses: {error}"
                                 ) from error
-                            if error.status != _PARSER_FAILED:
-                                raise
-                            log.debug("an answer that cannot be parsed: %s", error)
-                            return None
+                            if error.status == _PARSER_FAILED:
+                                log.debug("an answer that cannot be parsed: %s", error)
+                                return None
+                            # A server that is going away, or what stands in front of it.
+                            failure = str(error)
                         except ServerError as error:
                             failure = str(error)
                     await asyncio.sleep(_ROUND_SECONDS)
@@ -100,10 +122,10 @@ class ReplyParser:
             raise ServerError(f"no server parsed an answer within {self._timeout:g} s: {failure}") from None
 
 
-def _call(number: int, call: dict[str, Any]) -> ToolCall:
-    raw = call.get("parameters") or "{}"
+def _call(number: int, call: _Call) -> ToolCall:
+    raw = call.parameters or "{}"
     try:
         arguments = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         arguments = None
-    return ToolCall(f"call_{number}", call.get("name") or "", arguments if isinstance(arguments, dict) else None, raw)
+    return ToolCall(f"call_{number}", call.name or "", arguments if isinstance(arguments, dict) else None, raw)

@@ -93,8 +93,8 @@ class SampleClient:
 
     All requests of a prompt carry the same routing key, so the router may send them where the prompt is cached. With
     `seed`, request number t of the sample is sent with a seed drawn from (seed, t): a run can be repeated. With `partials`
-    a request goes on from what is known of its response, and what comes of it is known there. `conversation` has
-    all that was sampled.
+    a request goes on from what is known of its response, and what comes of it is known there. What is `trained` on can be
+    sampled only as the trainer scores it. `conversation` has all that was sampled.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class SampleClient:
         routing_key: str,
         seed: int | None = None,
         partials: SamplePartials | None = None,
+        trained: bool = False,
         **sampling: Any,
     ) -> None:
         self._client = client
@@ -112,6 +113,7 @@ class SampleClient:
         self._routing_key = routing_key
         self._seed = seed
         self._partials = partials
+        self._trained = trained
         self._sampling = sampling
         self._requests = 0
         self.conversation = Conversation()
@@ -134,12 +136,11 @@ class SampleClient:
             options["seed"] = request_seed(self._seed, turn)
         partials = self._partials
         if partials is not None:
-            options["keep"] = lambda prompt_ids: partials.begin(turn, prompt_ids)
+            options["keep"] = lambda digest: partials.begin(turn, digest)
+        if self._trained:
+            options["trained"] = True
         async with self._gate.request():
-            answer = await ask(prompt, **options | own)
-        if partials is not None:
-            partials.end(turn)
-        return answer
+            return await ask(prompt, **options | own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)

@@ -161,6 +161,7 @@ class Rollouter:
             "rollout/inflight_groups": float(len(self._groups)),
             "rollout/inflight_requests": float(self._gate.inflight),
             "rollout/server_failures": float(self._server_failures),
+            **self._client.metrics(),
             **self._fleet_metrics(),
         }
 
@@ -337,6 +338,7 @@ class Rollouter:
                     await self._after_servers(f"sample {index} of group {prompt.uid}", error, waits)
                     continue
                 attempts += 1
+                self._partials.sample(prompt.uid, index).forget_finished()
                 log.debug("sample %d of group %s failed", index, prompt.uid, exc_info=error)
                 self._tally.failed_samples += 1
                 self._unknown.note(f"sample {index} of group {prompt.uid}", error)
@@ -350,7 +352,9 @@ class Rollouter:
         """One workflow call. It sees a copy of the row: what it changes is gone with the next attempt."""
         seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
         partials = self._partials.sample(prompt.uid, index)
-        client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials)
+        client = SampleClient(
+            self._client, self._gate, routing_key=prompt.uid, seed=seed, partials=partials, trained=True
+        )
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         return self._intake.take(await self._workflow(client, sample))
 

@@ -23,6 +23,7 @@ from megasync.errors import ServerError
 from megasync.rollout.control import ServerControl
 from megasync.rollout.keys import Keys
 from megasync.rollout.ports import free_port
+from megasync.rollout.router_members import Worker, list_workers
 from megasync.rollout.service import Service
 
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
@@ -125,17 +126,17 @@ class Router(Service):
         workers = await self.workers()
         if workers is None:
             return False
-        ready = {worker["url"].rstrip("/") for worker in workers if worker.get("is_healthy")}
+        ready = {worker.url.rstrip("/") for worker in workers if worker.is_healthy}
         return ready.issuperset(self.worker_urls)
 
-    async def workers(self) -> list[dict] | None:
+    async def workers(self) -> list[Worker] | None:
         """What the router knows of its servers; None while it does not answer. Raises ServerError for a certificate that
         does not prove who answers."""
         control = ServerControl(
             self.url, None if self._keys is None else self._keys.router, router_trust(self._cluster)
         )
         try:
-            return (await control.get("/workers", timeout=5.0)).get("workers", [])
+            return await list_workers(control)
         except ServerError as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorCertificateError):
                 raise ServerError(

@@ -9,10 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megasync.errors import ServerError
+import msgspec
+
+from megasync.errors import Refused
+from megasync.rollout.answers import converted
 from megasync.rollout.control import ServerControl
 
 ANSWER_SECONDS = 5.0
+
+
+class Worker(msgspec.Struct):
+    """A server as the router lists it."""
+
+    url: str
+    id: str = ""
+    is_healthy: bool = False
+
+
+class _Workers(msgspec.Struct):
+    workers: list[Worker]
+
+
+async def list_workers(router: ServerControl) -> list[Worker]:
+    """Raises ServerError."""
+    answer = await router.get("/workers", timeout=ANSWER_SECONDS)
+    return converted(answer, _Workers, f"{router.url}/workers").workers
 
 
 class RouterMembers:
@@ -28,8 +49,7 @@ class RouterMembers:
 
         Raises ServerError when the router does not answer.
         """
-        workers = (await self._control.get("/workers", timeout=ANSWER_SECONDS))["workers"]
-        ids = {worker["url"].rstrip("/"): worker["id"] for worker in workers}
+        ids = {worker.url.rstrip("/"): worker.id for worker in await list_workers(self._control)}
         for url in ids.keys() - set(wanted):
             await self._remove(ids[url])
         for url in set(wanted) - ids.keys():
@@ -39,9 +59,9 @@ class RouterMembers:
     async def _remove(self, worker: str) -> None:
         try:
             await self._control.delete(f"/workers/{worker}", timeout=ANSWER_SECONDS)
-        except ServerError as error:
+        except Refused as error:
             # Another removal, asked for before, has come through in the meantime.
-            if "status 404" not in str(error):
+            if error.status != 404:
                 raise
 
     async def close(self) -> None:

@@ -26,6 +26,19 @@ _NEUTRAL = {
 }
 
 
+# With another value tokens are sampled from another distribution than the trainer scores: a part of it, or one that is
+# bent by what was sampled before or, as the end of a response is ruled out, by its length.
+_TRAINED = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+
+
 def base_params(sampling: SamplingConfig) -> dict[str, Any]:
     """Every parameter with its value; `stop` is a copy."""
     return _NEUTRAL | {
@@ -45,6 +58,10 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(base))}"
             raise DataError(f"{name!r} is not a sampling parameter{hint}")
     params = base | overrides
+    # SGLang takes a single text too.
+    params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"] or ())
+    if "" in params["stop"]:
+        raise DataError("stop holds an empty text, which would end every response at once; drop it")
     if not params["temperature"] >= 0:
         raise DataError(f"temperature must be 0 (greedy) or more, not {params['temperature']!r}")
     if not 0 < params["top_p"] <= 1:
@@ -54,3 +71,14 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
     if params["max_new_tokens"] < 1:
         raise DataError(f"max_new_tokens must be at least 1, not {params['max_new_tokens']!r}")
     return params
+
+
+def check_trained(params: dict[str, Any], temperature: float) -> None:
+    """Raises DataError where a response would be sampled otherwise than the trainer scores it."""
+    for name, value in (_TRAINED | {"temperature": temperature}).items():
+        if params[name] != value:
+            why = "rollout.sampling.temperature" if name == "temperature" else "the full distribution"
+            raise DataError(
+                f"{name}={params[name]!r} cannot be asked for in a training rollout: the trainer scores tokens at {why}, "
+                f"which is {name}={value!r}. Leave {name} out; evaluation may sample otherwise (eval.sampling)"
+            )

@@ -50,6 +50,10 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     # Parsed calls of tools that do not exist are given back instead of left out: the model is to be told.
     "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",
+    # Seconds between two looks at whether the caller of a request is still there.
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+    # Log-probs are those of the distribution that is sampled from, its temperature included.
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
 }
 
 _CPU_ARGUMENTS = {

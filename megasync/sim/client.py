@@ -25,6 +25,9 @@ class SimClient:
         self._timeout = timeout
         self._clock = clock
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     async def generate(self, prompt_ids: list[int], *, routing_key: str, **_: Any) -> Generation:
         """Raises ServerError when no server has answered for too long."""
         length = 1 + self._chance.below(MOST_TOKENS, f"length {routing_key}")

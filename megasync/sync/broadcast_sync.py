@@ -257,9 +257,9 @@ class BroadcastSync:
 
     async def _verify(self, attempt: Attempt) -> None:
         async def check(server: ServerControl) -> None:
-            found = (await server.get("/model_info", timeout=self._seconds)).get("weight_version")
-            if found != str(attempt.version):
-                raise SyncError(f"it reports version {found!r} instead of {attempt.version}")
+            found = await server.weight_version(self._seconds)
+            if found != attempt.version:
+                raise SyncError(f"it reports version {found} instead of {attempt.version}")
 
         await self._each(check)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasync.errors import ServerError, SyncError
+from megasync.errors import InvalidAnswer, ServerError, SyncError
 from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, chosen, failures
 from megasync.sync.broadcast_plan import BroadcastPlan
 from megasync.sync.served import RECOVERY_SECONDS, Served
@@ -74,6 +74,8 @@ class DiskServer(Served):
 
     async def ask_kind(self) -> None:
         info = await self.server.get("/server_info", timeout=self._seconds)
+        if not isinstance(info, dict) or not isinstance(info.get("nnodes", 1), int):
+            raise InvalidAnswer(f"{self.url}/server_info does not say what the server is: {info!r:.300}")
         self.kind = (
             f"TP {info.get('tp_size')}, PP {info.get('pp_size')}, {info.get('dtype')}, {info.get('quantization')}"
         )

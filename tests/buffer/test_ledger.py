@@ -330,7 +330,7 @@ def test_a_ledger_of_another_format_is_refused(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
-    with pytest.raises(LedgerError, match="has format 99, this version of megasync reads 1"):
+    with pytest.raises(LedgerError, match="has format 99, this version of megasync reads 2"):
         Ledger(path)
 
 

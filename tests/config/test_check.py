@@ -49,7 +49,17 @@ CONTRADICTIONS = [
     (["data.prompt.template='{prompt} {'"], ["data.prompt.template", "{{"]),
     (["data.prompt.template='{prompt} {}'"], ["data.prompt.template", "{{"]),
     (["data.prompt.format=chat", "data.prompt.examples=2"], ["examples=2", "format=chat", "format=raw"]),
-    (["rollout.sampling.top_k=0"], ["top_k=0", "-1"]),
+    (["rollout.sampling.top_k=0"], ["rollout.sampling.top_k=0", "top_k=-1"]),
+    (["rollout.sampling.top_k=50"], ["rollout.sampling.top_k=50", "the trainer", "top_k=-1", "eval.sampling.top_k"]),
+    (["rollout.sampling.top_p=0.95"], ["rollout.sampling.top_p=0.95", "the trainer", "top_p=1", "eval.sampling.top_p"]),
+    (
+        ["rollout.server_args={--preferred-sampling-params: '{\"min_p\": 0.1}'}"],
+        ["--preferred-sampling-params", "the trainer", "drop it"],
+    ),
+    (
+        ["rollout.server_args={--speculative-accept-threshold-acc: 0.9}"],
+        ["--speculative-accept-threshold-acc=0.9", "set it to 1"],
+    ),
     (["rollout.sampling.stop=['']"], ["rollout.sampling.stop", "empty"]),
     (["rollout.server_args={port: 1}"], ["'port'", "--chunked-prefill-size"]),
     (["rollout.server_args={--tp-size: 2}"], ["--tp-size", "rollout.tensor_parallel"]),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 async def two_tries(client, sample: dict) -> megasync.Trajectory:
     """Answers twice and keeps the longer answer, scored on the spot."""
     first = await client.generate(sample["prompt_ids"])
-    second = await client.generate(sample["prompt_ids"], temperature=0.7)
+    second = await client.generate(sample["prompt_ids"], ignore_eos=True)
     best = max(first, second, key=lambda reply: len(reply.token_ids))
     return best.trajectory(reward=float(len(best.token_ids)))
 

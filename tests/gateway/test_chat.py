@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from fake_sglang import event
 from gateway_rig import HI, openai
+from openai import BadRequestError
 
 from megasync.config.schema import ChatConfig, SamplingConfig
 
@@ -159,6 +160,21 @@ async def test_requests_choose_where_the_configuration_lets_them(rig):
     await rig.ask(temperature=0.1, top_p=0.5, seed=3)
     params = rig.fake.requests[-1]["sampling_params"]
     assert (params["temperature"], params["top_p"], params["sampling_seed"]) == (0.1, 0.5, 3)
+
+
+async def test_a_training_request_may_choose_its_seed_but_no_other_distribution(rig):
+    rig.gateway.sampling = "request"
+
+    rig.write("x")
+
+    async def agent(base_url, api_key, sample, model):
+        async with openai(base_url, api_key) as client:
+            await client.chat.completions.create(model=model, messages=HI, seed=3, temperature=1.0)
+            with pytest.raises(BadRequestError, match="top_p=0.5.*the trainer scores"):
+                await client.chat.completions.create(model=model, messages=HI, top_p=0.5)
+
+    await rig.play(agent, client=rig.sample_client(trained=True))
+    assert len(rig.fake.requests) == 1
 
 
 async def test_tools_that_may_not_be_called_are_not_shown(rig):

@@ -12,13 +12,13 @@ from tiny_models import byte_tokenizer
 from trajectories import trajectory
 
 from megasync.config.schema import RewardModelConfig
-from megasync.errors import ConfigError, DataError, Refused, ServerError
+from megasync.errors import ConfigError, DataError, InvalidAnswer, Refused, ServerError
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rewards import model_client as module
 from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
-from megasync.rewards.verdict import ClassifierScore, NumberWritten, verdict_of
+from megasync.rewards.verdict import ClassifierScore, NumberWritten, YesOrNo, verdict_of
 
 TOKENIZER = byte_tokenizer()
 
@@ -108,10 +108,30 @@ def test_a_word_of_several_tokens_is_refused():
         verdict_of("reward_models.j", config, TOKENIZER)
 
 
-@pytest.mark.parametrize("verdict", [ClassifierScore(1), NumberWritten(RewardModelConfig("generative", "m"))])
-def test_an_answer_of_another_form_is_the_servers_fault(verdict):
-    with pytest.raises(ServerError, match="gave no"):
-        verdict.read({"embedding": [1.0]})
+@pytest.mark.parametrize(
+    "verdict", [ClassifierScore(1), NumberWritten(RewardModelConfig("generative", "m")), YesOrNo(3, 4)]
+)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *({}, [], "a page", None, {"embedding": [1.0]}, {"embedding": 1.0}, {"embedding": [0.0, "high"]}),
+        *({"embedding": [0.0, None]}, {"embedding": [0.0, math.inf]}, {"text": 5}, {"text": None}, {"meta_info": 1}),
+        {"meta_info": {"output_token_ids_logprobs": []}},
+        {"meta_info": {"output_token_ids_logprobs": [None]}},
+        {"meta_info": {"output_token_ids_logprobs": [[[None, 3, None], [-1.0, 4, None]]]}},
+        {"meta_info": {"output_token_ids_logprobs": [[[-1.0, 3, None]]]}},
+    ],
+    ids=repr,
+)
+def test_an_answer_of_another_form_is_the_servers_fault(verdict, answer):
+    with pytest.raises(InvalidAnswer):
+        verdict.read(answer)
+
+
+async def test_an_answer_of_another_form_is_asked_for_again_elsewhere():
+    lying, honest = FakeServer("a", lambda *_: ["a page"]), FakeServer("b", length)
+    assert await reward_of(client_of(lying, honest), format="raw")(["xy"], prompt=["p"]) == [3.0]
+    assert (lying.asked, honest.asked) == (1, 1)
 
 
 # What is shown
@@ -187,10 +207,10 @@ async def test_requests_wait_for_a_server_and_leave_one_that_is_gone():
 async def test_a_refused_request_is_a_fault_of_the_data_and_silence_one_of_the_servers():
     refusing = client_of(FakeServer("a", lambda *_: Refused("too long", 400)))
     with pytest.raises(DataError, match="'grader' refused a request: too long"):
-        await refusing.ask("/classify", {})
+        await refusing.ask("/classify", {}, dict)
     silent = client_of(FakeServer("a", lambda *_: ServerError("reset")), timeout=0.05)
     with pytest.raises(ServerError, match=r"no answer within 0.05 s \(timeouts.request\).*1 of its servers.*reset"):
-        await silent.ask("/classify", {})
+        await silent.ask("/classify", {}, dict)
 
 
 async def test_a_silent_reward_model_is_told_from_a_reward_that_is_wrong():

@@ -25,6 +25,9 @@ class FakeClient:
         self.running = 0
         self.most_running = 0
 
+    def metrics(self):
+        return {}
+
     async def generate(self, prompt_ids, **options):
         self.calls.append((list(prompt_ids), options))
         number = len(self.calls)

@@ -27,6 +27,9 @@ class FakeClient:
         self.running = self.started = self.version = 0
         self.easy = {}
 
+    def metrics(self):
+        return {}
+
     async def generate(self, prompt_ids, *, routing_key, **options):
         self.started += 1
         self.running += 1

@@ -1,7 +1,7 @@
-"""Only unfinished responses are kept, and only for the very prompt that they answer."""
+"""What is kept of responses: for the very request that they answer, and complete ones as complete."""
 
 from megasync.rollout import partials as partials_module
-from megasync.rollout.partials import Partials, prompt_digest
+from megasync.rollout.partials import Partials, request_digest
 from megasync.rollout.parts import Parts
 
 
@@ -16,9 +16,9 @@ def grow(parts: Parts, *ids: int) -> None:
     parts.versions += [1] * len(ids)
 
 
-def test_only_what_has_grown_since_the_last_save_is_unsaved():
+def test_only_what_has_changed_since_the_last_save_is_unsaved():
     partials = Partials()
-    first, second = (partials.sample("0:1", index).begin(0, [1, 2]) for index in (0, 1))
+    first, second = (partials.sample("0:1", index).begin(0, "a") for index in (0, 1))
     assert unsaved(partials) == {}
     grow(first, 5, 6)
     assert [(key, p.token_ids) for key, p in unsaved(partials).items()] == [(("0:1", 0, 0), [5, 6])]
@@ -26,46 +26,71 @@ def test_only_what_has_grown_since_the_last_save_is_unsaved():
     grow(first, 7)
     grow(second, 8)
     assert {key: p.token_ids for key, p in unsaved(partials).items()} == {("0:1", 0, 0): [5, 6, 7], ("0:1", 1, 0): [8]}
+    # Its last piece brought no token.
+    first.finish_reason = "length"
+    assert [p.finish_reason for p in unsaved(partials).values()] == ["length"]
+
+
+def test_a_response_that_replaces_another_is_unsaved_even_if_it_is_no_longer():
+    partials = Partials()
+    sample = partials.sample("0:1", 0)
+    grow(sample.begin(0, "a"), 5, 6)
+    unsaved(partials)
+    grow(sample.begin(0, "b"), 7)
+    assert [(p.request_digest, p.token_ids) for p in unsaved(partials).values()] == [("b", [7])]
 
 
 def test_a_copy_is_saved_not_the_growing_response():
     partials = Partials()
-    parts = partials.sample("0:1", 0).begin(0, [1])
+    parts = partials.sample("0:1", 0).begin(0, "a")
     grow(parts, 5)
     (saved,) = unsaved(partials).values()
     grow(parts, 6)
-    assert (saved.token_ids, saved.prompt_digest) == ([5], prompt_digest([1]))
+    assert (saved.token_ids, saved.request_digest, saved.finish_reason) == ([5], "a", "abort")
 
 
-def test_a_finished_turn_is_not_continued():
+def test_a_finished_turn_is_given_again_as_finished_until_its_sample_fails_by_itself():
     partials = Partials()
     sample = partials.sample("0:1", 0)
-    grow(sample.begin(0, [1]), 5)
-    sample.end(0)
-    assert unsaved(partials) == {}
-    assert sample.begin(0, [1]).token_ids == []
+    done, growing = sample.begin(0, "a"), sample.begin(1, "b")
+    grow(done, 5)
+    grow(growing, 6)
+    done.finish_reason = "stop"
+    other = partials.sample("0:1", 1).begin(0, "a")
+    grow(other, 7)
+    other.finish_reason = "stop"
+    assert sample.begin(0, "a") is done
+    sample.forget_finished()
+    assert sample.begin(0, "a").token_ids == []
+    assert sample.begin(1, "b") is growing
+    assert partials.sample("0:1", 1).begin(0, "a") is other
 
 
 def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
     partials = Partials()
-    grow(partials.sample("0:1", 0).begin(0, [1]), 5)
-    assert partials.sample("0:1", 0).begin(0, [1]).token_ids == [5]
-    assert partials.sample("0:1", 0).begin(0, [2]).token_ids == []
-    assert partials.sample("0:1", 1).begin(0, [1]).token_ids == []
+    grow(partials.sample("0:1", 0).begin(0, "a"), 5)
+    assert partials.sample("0:1", 0).begin(0, "a").token_ids == [5]
+    assert partials.sample("0:1", 0).begin(0, "b").token_ids == []
+    assert partials.sample("0:1", 1).begin(0, "a").token_ids == []
 
 
 def test_what_was_saved_is_put_back_and_counts_as_saved():
     partials, later = Partials(), Partials()
-    grow(partials.sample("0:1", 2).begin(1, [1]), 5, 6)
+    growing, done = (partials.sample("0:1", 2).begin(turn, "a") for turn in (1, 0))
+    grow(growing, 5, 6)
+    grow(done, 9)
+    done.finish_reason, done.texts = "stop", ["nine"]
     saved = {(sample, turn): partial for (_, sample, turn), partial in unsaved(partials).items()}
     later.restore("0:1", saved)
     assert unsaved(later) == {}
-    parts = later.sample("0:1", 2).begin(1, [1])
-    assert (parts.token_ids, parts.logprobs, parts.versions) == ([5, 6], [-0.5, -0.5], [1, 1])
+    parts = later.sample("0:1", 2).begin(1, "a")
+    assert (parts.token_ids, parts.logprobs, parts.versions, parts.finished) == ([5, 6], [-0.5, -0.5], [1, 1], False)
+    again = later.sample("0:1", 2).begin(0, "a")
+    assert (again.token_ids, again.finish_reason, again.texts) == ([9], "stop", ["nine"])
     grow(parts, 7)
     assert [p.token_ids for p in unsaved(later).values()] == [[5, 6, 7]]
     later.forget("0:1")
-    assert later.sample("0:1", 2).begin(1, [1]).token_ids == []
+    assert later.sample("0:1", 2).begin(1, "a").token_ids == []
 
 
 def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_again(monkeypatch):
@@ -73,14 +98,14 @@ def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_agai
     partials = Partials()
     for uid in range(4):
         for index in range(2):
-            grow(partials.sample(f"0:{uid}", index).begin(0, [1]), *range(2))
+            grow(partials.sample(f"0:{uid}", index).begin(0, "a"), *range(2))
     pieces = partials.unsaved()
     assert list(next(pieces)) == [("0:0", 0, 0), ("0:0", 1, 0)]
     assert list(next(pieces)) == [("0:1", 0, 0), ("0:1", 1, 0)]
     # Saving the second one fails; meanwhile a group has ended, and another one grown.
     pieces.close()
     partials.forget("0:2")
-    grow(partials.sample("0:3", 1).begin(0, [1]), 9, 9)
+    grow(partials.sample("0:3", 1).begin(0, "a"), 9, 9)
     sizes = [{key[0]: len(partial.token_ids) for key, partial in piece.items()} for piece in partials.unsaved()]
     assert sizes == [{"0:1": 2}, {"0:3": 4}]
     assert unsaved(partials) == {}
@@ -90,11 +115,20 @@ def test_groups_may_end_between_two_pieces(monkeypatch):
     monkeypatch.setattr(partials_module, "PIECE_TOKENS", 1)
     partials = Partials()
     for uid in range(3):
-        grow(partials.sample(f"0:{uid}", 0).begin(0, [1]), 5)
+        grow(partials.sample(f"0:{uid}", 0).begin(0, "a"), 5)
     pieces = partials.unsaved()
     next(pieces)
     for uid in range(2):
         partials.forget(f"0:{uid}")
-    grow(partials.sample("0:4", 0).begin(0, [1]), 5)
+    grow(partials.sample("0:4", 0).begin(0, "a"), 5)
     assert [list(piece) for piece in pieces] == [[("0:2", 0, 0)]]
     assert list(unsaved(partials)) == [("0:4", 0, 0)]
+
+
+def test_a_request_is_another_with_another_prompt_or_parameter():
+    params = {"temperature": 1.0, "max_new_tokens": 8, "stop": ["x"]}
+    changed = [{"temperature": 0.5}, {"max_new_tokens": 7}, {"stop": []}]
+    digests = [request_digest([1, 2], params), request_digest([1, 2, 3], params)]
+    digests += [request_digest([1, 2], params | change) for change in changed]
+    assert len(set(digests)) == 5
+    assert request_digest([1, 2], dict(reversed(params.items()))) == digests[0]

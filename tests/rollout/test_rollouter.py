@@ -524,3 +524,39 @@ async def test_metrics_of_a_run(make_bench):
     assert metrics["rollout/reward_mean"] == 0.5
     assert metrics["rollout/inflight_groups"] == metrics["rollout/inflight_requests"] == 0.0
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+# Finished answers
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"), [(ServerError("the parser's server went away"), 2), (RuntimeError("of the workflow"), 3)]
+)
+async def test_an_answer_outlives_a_failure_of_the_servers_but_not_one_of_its_own_sample(make_bench, error, asked):
+    """The same answer would fail the sample again and again."""
+    sampled, failures = [], iter([error])
+
+    def behave(ids, options):
+        parts = options["keep"]("the same request")
+        if not parts.finished:
+            sampled.append(parts)
+            parts.token_ids.append(7)
+            parts.finish_reason = "stop"
+        return "x"
+
+    async def workflow(client, sample):
+        reply = await client.generate([1])
+        if failure := next(failures, None):
+            raise failure
+        return reply.trajectory()
+
+    bench = make_bench(total=1, samples=2, behave=behave, workflow=workflow, max_attempts=2)
+    await finish(bench)
+    assert len(bench.buffer.committed) == 1
+    assert len(sampled) == asked
+
+
+async def test_every_request_of_a_workflow_is_sampled_as_it_is_trained(make_bench):
+    bench = make_bench(total=2)
+    await finish(bench)
+    assert all(options["trained"] for _, options in bench.client.calls)

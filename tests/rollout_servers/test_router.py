@@ -42,7 +42,6 @@ async def test_requests_are_spread_and_whole(tmp_path):
         # No sampling parameter was lost on the way.
         sent = fakes[0].requests[0]["sampling_params"]
         assert {"temperature", "top_k", "min_p", "sampling_seed", "stop_token_ids", "max_new_tokens"} <= set(sent)
-        assert fakes[0].requests[0]["rid"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -93,9 +92,8 @@ async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         async with asyncio.timeout(5):
-            while not fakes[0].aborted:
+            while not fakes[0].disconnected:
                 await asyncio.sleep(0.01)
-        assert fakes[0].aborted == [fakes[0].requests[0]["rid"]]
 
 
 async def test_a_router_without_its_servers_does_not_start(tmp_path):

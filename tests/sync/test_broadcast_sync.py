@@ -220,7 +220,7 @@ async def test_a_server_that_reports_another_version_is_not_believed(world, monk
         return {"weight_version": "1"}
 
     monkeypatch.setattr(servers[0], "get", stale)
-    with pytest.raises(SyncError, match="http://a: it reports version '1' instead of 2"):
+    with pytest.raises(SyncError, match="http://a: it reports version 1 instead of 2"):
         await sync.publish(2)
     assert servers[0].paused
 

@@ -17,5 +17,6 @@ class GatewayConfig:
     body_mb: int = 16
     # Sync agents that run at once, each on a thread of its own.
     threads: int = 256
-    # Whose temperature, top_p and seed hold: configured (`rollout.sampling`, as training assumes) or request.
+    # Whose temperature, top_p and seed hold: configured (`rollout.sampling`) or request. Training refuses requests that
+    # ask for another temperature or top_p than the configured; evaluation takes them.
     sampling: str = "configured"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 class SamplingConfig:
     """How training rollouts are sampled."""
 
-    # Temperature of training rollouts.
+    # Temperature of training rollouts, at which the trainer scores them.
     temperature: float = 1.0
-    # Sample from the most probable tokens of this total probability; 1 takes all.
+    # Only 1 (all tokens): the trainer scores the whole distribution. Evaluation may truncate by `eval.sampling.top_p`.
     top_p: float = 1.0
-    # Sample from this many most probable tokens; -1 takes all.
+    # Only -1 (all tokens): the trainer scores the whole distribution. Evaluation may truncate by `eval.sampling.top_k`.
     top_k: int = -1
     # Longest response, in tokens.
     max_new_tokens: int = 256

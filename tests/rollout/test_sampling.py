@@ -1,0 +1,55 @@
+"""What is trained is sampled from the distribution that the trainer scores."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasync.config.schema import SamplingConfig
+from megasync.errors import DataError
+from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.sampling import base_params, check_trained, merge_params
+
+BASE = base_params(SamplingConfig(temperature=0.8))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1.0),
+        ("temperature", 0.0),
+        ("top_p", 0.95),
+        ("top_k", 50),
+        ("min_p", 0.01),
+        ("frequency_penalty", 0.1),
+        ("presence_penalty", -0.1),
+        ("repetition_penalty", 1.1),
+        ("min_new_tokens", 2),
+    ],
+)
+def test_another_distribution_is_refused_by_name_and_value(name, value):
+    with pytest.raises(DataError, match=rf"{name}={value}.*the trainer scores.*eval.sampling"):
+        check_trained(merge_params(BASE, {name: value}), BASE["temperature"])
+
+
+def test_what_only_ends_a_response_may_be_asked_for():
+    asked = {"max_new_tokens": 3, "stop": ["x"], "stop_token_ids": [5], "ignore_eos": True, "temperature": 0.8}
+    check_trained(merge_params(BASE, asked), BASE["temperature"])
+
+
+def test_every_parameter_that_is_sent_is_known_to_bend_the_distribution_or_not():
+    """A new one has to be looked at."""
+    only_ends = {"max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim"}
+    only_text = {"skip_special_tokens", "spaces_between_special_tokens"}
+    bending = {name for name in BASE if name not in only_ends | only_text}
+    for name in bending:
+        with pytest.raises(DataError, match=name):
+            check_trained(BASE | {name: 0.123}, BASE["temperature"])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+async def test_only_training_rollouts_say_that_they_are_trained(fake_client, trained):
+    client = fake_client()
+    sample = SampleClient(client, RequestGate(), routing_key="0:1", trained=trained)
+    await sample.generate([1])
+    await sample.chat([{"role": "user", "content": "x"}])
+    assert [options.get("trained", False) for _, options in client.calls] == [trained] * 2

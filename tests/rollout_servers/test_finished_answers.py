@@ -1,0 +1,180 @@
+"""Nothing is ever sampled behind the end of an answer, whatever happens between its last token and its use."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from fake_sglang import FakeSGLang, event, finish, refuse
+from tiny_models import byte_tokenizer
+
+from megasync.config.schema import ChatConfig, SamplingConfig
+from megasync.errors import ServerError
+from megasync.rollout import client as client_module
+from megasync.rollout import reply_parser
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.partials import Partials
+from megasync.rollout.requests import RequestGate, SampleClient
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+# Of the byte tokenizer.
+EOS = 2
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
+    monkeypatch.setattr(reply_parser, "_ROUND_SECONDS", 0.01)
+
+
+@pytest.fixture
+async def fake():
+    async with FakeSGLang(vocab=300) as server:
+        yield server
+
+
+@pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
+async def client(fake, request):
+    made = RolloutClient(
+        fake.url,
+        [ServerControl(fake.url)],
+        vocab_size=fake.vocab,
+        context_length=200,
+        sampling=SamplingConfig(max_new_tokens=8),
+        request_timeout=0.5,
+        tokenizer=byte_tokenizer(),
+        stream_interval=request.param,
+        chat=ChatConfig(tool_format="hermes"),
+        stop_ids=[EOS],
+    )
+    yield made
+    await made.close()
+    for server in made.servers:
+        await server.close()
+
+
+def sample(client, partials: Partials) -> SampleClient:
+    """As for one attempt of the rollout."""
+    return SampleClient(client, RequestGate(), routing_key="0:0", partials=partials.sample("0:0", 0))
+
+
+def resumed(partials: Partials) -> Partials:
+    """What another life of the run gets back of what is saved now."""
+    later = Partials()
+    later.restore("0:0", {key[1:]: partial for key, partial in partials.unsaved().items()})
+    return later
+
+
+async def test_an_answer_that_could_not_be_parsed_is_the_same_answer_at_the_next_attempt(fake, client):
+    partials = Partials()
+    fake.script += [finish(3, "stop")]
+    fake.parser_status = 503
+    with pytest.raises(ServerError, match="no server parsed an answer"):
+        await sample(client, partials).chat(MESSAGES, tools=[TOOL])
+    fake.parser_status = 200
+    again = sample(client, partials)
+    reply = await again.chat(MESSAGES, tools=[TOOL])
+    assert len(fake.requests) == 1
+    assert len(reply.generation.token_ids) == 3
+    assert (reply.finish_reason, reply.text) == ("stop", fake.words(reply.generation.token_ids))
+    assert again.conversation.trajectories()[0].response_ids == reply.generation.token_ids
+
+
+async def test_a_parser_that_is_going_away_is_asked_elsewhere(fake, client):
+    async with FakeSGLang(vocab=300) as leaving:
+        leaving.parser_status = 503
+        control = ServerControl(leaving.url)
+        client.servers.insert(0, control)
+        reply = await client.chat(MESSAGES, tools=[TOOL])
+        assert len(reply.generation.token_ids) == 8
+        await control.close()
+
+
+async def test_an_answer_that_is_saved_while_it_is_parsed_is_complete_in_the_resumed_run(fake, client):
+    partials = Partials()
+    fake.script += [finish(3, "stop")]
+    fake.parser_status = 503
+    turn = asyncio.create_task(sample(client, partials).chat(MESSAGES, tools=[TOOL]))
+    while not fake.requests or not any(parts.finished for _, parts in partials._groups["0:0"].values()):
+        await asyncio.sleep(0.005)
+    later = resumed(partials)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    fake.parser_status = 200
+    reply = await sample(client, later).chat(MESSAGES, tools=[TOOL])
+    assert len(fake.requests) == 1
+    assert (len(reply.generation.token_ids), reply.finish_reason) == (3, "stop")
+    assert reply.text == fake.words(reply.generation.token_ids)
+
+
+async def test_finished_turns_are_replayed_and_the_growing_one_goes_on(fake, client):
+    partials = Partials()
+    first = sample(client, partials)
+    fake.script += [finish(3, "stop"), finish(2, "abort"), *[refuse(503)] * 10_000]
+    one = await first.generate([1])
+    with pytest.raises(ServerError, match="after 2 tokens"):
+        await first.generate([1, *one.token_ids, 50])
+    fake.script.clear()
+    again = sample(client, resumed(partials))
+    asked = len(fake.requests)
+    assert (await again.generate([1])).token_ids == one.token_ids
+    two = await again.generate([1, *one.token_ids, 50])
+    assert [r["input_ids"] for r in fake.requests[asked:]] == [[1, 2, 3, 4, 50, 51, 52]]
+    assert two.token_ids == list(range(51, 59))
+    (trajectory,) = again.conversation.trajectories()
+    assert trajectory.response_ids == [2, 3, 4, 50, *two.token_ids]
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_new_tokens": 2}, {"max_new_tokens": 20}, {"stop": ["x"]}, {"temperature": 0.5}]
+)
+async def test_another_request_begins_anew_and_a_budget_is_kept(fake, client, change):
+    partials = Partials()
+    fake.script += [finish(3, "stop")]
+    await sample(client, partials).generate([1])
+    got = await sample(client, partials).generate([1], **change)
+    assert [r["input_ids"] for r in fake.requests] == [[1], [1]]
+    assert len(got.token_ids) == change.get("max_new_tokens", 8)
+
+
+async def test_an_answer_that_used_up_its_budget_stays_cut(fake, client):
+    partials = Partials()
+    await sample(client, partials).generate([1])
+    got = await sample(client, resumed(partials)).generate([1])
+    assert (len(got.token_ids), got.finish_reason, len(fake.requests)) == (8, "length", 1)
+
+
+def ends(ids: list[int], reason: str = "abort", text: str = ""):
+    async def behave(fake, body):
+        spans = [{"version": "0", "start": 0, "end": len(ids)}]
+        piece = fake.piece(body, ids, 0, {"finish_reason": {"type": reason}, "weight_versions": spans})
+        piece["text"] = text
+        if not body["stream"]:
+            return web.json_response(piece)
+        return web.Response(text=event(piece), content_type="text/event-stream")
+
+    return behave
+
+
+async def test_an_abort_in_the_very_step_that_samples_the_end_does_not_hide_it(fake, client):
+    fake.script += [finish(2, "abort"), ends([9, EOS])]
+    got = await client.generate([1])
+    assert (got.token_ids, got.finish_reason, len(fake.requests)) == ([2, 3, 9, EOS], "stop", 2)
+
+
+async def test_an_abort_at_a_stop_token_or_text_of_the_request_does_not_hide_it_either(fake, client):
+    fake.script += [ends([9, 7])]
+    assert (await client.generate([1], stop_token_ids=[7])).finish_reason == "stop"
+    fake.script += [ends([9, 8], text="so END.")]
+    got = await client.generate([1], stop="END")
+    assert (got.token_ids, got.finish_reason, got.text) == ([9, 8], "stop", "so ")
+    assert len(fake.requests) == 2
+
+
+async def test_where_the_end_is_ignored_an_abort_behind_it_is_an_abort(fake, client):
+    fake.script += [ends([9, EOS])]
+    got = await client.generate([1], ignore_eos=True)
+    assert (len(got.token_ids), got.finish_reason, len(fake.requests)) == (8, "length", 2)

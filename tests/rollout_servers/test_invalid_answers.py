@@ -1,0 +1,192 @@
+"""Whatever a server or router answers, whoever reads it raises no other error than ServerError, or gives None."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from megasync.config.schema import RewardModelConfig, SamplingConfig
+from megasync.errors import InvalidAnswer, ServerError
+from megasync.rewards import model_client
+from megasync.rewards.model_client import RewardModelClient
+from megasync.rewards.verdict import ClassifierScore, NumberWritten, YesOrNo
+from megasync.rollout import client as client_module
+from megasync.rollout import control as control_module
+from megasync.rollout import reply_parser
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.engine_control import EngineControl
+from megasync.rollout.inflight import ServerLoad
+from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
+from megasync.rollout.router import Router
+from megasync.rollout.router_members import RouterMembers
+from megasync.sync.disk_sync import DiskServer
+
+SECONDS = 0.05
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
+    monkeypatch.setattr(model_client, "_FAILURE_WAIT", (0.005, 0.02))
+    monkeypatch.setattr(reply_parser, "_ROUND_SECONDS", 0.01)
+
+
+class Liar:
+    """Answers everything alike."""
+
+    body = b""
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.control = ServerControl(self.url)
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.control.close()
+        await self._runner.cleanup()
+
+    async def _answer(self, request):
+        return web.Response(body=self.body, content_type="application/json")
+
+
+@pytest.fixture
+async def liar():
+    async with Liar() as server:
+        yield server
+
+
+async def workers(liar, tmp_path):
+    port = int(liar.url.rpartition(":")[2])
+    assert await Router([], "random", "127.0.0.1", port, tmp_path / "log").workers() is None
+    raise ServerError("as it should be")
+
+
+async def members(liar, tmp_path):
+    router = RouterMembers(liar.url)
+    try:
+        await router.adjust(["http://a"])
+    finally:
+        await router.close()
+
+
+async def generate(liar, tmp_path, stream=0):
+    client = RolloutClient(liar.url, [], 100, 64, SamplingConfig(), SECONDS, stream_interval=stream)
+    try:
+        await client.generate([1])
+    finally:
+        await client.close()
+
+
+async def score(liar, tmp_path):
+    await RolloutClient(liar.url, [], 100, 64, SamplingConfig(), SECONDS).score(liar.control, [1, 2])
+
+
+def parse(tools, reasoning):
+    async def ask(liar, tmp_path):
+        parser = ReplyParser(lambda: [liar.control], SECONDS)
+        found = await parser.parse("text", [TOOL], tools, reasoning)
+        assert isinstance(found, ParsedAnswer)
+
+    return ask
+
+
+def reward(verdict):
+    async def ask(liar, tmp_path):
+        client = RewardModelClient("grader", 1, SECONDS)
+        client.add_server(liar.control)
+        await client.ask(verdict.path, verdict.body([1]), verdict.read)
+
+    return ask
+
+
+READERS = {
+    "weight version": lambda liar, tmp_path: liar.control.weight_version(),
+    "loads": lambda liar, tmp_path: _load(liar),
+    "router's workers": workers,
+    "router's members": members,
+    "whole answer": generate,
+    "streamed answer": lambda liar, tmp_path: generate(liar, tmp_path, 3),
+    "scores": score,
+    "tool calls": parse("hermes", None),
+    "reasoning": parse(None, "qwen3"),
+    "plugin's hello": lambda liar, tmp_path: EngineControl(liar.control).hello(),
+    "plugin's layout": lambda liar, tmp_path: EngineControl(liar.control).trace([("w", (4, 3))]),
+    "kind of a server": lambda liar, tmp_path: DiskServer(liar.control, "abort", 5.0).ask_kind(),
+    "classifier": reward(ClassifierScore(1)),
+    "number": reward(NumberWritten(RewardModelConfig("generative", "m"))),
+    "yes or no": reward(YesOrNo(3, 4)),
+}
+
+
+async def _load(liar):
+    ServerLoad.parse(await liar.control.get("/v1/loads"))
+
+
+def plugin(*answers: object) -> bytes:
+    return json.dumps({"ranks": [{"checksums": {"megasync": answer}} for answer in answers]}).encode()
+
+
+BODIES = [
+    *(b"", b"null", b"true", b"5", b'"text"', b"[]", b"[[]]", b"{", b"<html>", b"\xff\xfe", b"[" * 2000),
+    *(
+        b'{"weight_version": []}',
+        b'{"weight_version": "new"}',
+        b'{"loads": 1}',
+        b'{"loads": [{}]}',
+        b'{"loads": [null]}',
+    ),
+    *(b'{"workers": {}}', b'{"workers": [5]}', b'{"workers": [{}]}', b'{"workers": [{"url": 7}]}'),
+    *(b'{"meta_info": []}', b'{"meta_info": {"finish_reason": 4}}', b'{"meta_info": {"input_token_logprobs": [[]]}}'),
+    *(b'{"calls": 1}', b'{"calls": [1], "normal_text": ""}', b'{"text": 1}', b'{"text": [], "reasoning_text": {}}'),
+    *(b'{"embedding": 1}', b'{"embedding": [0]}', b'{"embedding": {"1": 2}}', b'{"nnodes": "two"}', b'{"error": "no"}'),
+    *(
+        b'{"ranks": 1}',
+        b'{"ranks": [{}]}',
+        b'{"ranks": [{"checksums": []}]}',
+        b'{"ranks": [{"checksums": {"a": "b"}}]}',
+    ),
+    *(plugin("zlib:?"), plugin("zlib:aaaa"), plugin("{"), plugin("[]"), plugin("5"), plugin('{"ok": true}'), plugin(5)),
+    plugin('{"ok": true, "tp_rank": 0, "result": []}'),
+    plugin('{"ok": true, "tp_rank": 0, "result": {"protocol": []}}'),
+    plugin(
+        '{"ok": true, "tp_rank": 0, "result": {"slots": [1], "fills": [], "dtypes": 1, "sizes": 1, "unwritten": 1}}'
+    ),
+    plugin('{"ok": true, "tp_rank": "first", "result": {}}', '{"ok": true, "tp_rank": 1, "result": {}}'),
+]
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+async def test_no_other_error_comes_out_of_a_reader_than_the_one_for_servers(liar, tmp_path, read):
+    for body in BODIES:
+        liar.body = body
+        try:
+            await asyncio.wait_for(read(liar, tmp_path), 20)
+        except ServerError:
+            continue
+        # Some of these are right answers to some of the questions.
+        assert body.startswith((b"{}", b'{"nnodes"', b'{"')), body
+
+
+async def test_an_answer_that_is_too_long_is_not_read_to_its_end(liar, monkeypatch):
+    monkeypatch.setattr(control_module, "_MOST_BYTES", 1000)
+    liar.body = b"[" + b"1," * 1000 + b"1]"
+    with pytest.raises(InvalidAnswer, match=f"GET {liar.url}/model_info: it has more than 1000 bytes"):
+        await liar.control.weight_version()
+
+
+async def test_a_server_whose_parsers_answer_nonsense_is_passed_over(liar):
+    async with Liar() as honest:
+        liar.body, honest.body = b'{"calls": 1}', b'{"calls": [{"name": "f", "parameters": "{}"}], "normal_text": ""}'
+        parser = ReplyParser(lambda: [liar.control, honest.control], 10.0)
+        found = await parser.parse("<tool_call>f</tool_call>", [TOOL], "hermes", None)
+        assert [call.name for call in found.calls] == ["f"]
