@@ -22,7 +22,11 @@ from megasync.config.pools import PoolSpec
 from megasync.device import Device
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
+from megasync.rollout.quarantine import Quarantine
 from megasync.workload import Task
+
+# Below the run directory: a file for each prompt that kills servers.
+POISON_FOLDER = "poison"
 
 
 async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
@@ -48,6 +52,8 @@ async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, Poo
 class Servers:
     fleet: Fleet
     reward_models: RewardServers
+    # Of prompts that kill the fleet's servers.
+    quarantine: Quarantine
 
     @classmethod
     def of(
@@ -59,7 +65,10 @@ class Servers:
         stack.push_async_callback(fleet.stop)
         reward_models = RewardServers(config, run_dir, device, pools, key, task.scoring.models)
         stack.push_async_callback(reward_models.stop)
-        return cls(fleet, reward_models)
+        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER)
+        fleet.follow_deaths(quarantine.left)
+        stack.push_async_callback(quarantine.close)
+        return cls(fleet, reward_models, quarantine)
 
     async def start(self) -> None:
         """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
@@ -83,6 +92,8 @@ class Servers:
             tokenizer=task.tokenizer,
             stream_interval=config.rollout.stream_interval,
             chat=config.rollout.chat,
+            quarantine=self.quarantine,
+            on_nonsense=self.fleet.doubt,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

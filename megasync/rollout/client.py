@@ -16,6 +16,7 @@ import operator
 import random
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,7 @@ from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.parts import Parts
+from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, merge_params
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # Statuses that may pass: no server is free or healthy, or one went away under the request (the router says 500 then).
 _RETRIED = frozenset({429, 500, 502, 503, 504})
+# Those among them with which the router says that it sent the request nowhere.
+_NOT_SENT = frozenset({429, 503})
 # Statuses with which a server says that it is the request that is wrong.
 _BAD_REQUEST = frozenset({400, 413, 422})
 # Seconds before a second attempt after a failure, doubled for each further one in a row up to the second number.
@@ -53,7 +57,11 @@ Keep = Callable[[list[int]], Parts]
 
 
 class _Passing(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that another attempt may not meet. `cut` when it may have had the server's death as its cause."""
+
+    def __init__(self, message: str, cut: bool = True) -> None:
+        super().__init__(message)
+        self.cut = cut
 
 
 class RolloutClient:
@@ -71,11 +79,15 @@ class RolloutClient:
         api_key: str | None = None,
         stream_interval: int = 0,
         chat: ChatConfig | None = None,
+        quarantine: Quarantine | None = None,
+        on_nonsense: Callable[[], None] = lambda: None,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
         `servers` are those that are told to abort requests; `add_server` and `remove_server` change them.
         `stream_interval` is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed for `chat` only. `api_key` is the router's, if it has one.
+        `quarantine` tracks prompts, by routing key, that may kill servers. `on_nonsense` is called for each answer that
+        makes no sense.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -87,6 +99,8 @@ class RolloutClient:
         self._api_key = api_key
         self._stream = stream_interval > 0
         self._chat_config = chat or ChatConfig()
+        self._quarantine = quarantine
+        self._on_nonsense = on_nonsense
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task] = set()
@@ -119,7 +133,7 @@ class RolloutClient:
         caller see the response grow. `watch` is told all token ids so far whenever a server has sent more of them.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, or a prompt that a server calls wrong,
-        ContextFull for one that leaves no room; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
+        ContextFull for one that leaves no room, KillsServers for one that did; ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
@@ -136,8 +150,8 @@ class RolloutClient:
         self._give_text(parts)
         failures: list[str] = []
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._finish(parts, prompt, params, budget, headers, failures)
+            async with self._ticket(routing_key, prompt) as ticket, asyncio.timeout(self._timeout) as deadline:
+                await self._finish(parts, prompt, params, budget, headers, failures, ticket, deadline)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
@@ -218,6 +232,8 @@ class RolloutClient:
         budget: int,
         headers: dict[str, str] | None,
         failures: list[str],
+        ticket: Ticket | None,
+        deadline: asyncio.Timeout,
     ) -> None:
         """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
         empty, failed = Waits(_EMPTY_ABORT_WAIT, self._random), Waits(_FAILURE_WAIT, self._random)
@@ -230,11 +246,14 @@ class RolloutClient:
                 "stream": self._stream,
             }
             wait = empty
+            url = self.url if ticket is None else await self._enter(ticket, body, deadline)
             try:
-                await self._request(body, headers, parts)
+                await self._request(url, body, headers, parts)
             except _Passing as failure:
                 failures.append(str(failure))
                 wait = failed
+                if ticket is not None and failure.cut:
+                    self._quarantine.cut(ticket)
             if parts.finish_reason != "abort":
                 return
             if len(parts.token_ids) > done:
@@ -244,7 +263,21 @@ class RolloutClient:
                 await asyncio.sleep(wait.next())
         parts.finish_reason = "length"
 
-    async def _request(self, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
+    def _ticket(self, key: str | None, prompt: list[int]) -> AbstractAsyncContextManager[Ticket | None]:
+        if self._quarantine is None or key is None:
+            return nullcontext()
+        return self._quarantine.request(key, prompt)
+
+    async def _enter(self, ticket: Ticket, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
+        """Where to send the next request of a prompt. While it is held back as a suspect its time stands still."""
+        clock = asyncio.get_running_loop().time
+        left = deadline.when() - clock()
+        deadline.reschedule(None)
+        url = await self._quarantine.enter(ticket, body)
+        deadline.reschedule(clock() + left)
+        return url or self.url
+
+    async def _request(self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
         """One request, with an id of its own that is aborted on the servers when nobody waits for the rest any more.
 
         Raises _Passing when another attempt may succeed; what it brought until then is in `parts`.
@@ -252,14 +285,20 @@ class RolloutClient:
         body["rid"] = self._next_rid()
         parts.begin()
         try:
-            async with self._open().post(self.url + "/generate", data=orjson.dumps(body), headers=headers) as response:
+            async with self._open().post(url + "/generate", data=orjson.dumps(body), headers=headers) as response:
                 if response.status != 200:
                     text = (await response.read())[:_BODY_SHOWN].decode("utf-8", "replace")
                     self._refused(response.status, text, len(body["input_ids"]))
                 await self._take(response, parts, len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
             self._abort_later(body["rid"])
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            # What could not connect reached no server.
+            cut = not isinstance(error, aiohttp.ClientConnectorError)
+            raise _Passing(f"{type(error).__name__}: {error}", cut) from error
+        except ServerError:
+            self._abort_later(body["rid"])
+            self._on_nonsense()
+            raise
         except BaseException:
             self._abort_later(body["rid"])
             raise
@@ -288,7 +327,7 @@ class RolloutClient:
         """Raises what an error status means."""
         failure = f"status {status}: {text}"
         if status in _RETRIED:
-            raise _Passing(failure)
+            raise _Passing(failure, cut=status not in _NOT_SENT)
         error = DataError if status in _BAD_REQUEST else ServerError
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
