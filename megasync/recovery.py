@@ -159,7 +159,7 @@ class Recovery:
     async def _ship(self, version: int, targets: set[str], only: set[str] | None) -> tuple[dict[str, float], set[str]]:
         """One publish to the targets. Its metrics, and those that hold the version but compute with it what the trainer
         does not: the fleet starts them again. Raises as the publisher does, ParityError when all of them disagree."""
-        with self._fleet.syncing(targets):
+        with self._fleet.syncing(targets if only is None else only):
             try:
                 return await self._publisher.publish(version, only), set()
             except Disagreement as found:

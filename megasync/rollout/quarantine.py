@@ -63,9 +63,11 @@ class Ticket:
 
     key: str
     prompt: Sequence[int]
-    # Of the latest attempt: clock readings of its sending and its cut, whether a death explains that, and what was sent.
+    # Of the latest attempt: clock readings of its sending and its cut, how the prompt stood then, whether a death explains
+    # the cut, and what was sent.
     sent: float = 0.0
     broke: float | None = None
+    standing: Standing = Standing.FREE
     explained: bool = False
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -92,7 +94,7 @@ class Quarantine:
         self._news = asyncio.Event()
         self._trials: asyncio.Task | None = None
         self._crimes: dict[str, str] = {}
-        # Digests of the prompts of the guilty, which come again in the next epoch under other keys.
+        # Digests of the prompts of the guilty, which come again under other keys, such as in the next epoch.
         self._poison: dict[bytes, str] = {}
         self._requests: dict[str, dict[str, Any]] = {}
 
@@ -117,9 +119,6 @@ class Quarantine:
     async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
         """Around one generation. Raises KillsServers for a prompt that has been found to."""
         ticket = Ticket(key, prompt)
-        if self._poison and (cause := self._poison.get(_digest(prompt))) and key not in self._crimes:
-            self._suspects.convict(key)
-            self._crimes[key] = cause
         try:
             yield ticket
         except BaseException:
@@ -137,7 +136,7 @@ class Quarantine:
 
     def cut(self, ticket: Ticket) -> None:
         """The connection of the latest attempt broke before the answer was whole."""
-        ticket.broke = self._clock()
+        ticket.broke, ticket.standing = self._clock(), self._suspects.standing(ticket.key)
         self._owed.setdefault(ticket.key, set()).add(ticket)
         ticket.explained = self._suspects.cut(ticket.key, ticket.sent)
 
@@ -166,8 +165,11 @@ class Quarantine:
             until = ticket.broke + self._verdict_seconds
             while not ticket.explained and (left := until - self._clock()) > 0:
                 await asyncio.sleep(min(left, self._verdict_seconds / 10))
-                ticket.explained = self._suspects.standing(ticket.key) is not Standing.FREE
+                ticket.explained = self._suspects.standing(ticket.key) is not ticket.standing
         while True:
+            if self._poison and (cause := self._poison.get(_digest(ticket.prompt))) and ticket.key not in self._crimes:
+                self._suspects.convict(ticket.key)
+                self._crimes[ticket.key] = cause
             standing = self._suspects.standing(ticket.key)
             if standing is Standing.GUILTY:
                 raise KillsServers(self._crimes[ticket.key])

@@ -112,9 +112,9 @@ class Suspects:
 
     def cut(self, key: str, sent: float) -> bool:
         """A request sent at `sent` broke off. True when a death that is known already explains it."""
-        if self.standing(key) is not Standing.FREE:
-            # On trial, or of a trial that is over: its server's death says all.
-            return True
+        if (standing := self.standing(key)) is not Standing.FREE:
+            # On trial it is the death of the trial's server that counts, which may not have been seen yet.
+            return standing is not Standing.ON_TRIAL
         now = self._clock()
         explained = False
         for death in self._deaths:
