@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megasync.config.schema import HealthConfig
@@ -235,7 +236,7 @@ class ServerSlot:
         while True:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
-                self.load = ServerLoad.parse(answer, self._throughput)
+                self.load = replace(ServerLoad.parse(answer), throughput=self._throughput)
             except (ServerError, KeyError, TypeError) as error:
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
             else:

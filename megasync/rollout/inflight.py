@@ -35,7 +35,7 @@ class ServerLoad:
     throughput: float = 0.0
 
     @classmethod
-    def parse(cls, answer: dict[str, Any], throughput: float = 0.0) -> ServerLoad:
+    def parse(cls, answer: dict[str, Any]) -> ServerLoad:
         """From `/v1/loads`: the scheduler's ranks as one. Raises KeyError or TypeError for another shape."""
         ranks = answer["loads"]
         return cls(
@@ -43,7 +43,6 @@ class ServerLoad:
             running=sum(rank["num_running_reqs"] for rank in ranks),
             waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
             retracted=sum((rank.get("queues") or {}).get("retracted", 0) for rank in ranks),
-            throughput=throughput,
         )
 
 

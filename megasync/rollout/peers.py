@@ -9,7 +9,8 @@
                                                                                   a second and in those per request
 
 Invariant: nobody is judged but against a peer that does well. What all of them do is a matter of the weights or of the
-load, and no restart mends it.
+load, and no restart mends it. With one exception: where all fail their checks, one server is started again, once, because
+the sync that it then gets tells broken servers from broken weights (`sync/parity`).
 
 Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is slower
 per request and faster in all, one with a smaller batch the reverse. Only one that is slow itself is low in both.
@@ -68,6 +69,8 @@ class Peers:
         self._clock = clock
         self._peers: dict[Hashable, _Peer] = {}
         self._slow_restarts: dict[Hashable, int] = {}
+        # A server was started again because all failed, and no check was good since.
+        self._all_were_bad = False
 
     def left(self, slot: Hashable) -> None:
         """It serves no more; what was known of it is over."""
@@ -88,16 +91,27 @@ class Peers:
         """Takes the outcome of a check; why this server is to be restarted, if its answers alone make no sense."""
         peer = self._peer(slot)
         peer.good = problem is None
+        if peer.good:
+            self._all_were_bad = False
         peer.bad = 0 if problem is None else peer.bad + 1
         if peer.bad < BAD_CHECKS:
             return None
         others = [other for name, other in self._peers.items() if name != slot]
         good = sum(other.good is True for other in others)
         if not good:
-            return None
+            return self._all_bad(peer, others, problem)
         return (
             f"its answers make no sense: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}) while "
             f"{good} of {len(others)} other servers answered theirs well"
+        )
+
+    def _all_bad(self, peer: _Peer, others: list[_Peer], problem: str | None) -> str | None:
+        if self._all_were_bad or any(other.bad < BAD_CHECKS for other in others):
+            return None
+        self._all_were_bad = True
+        return (
+            f"its answers make no sense: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}), as of all "
+            f"{1 + len(others)} servers: this one is brought the weights again and compared with the trainer"
         )
 
     def _slow(self, slot: Hashable) -> str | None:

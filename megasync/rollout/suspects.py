@@ -52,6 +52,8 @@ class _Record:
     standing: Standing = Standing.FREE
     # Largest trial that it may be part of; 0 before its first.
     limit: int = 0
+    # Slots where it was tried in vain, or alone at a death.
+    avoid: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,9 @@ class Suspects:
         return tuple(suspects[:half])
 
     def avoid(self, members: Collection[str]) -> set[int]:
-        """Slots where one of these was alone at a death: another one shows whether the slot was the cause."""
-        return {slot for key in members for _, slot in self._records[key].alone}
+        """Slots where one of these was alone at a death, or did not complete: another one shows whether the slot was the
+        cause."""
+        return {slot for key in members for slot in self._records[key].avoid}
 
     def begin_trial(self, members: Iterable[str], slot: int) -> None:
         self._trial, self._trial_slot = set(members), slot
@@ -185,6 +188,7 @@ class Suspects:
         if key in self._trial:
             self._trial.discard(key)
             self._records[key].standing = Standing.QUARANTINED
+            self._records[key].avoid.add(self._trial_slot)
 
     # Insides
 
@@ -210,6 +214,7 @@ class Suspects:
         record = self._records[key]
         record.limit = 1
         record.alone.append((self._clock(), slot))
+        record.avoid.add(slot)
         if len(record.alone) < ALONE_DEATHS:
             return Ruling(excused=(slot,))
         record.standing = Standing.GUILTY
