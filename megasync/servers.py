@@ -65,7 +65,9 @@ class Servers:
         stack.push_async_callback(fleet.stop)
         reward_models = RewardServers(config, run_dir, device, pools, key, task.scoring.models)
         stack.push_async_callback(reward_models.stop)
-        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER)
+        health = config.rollout.health
+        hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
+        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
         fleet.follow_deaths(quarantine.left)
         stack.push_async_callback(quarantine.close)
         return cls(fleet, reward_models, quarantine)

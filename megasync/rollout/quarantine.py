@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 # Seconds after a cut in which nothing is sent again: a dead process is seen every half second, but takes a moment to die.
 VERDICT_SECONDS = 3.0
-# Seconds after which a trial is over without a verdict against anybody. Longer than the fleet takes to see that a server
-# hangs (210 s by default), because to hang is a way to die.
-TRIAL_SECONDS = 300.0
+# Seconds after which a trial is over without a verdict against anybody, beyond what the fleet takes to see that a server
+# hangs, because to hang is a way to die.
+TRIAL_SECONDS = 120.0
 # Seconds before another look for a server that a trial could have.
 _SERVER_WAIT = 1.0
 
@@ -73,7 +73,8 @@ class Ticket:
 
 
 class Quarantine:
-    """`folder` takes a file for each guilty prompt; none is written without one. `close` ends the task."""
+    """`folder` takes a file for each guilty prompt; none is written without one. `hang_seconds` is what the fleet takes to
+    declare a server dead that hangs. `close` ends the task."""
 
     def __init__(
         self,
@@ -81,11 +82,13 @@ class Quarantine:
         folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         verdict_seconds: float = VERDICT_SECONDS,
+        hang_seconds: float = 0.0,
     ) -> None:
         self._servers = servers
         self._folder = folder
         self._clock = clock
         self._verdict_seconds = verdict_seconds
+        self._trial_seconds = TRIAL_SECONDS + hang_seconds
         self._suspects = Suspects(clock)
         # Tickets that were cut, or held back, and are not completed.
         self._owed: dict[str, set[Ticket]] = {}
@@ -235,7 +238,7 @@ class Quarantine:
     async def _try(self, members: Sequence[str], slot: int) -> None:
         self._suspects.begin_trial(members, slot)
         self._tell()
-        deadline = self._clock() + TRIAL_SECONDS
+        deadline = self._clock() + self._trial_seconds
         while self._suspects.members and (left := deadline - self._clock()) > 0:
             news = self._news
             try:
@@ -243,7 +246,9 @@ class Quarantine:
             except TimeoutError:
                 break
         for key in self._suspects.members:
-            log.info("%s ran alone for %.0f s and killed no server: it runs beside others again", key, TRIAL_SECONDS)
+            log.info(
+                "%s ran alone for %.0f s and killed no server: it runs beside others again", key, self._trial_seconds
+            )
             self._suspects.completed(key)
 
     # The guilty

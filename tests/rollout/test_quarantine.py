@@ -12,6 +12,7 @@ from fake_sglang import FakeSGLang, complete
 from megasync.config.schema import SamplingConfig
 from megasync.errors import KillsServers, ServerError
 from megasync.rollout import client as client_module
+from megasync.rollout import quarantine as quarantine_module
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.evaluate import HeldOutSet, evaluate
 from megasync.rollout.generation import Generation
@@ -132,6 +133,36 @@ async def test_bystanders_of_a_killer_complete(tmp_path):
         assert len(answer.token_ids) == 4
         assert len(servers.router.requests) > 2, "it was cut, and sent again"
         assert quarantine.crime("0:1") is None
+
+
+async def test_a_trial_without_a_death_clears_its_members(tmp_path, monkeypatch):
+    """A request that takes very long is no killer; it goes on where it is."""
+    monkeypatch.setattr(quarantine_module, "TRIAL_SECONDS", 0.2)
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        deaths, finish = iter(range(2)), asyncio.Event()
+
+        def crowd():
+            async def one(fake: FakeSGLang, body: dict):
+                assert next(deaths, None) is not None
+                fake.http.transport.close()
+                asyncio.get_running_loop().call_later(0.02, servers.crash, "router")
+                return await complete(fake, body)
+
+            return one
+
+        async def slow(fake: FakeSGLang, body: dict):
+            await finish.wait()
+            return await complete(fake, body)
+
+        servers.router.script, servers.server.script = Endless(crowd), Endless(lambda: slow)
+        request = asyncio.create_task(client.generate([5], routing_key="0:1"))
+        while not servers.isolated:
+            await asyncio.sleep(0.01)
+        while servers.isolated:
+            await asyncio.sleep(0.01)
+        finish.set()
+        assert len((await request).token_ids) == 4
+        assert quarantine.metrics()["rollout/suspect_prompts"] == 0.0
 
 
 async def test_connections_that_break_without_a_death_make_nobody_a_suspect(tmp_path):
