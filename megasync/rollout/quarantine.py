@@ -111,6 +111,11 @@ class Quarantine:
             "rollout/poison_prompts": float(len(self._crimes)),
         }
 
+    @property
+    def busy(self) -> bool:
+        """Requests are held back or on trial, so they take longer than others."""
+        return bool(self._waiting or self._suspects.members)
+
     async def close(self) -> None:
         if self._trials is not None:
             self._trials.cancel()

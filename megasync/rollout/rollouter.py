@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.errors import DataError, MegasyncError
+from megasync.errors import DataError, MegasyncError, ServerError
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
@@ -144,8 +144,14 @@ class Rollouter:
         self._stopped.set()
 
     async def gate(self, timeout: float) -> None:
-        """Starts no further request and returns when none is running. Raises ServerError after `timeout` seconds."""
-        await self._gate.close(timeout)
+        """Starts no further request and returns when none is running. Raises ServerError after `timeout` seconds, in which
+        no request was suspected."""
+        while True:
+            try:
+                return await self._gate.close(timeout)
+            except ServerError:
+                if self._quarantine is None or not self._quarantine.busy:
+                    raise
 
     def open(self) -> None:
         """Lets requests start again after `gate`."""
