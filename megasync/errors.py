@@ -17,6 +17,10 @@ class ContextFull(DataError):
     """A prompt that leaves no room for a response in the model's context: a conversation can go no further."""
 
 
+class KillsServers(DataError):
+    """A prompt whose requests kill the servers that they are sent to: it is not asked again."""
+
+
 class ServerError(MegasyncError):
     """An SGLang server or router, or a service that a tool asks, that died, refused, or did not answer in time."""
 
@@ -39,6 +43,18 @@ class SyncError(MegasyncError):
 
 class ParityError(SyncError):
     """Trainer and server disagree on log-probs of the same weights: carries both numbers."""
+
+
+class Disagreement(ParityError):
+    """Some servers disagree with the trainer although others agree: the fault is theirs, and the others hold the version.
+
+    `reasons` are by server URL; `metrics` are those of the publish, which has come to its end.
+    """
+
+    def __init__(self, reasons: dict[str, str], metrics: dict[str, float]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+        self.metrics = metrics
 
 
 class TraceError(SyncError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -25,7 +26,8 @@ class Publisher(Protocol):
     """Moves the trainer's weights into every server, verified, as one version."""
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        """Into every server, or those with these URLs. Raises PublishError, which says who failed."""
+        """Into every server, or those with these URLs. Raises PublishError, which says who failed, Disagreement with who
+        alone computes other log-probs than the trainer, and ParityError when all do."""
 
     def forget_ranks(self) -> None:
         """The trainer ranks were started again."""
@@ -53,6 +55,12 @@ class Fleet(Protocol):
 
     async def sync_failed(self, reasons: Mapping[str, str]) -> None:
         """A weight sync failed on these: they serve no more until a later one has reached them."""
+
+    def syncing(self, urls: Collection[str]) -> AbstractContextManager[None]:
+        """Around a weight sync of these: a server that dies in it was not killed by its requests."""
+
+    async def disagreed(self, reasons: Mapping[str, str]) -> None:
+        """These alone fail parity: they are started again."""
 
     async def watch(self) -> None:
         """Raises when the servers cannot be brought back by anything that the fleet may do."""

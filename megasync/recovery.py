@@ -7,6 +7,8 @@
     a step, which raised   as above, and the step again; after `trainer.step_attempts` on the same      trainer.
     an error               groups these are set aside: recorded, dropped, and others are trained         max_failed_steps
     a server, in a sync    it leaves the router; the version is published to the rest                    the fleet
+    a server that alone    started again; the run ends when all servers disagree with the trainer        the fleet
+    fails parity
     a server, otherwise    nothing: the fleet starts it again, and it joins                              the fleet
     a joiner               brought the published version while the trainer waits, or with the next one   -
 
@@ -27,7 +29,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from megasync.errors import MegasyncError, NotFinite, RankLost, StepFailed, TrainingError
+from megasync.errors import Disagreement, MegasyncError, NotFinite, RankLost, StepFailed, TrainingError
 from megasync.failed_steps import record_failure
 from megasync.sync.attempt import PublishError
 
@@ -87,6 +89,7 @@ class Recovery:
     def metrics(self) -> dict[str, float]:
         """How often each kind of loss was met in this run, since it was started or resumed."""
         kinds = ("trainer_restarts", "steps_trained_again", "steps_set_aside", "failed_publishes", "servers_joined")
+        kinds += ("parity_restarts",)
         return {f"faults/{kind}": float(self._faults[kind]) for kind in kinds}
 
     def stepped(self) -> None:
@@ -118,12 +121,11 @@ class Recovery:
                 continue
             self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
             try:
-                with self._watchdog.bounded():
-                    await self._publisher.publish(self._progress.version, joiners)
+                _, disagree = await self._ship(self._progress.version, joiners, joiners)
             except PublishError as error:
                 await self._blame(error)
             else:
-                await self._welcome(joiners, self._progress.version)
+                await self._welcome(joiners - disagree, self._progress.version)
 
     async def attend(self, work: Coroutine[Any, Any, None]) -> None:
         """Does the work while the trainer is free to bring servers that join the weights: the work may need them."""
@@ -162,13 +164,28 @@ class Recovery:
                 # Only such are left as failed before and still live; the fleet ends those that fail too often.
                 lost.clear()
             try:
-                with self._watchdog.bounded():
-                    metrics = await self._publisher.publish(version, targets - lost if lost else None)
+                metrics, disagree = await self._ship(version, targets, targets - lost if lost else None)
             except PublishError as error:
                 lost |= await self._blame(error)
             else:
-                await self._welcome(joiners - lost, version)
+                await self._welcome(joiners - lost - disagree, version)
+                if targets <= lost | disagree:
+                    # None of them serves it: those that the fleet starts again are brought it.
+                    continue
                 return metrics
+
+    async def _ship(self, version: int, targets: set[str], only: set[str] | None) -> tuple[dict[str, float], set[str]]:
+        """One publish to the targets. Its metrics, and those that hold the version but compute with it what the trainer
+        does not: the fleet starts them again. Raises as the publisher does, ParityError when all of them disagree."""
+        with self._watchdog.bounded(), self._fleet.syncing(targets if only is None else only):
+            try:
+                return await self._publisher.publish(version, only), set()
+            except Disagreement as found:
+                disagree = found
+        self._faults["parity_restarts"] += len(disagree.reasons)
+        self._observer.message(f"starting servers again that alone disagree with the trainer: {disagree}")
+        await self._fleet.disagreed(disagree.reasons)
+        return disagree.metrics, set(disagree.reasons)
 
     async def _blame(self, error: PublishError) -> set[str]:
         """Who made a publish fail: the servers that did, which the fleet is told of. Raises RankLost for a rank."""

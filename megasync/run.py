@@ -25,6 +25,7 @@ from megasync.config import Config, remember
 from megasync.config.pools import pool_specs
 from megasync.controller import Controller
 from megasync.device import Device, resolve_device
+from megasync.errors import Disagreement
 from megasync.failed_steps import FOLDER as FAILED_STEPS
 from megasync.mailbox import Mailbox
 from megasync.observe.awaits import describe_tasks
@@ -162,6 +163,7 @@ class Run:
             max_attempts=config.rollout.max_attempts,
             max_drop_share=config.rollout.max_drop_share,
             fleet=fleet,
+            quarantine=servers.quarantine,
             cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
@@ -173,9 +175,13 @@ class Run:
             config.observe.samples,
             seed,
         )
-        await self._first_weights(publisher, progress, observer)
+        try:
+            await self._first_weights(publisher, progress, observer)
+        except Disagreement as found:
+            observer.message(f"starting servers again that alone disagree with the trainer: {found}")
+            await fleet.disagreed(found.reasons)
         await buffer.publish(progress.version)
-        await fleet.joined([control.url for control in controls])
+        await fleet.joined([control.url for control in fleet.joiners() if control in controls])
         await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
         return Controller(
             config,

@@ -23,7 +23,11 @@ from megasync.device import Device
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.control import ServerControl
 from megasync.rollout.keys import Keys
+from megasync.rollout.quarantine import Quarantine
 from megasync.workload import Task
+
+# Below the run directory: a file for each prompt that kills servers.
+POISON_FOLDER = "poison"
 
 
 async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
@@ -50,6 +54,8 @@ class Servers:
     fleet: Fleet
     reward_models: RewardServers
     keys: Keys
+    # Of prompts that kill the fleet's servers.
+    quarantine: Quarantine
 
     @classmethod
     def of(
@@ -61,7 +67,12 @@ class Servers:
         stack.push_async_callback(fleet.stop)
         reward_models = RewardServers(config, run_dir, device, pools, keys, task.scoring.models)
         stack.push_async_callback(reward_models.stop)
-        return cls(fleet, reward_models, keys)
+        health = config.rollout.health
+        hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
+        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
+        fleet.follow_deaths(quarantine.left)
+        stack.push_async_callback(quarantine.close)
+        return cls(fleet, reward_models, keys, quarantine)
 
     async def start(self) -> None:
         """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
@@ -88,6 +99,8 @@ class Servers:
             api_key=self.keys.generation,
             trust=router_trust(config.cluster),
             stop_ids=task.stop_ids,
+            quarantine=self.quarantine,
+            on_nonsense=self.fleet.doubt,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

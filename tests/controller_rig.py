@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megasync.buffer.handle import AsyncBuffer
 from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config import Config
 from megasync.controller import Controller
-from megasync.errors import CheckpointError, DataError, MegasyncError, RankLost, SyncError, TrainingError
+from megasync.errors import CheckpointError, DataError, Disagreement, MegasyncError, RankLost, SyncError, TrainingError
 from megasync.progress import Progress
 from megasync.sync.attempt import PublishError
 
@@ -173,6 +174,10 @@ class FakeFleet:
     def __init__(self) -> None:
         self.up = {"a": True, "b": True}
         self.failed: list[dict[str, str]] = []
+        self.disagreeing: list[dict[str, str]] = []
+        # Servers of the sync that is under way, and of all there were.
+        self.in_sync: set[str] = set()
+        self.synced: list[set[str]] = []
         self.dead = asyncio.Event()
         self._change = asyncio.Event()
 
@@ -203,20 +208,40 @@ class FakeFleet:
             self.up.pop(url, None)
         self._tell()
 
+    @contextmanager
+    def syncing(self, urls: Collection[str]) -> Iterator[None]:
+        self.in_sync = set(urls)
+        self.synced.append(self.in_sync)
+        yield
+        self.in_sync = set()
+
+    async def disagreed(self, reasons: Mapping[str, str]) -> None:
+        self.disagreeing.append(dict(reasons))
+        for url in reasons:
+            self.up.pop(url, None)
+        self._tell()
+
     async def watch(self) -> None:
         if self.dead.is_set():
             raise MegasyncError("no server is left")
 
 
 class FakePublisher:
-    """`lose` maps a version to the servers that fail in its first publish; an empty list is a failure of the trainer."""
+    """`lose` maps a version to the servers that fail in its first publish; an empty list is a failure of the trainer.
+    `disagree` maps one to the servers that fail its parity, once."""
 
-    def __init__(self, fail_at: int | None = None, lose: dict[int, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        fail_at: int | None = None,
+        lose: dict[int, list[str]] | None = None,
+        disagree: dict[int, list[str]] | None = None,
+    ) -> None:
         self.versions: list[int] = []
         self.only: list[tuple[int, set[str] | None]] = []
         self.forgotten = 0
         self._fail_at = fail_at
         self._lose = lose or {}
+        self._disagree = disagree or {}
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         await asyncio.sleep(0)
@@ -227,7 +252,10 @@ class FakePublisher:
             failed = self._lose.pop(version)
             raise PublishError(f"version {version} failed", version, "transfer", failed or ["trainer"], {}, failed)
         self.versions.append(version)
-        return {"sync/version": float(version)}
+        metrics = {"sync/version": float(version)}
+        if wrong := self._disagree.pop(version, None):
+            raise Disagreement(dict.fromkeys(wrong, "off by 3 nats"), metrics)
+        return metrics
 
     def forget_ranks(self) -> None:
         self.forgotten += 1

@@ -10,8 +10,9 @@
     one a slot    watches a server, starts it again       the slot is retired
     router        keeps the router and its list            its restarts are used up: `watch` raises
 
-Invariant: the router is told of `serving` servers only, and a server serves only after `joined` (`ServerHealth.serves`).
-The one exception is the very first list, before any request is sent: a run generates after its first `joined`.
+Invariant: the router is told of `serving` servers only, without those that a suspected prompt has to itself (`isolate`), and
+a server serves only after `joined` (`ServerHealth.serves`). The one exception is the very first list, before any request is
+sent: a run generates after its first `joined`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megasync.cluster.actor_process import ActorProcess
@@ -35,6 +38,7 @@ from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.keys import Keys
+from megasync.rollout.peers import Peers
 from megasync.rollout.router_members import RouterMembers
 
 log = logging.getLogger(__name__)
@@ -74,13 +78,18 @@ class Fleet:
         self._last_gone = ""
         self._router = RouterSlot(
             self._router_process,
-            lambda: [control.url for control in self.serving()],
+            self._routed,
             health,
             config.timeouts.server_start,
             config.timeouts.shutdown,
             self._members,
             clock,
         )
+        self._peers = Peers(clock)
+        # Slots that are kept out of the router although they serve.
+        self._isolated: set[int] = set()
+        self._leavers: list[Callable[[int, bool, bool], None]] = []
+        self._gray: Counter[str] = Counter()
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
 
     @property
@@ -113,6 +122,10 @@ class Fleet:
             if control not in known:
                 on_up(control)
 
+    def follow_deaths(self, on_left: Callable[[int, bool, bool], None]) -> None:
+        """Told of each slot whose server serves no more, with whether it died, and whether requests may be the cause."""
+        self._leavers.append(on_left)
+
     # What the controller asks and tells
 
     def serving(self) -> list[ServerControl]:
@@ -136,6 +149,26 @@ class Fleet:
             slot.note(slot.health.synced)
         if None not in self._tasks:
             self._tasks[None] = asyncio.create_task(self._router.live(), name="router")
+        await self._settle()
+
+    @contextmanager
+    def syncing(self, urls: Collection[str]) -> Iterator[None]:
+        """Around a sync of these servers: if one dies in it, its requests are not to blame."""
+        slots = self._at(urls)
+        for slot in slots:
+            slot.health.sync_began()
+        try:
+            yield
+        finally:
+            for slot in slots:
+                slot.health.sync_ended()
+
+    async def disagreed(self, reasons: Mapping[str, str]) -> None:
+        """These alone compute other log-probs than the trainer from the same weights: they are started again."""
+        for slot in self._at(reasons):
+            if slot.health.up:
+                self._gray["parity"] += 1
+                slot.note(slot.health.condemn, reasons[slot.url])
         await self._settle()
 
     async def sync_failed(self, reasons: Mapping[str, str]) -> None:
@@ -195,8 +228,42 @@ class Fleet:
         return await self._slots[index].visible_devices()
 
     def loads(self) -> list[ServerLoad]:
-        """The latest report of each serving server."""
-        return [slot.load for slot in self._slots.values() if slot.health.serves and slot.load is not None]
+        """The latest report of each server that the router sends requests to."""
+        slots = [slot for slot in self._slots.values() if slot.index not in self._isolated]
+        return [slot.load for slot in slots if slot.health.serves and slot.load is not None]
+
+    def doubt(self) -> None:
+        """An answer made no sense, and whose it was is not known: all servers are checked."""
+        for slot in self._slots.values():
+            slot.doubt()
+
+    # One server by itself, for requests that are suspected
+
+    async def isolate(self, avoid: Collection[int]) -> tuple[int, str] | None:
+        """Slot and URL of a serving server that was taken out of the router and runs nothing any more; its requests go
+        on elsewhere. One that is not in `avoid`, if there is any; None without a server."""
+        serving = [slot for _, slot in sorted(self._slots.items()) if slot.health.serves]
+        if not serving:
+            return None
+        slot = min(serving, key=lambda slot: slot.index in avoid)
+        url = slot.url
+        self._isolated.add(slot.index)
+        await self._settle()
+        drained = await slot.drain(DRAIN_SECONDS)
+        if drained and slot.health.serves and slot.url == url:
+            return slot.index, url
+        self.release(slot.index)
+        return None
+
+    def release(self, slot: int) -> None:
+        """The router may send requests to the server of this slot again."""
+        self._isolated.discard(slot)
+        self._router.look_now()
+
+    def excuse(self, slot: int) -> None:
+        """A death of this slot's server was a request's doing."""
+        if slot in self._slots:
+            self._slots[slot].health.excuse()
 
     def metrics(self) -> dict[str, float]:
         """Servers by state, and how often servers and router were started again."""
@@ -205,7 +272,21 @@ class Fleet:
         return {f"fleet/{state}": float(states.count(state)) for state in State if state is not State.RETIRED} | {
             "fleet/restarts": float(restarts),
             "fleet/router_restarts": float(self._router.starts - 1),
+            "fleet/isolated": float(len(self._isolated)),
+            **{f"fleet/gray_{fault}": float(self._gray[fault]) for fault in ("answers", "slow", "parity")},
         }
+
+    # As the judge of its slots
+
+    def reported(self, slot: int, load: ServerLoad) -> str | None:
+        return self._ruled("slow", self._peers.reported(slot, load))
+
+    def checked(self, slot: int, problem: str | None) -> str | None:
+        return self._ruled("answers", self._peers.checked(slot, problem))
+
+    def _ruled(self, fault: str, verdict: str | None) -> str | None:
+        self._gray[fault] += verdict is not None
+        return verdict
 
     async def stop(self) -> None:
         for task in self._tasks.values():
@@ -230,6 +311,7 @@ class Fleet:
             timeouts.shutdown,
             self._control,
             self._on_change,
+            judge=self,
         )
         return self._slots[index]
 
@@ -253,11 +335,21 @@ class Fleet:
         elif before.up and not state.up:
             for _, on_gone in self._followers:
                 on_gone(slot.url)
+        if before.serves and not state.serves:
+            self._isolated.discard(slot.index)
+            self._peers.left(slot.index)
+            for on_left in self._leavers:
+                on_left(slot.index, state is State.DEAD, slot.health.to_blame)
         if state is State.RETIRED:
             del self._slots[slot.index]
             self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
         self._router.look_now()
         self._changed.set()
+
+    def _routed(self) -> list[str]:
+        """URLs of those that the router is to know."""
+        slots = [slot for _, slot in sorted(self._slots.items()) if slot.index not in self._isolated]
+        return [slot.url for slot in slots if slot.health.serves and slot.url]
 
     async def _settle(self) -> None:
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):

@@ -1,7 +1,7 @@
 """One server of the fleet: its actor, the process in it, and the loops that keep `ServerHealth` informed.
 
-    start ──▶ look: alive? · probe · request ──(dead)──▶ bury ──▶ wait ──▶ start again, as another server at another URL
-                                                          └──▶ retired
+    start ──▶ look: alive? · probe · request · check ──(dead)──▶ bury ──▶ wait ──▶ start again, as another server at another URL
+                                                                  └──▶ retired
 
 `live` is the whole life; it ends when the slot is retired. Whoever owns the slot hears of each transition by `on_change`.
 A dead process is known at once from its owner; what is alive and says nothing only from streaks of unanswered calls,
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from megasync.config.schema import HealthConfig
 from megasync.errors import MegasyncError, ServerError
@@ -28,6 +30,16 @@ TAIL_LINES = 30
 # Seconds between two looks at the process itself, and for the actor's answer to that.
 LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 30.0
+# Seconds between two checks of a server's answers, and the least between two when there is doubt.
+CHECK_SECONDS = 60.0
+DOUBT_SECONDS = 1.0
+# Any vocabulary has these.
+CHECK = {
+    "input_ids": [1, 2, 3],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
 # Seconds between two looks at a server that is to finish its requests.
 _DRAIN_POLL = 0.2
 
@@ -49,6 +61,13 @@ class ServerProcess(Protocol):
         """Ends the process and what holds it, whatever state they are in. Does not raise."""
 
 
+class Judge(Protocol):
+    """Compares a server with its peers. Each call says why the server must be started again, or None."""
+
+    def reported(self, slot: int, load: ServerLoad) -> str | None: ...
+    def checked(self, slot: int, problem: str | None) -> str | None: ...
+
+
 class ServerSlot:
     """`control` is that of the server that runs here now; None while none does."""
 
@@ -63,8 +82,9 @@ class ServerSlot:
         reach: Callable[[str], ServerControl],
         on_change: Callable[[ServerSlot, State], None],
         name: str = "server",
+        judge: Judge | None = None,
     ) -> None:
-        """`reach` makes the control of the server at a URL. `on_change` is told of each transition with the state before it, while `control` still is what it was."""
+        """`reach` makes the control of the server at a URL. `on_change` is told of each transition with the state before it, while `control` still is what it was. With a `judge` the server's answers are checked while it serves."""
         self.index = index
         self.health = health
         self.control: ServerControl | None = None
@@ -79,6 +99,9 @@ class ServerSlot:
         self._process: ServerProcess | None = None
         self._shown = health.state
         self._name = f"{name} {index}"
+        self._judge = judge
+        self._doubted = asyncio.Event()
+        self._throughput = 0.0
         self._wake = asyncio.Event()
 
     @property
@@ -140,6 +163,10 @@ class ServerSlot:
             raise ServerError(f"{self._name} does not run")
         return await self._process.visible_devices()
 
+    def doubt(self) -> None:
+        """Somebody got an answer that makes no sense, perhaps from this server: its next check is due now."""
+        self._doubted.set()
+
     async def drain(self, seconds: float) -> bool:
         """Aborts what runs here, which goes on elsewhere from its partial tokens; False when something is left."""
         control = self.control
@@ -170,6 +197,8 @@ class ServerSlot:
             asyncio.create_task(self._request(control), name=f"request to {self._name}"),
             asyncio.create_task(self._until_down(), name=f"end of {self._name}"),
         ]
+        if self._judge is not None:
+            looks.append(asyncio.create_task(self._check(control, self._judge), name=f"check of {self._name}"))
         try:
             done, _ = await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -207,11 +236,13 @@ class ServerSlot:
         while True:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
-                self.load = ServerLoad.parse(answer)
+                self.load = replace(ServerLoad.parse(answer), throughput=self._throughput)
             except ServerError as error:
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
             else:
                 self.note(self.health.probe_ok)
+                if self._judge is not None and self.health.serves:
+                    self._judged(self._judge.reported(self.index, self.load))
             await asyncio.sleep(self._config.probe_seconds)
 
     async def _request(self, control: ServerControl) -> None:
@@ -219,14 +250,42 @@ class ServerSlot:
         while True:
             await asyncio.sleep(self._config.request_seconds)
             try:
-                await control.get("/server_info", timeout=self._config.request_timeout)
+                self._throughput = throughput(await control.get("/server_info", timeout=self._config.request_timeout))
             except ServerError as error:
                 self.note(self.health.request_failed, str(error))
             else:
                 self.note(self.health.request_ok)
 
+    async def _check(self, control: ServerControl, judge: Judge) -> None:
+        """Asks for one token and the log-probs of a few, as any request would. No answer is no verdict: probes see to that."""
+        while True:
+            try:
+                await asyncio.wait_for(self._doubted.wait(), CHECK_SECONDS)
+            except TimeoutError:
+                pass
+            self._doubted.clear()
+            # Paused, it would not answer; what it holds is checked after the sync.
+            if self.health.serves and not self.health.syncing:
+                try:
+                    problem = nonsense(await control.post("/generate", CHECK, self._config.request_timeout))
+                except ServerError as error:
+                    log.debug("%s: its answers could not be checked: %s", self._name, error)
+                else:
+                    if problem:
+                        log.warning("%s: its answers make no sense: %s", self._name, problem)
+                    self._judged(judge.checked(self.index, problem))
+                    if problem:
+                        # Soon again: one bad answer decides nothing.
+                        await asyncio.sleep(DOUBT_SECONDS)
+                        self._doubted.set()
+            await asyncio.sleep(DOUBT_SECONDS)
+
+    def _judged(self, verdict: str | None) -> None:
+        if verdict is not None:
+            self.note(self.health.condemn, verdict)
+
     async def _bury(self) -> None:
-        control, self.control, self.load = self.control, None, None
+        control, self.control, self.load, self._throughput = self.control, None, None, 0.0
         if control is not None:
             await control.close()
         await self._end_process()
@@ -235,3 +294,29 @@ class ServerSlot:
         process, self._process = self._process, None
         if process is not None:
             await process.stop(self._stop_timeout)
+
+
+def throughput(info: Any) -> float:
+    """Tokens a second over the last decoding steps, from `/server_info`; 0 where it does not say."""
+    try:
+        return float(sum(rank["last_gen_throughput"] for rank in info["internal_states"]))
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+
+
+def nonsense(answer: Any) -> str | None:
+    """What is wrong with an answer to `CHECK`: its log-probs must be finite and at most 0; servers write NaN as null."""
+    try:
+        meta = answer["meta_info"]
+        # The first token has none.
+        entries = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        found = [(logprob, token) for logprob, token, *_ in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        return f"no log-probs in {str(answer)[:200]!r} ({type(error).__name__}: {error})"
+    if len(found) != len(CHECK["input_ids"]):
+        return f"{len(found)} log-probs for {len(CHECK['input_ids'])} tokens"
+    for logprob, token in found:
+        # Rounding may lift a certain token above 0.
+        if not isinstance(logprob, (int, float)) or not math.isfinite(logprob) or logprob > 0.01:
+            return f"log-prob {logprob} of token {token}"
+    return None

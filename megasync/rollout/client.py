@@ -20,6 +20,7 @@ import operator
 import random
 import ssl
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,7 @@ from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.partials import request_digest
 from megasync.rollout.parts import Parts
+from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, check_trained, merge_params
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # Statuses that may pass: no server is free or healthy, or one went away under the request (the router says 500 then).
 _RETRIED = frozenset({429, 500, 502, 503, 504})
+# Those among them with which the router says that it sent the request nowhere.
+_NOT_SENT = frozenset({429, 503})
 # Statuses with which a server says that it is the request that is wrong.
 _BAD_REQUEST = frozenset({400, 413, 422})
 # Seconds before a second attempt after a failure, doubled for each further one in a row up to the second number.
@@ -65,7 +69,11 @@ Keep = Callable[[str], Parts]
 
 
 class _Passing(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that another attempt may not meet. `cut` when it may have had the server's death as its cause."""
+
+    def __init__(self, message: str, cut: bool = True) -> None:
+        super().__init__(message)
+        self.cut = cut
 
 
 class RolloutClient:
@@ -85,6 +93,8 @@ class RolloutClient:
         chat: ChatConfig | None = None,
         trust: ssl.SSLContext | None = None,
         stop_ids: Collection[int] = (),
+        quarantine: Quarantine | None = None,
+        on_nonsense: Callable[[], None] = lambda: None,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
@@ -92,6 +102,8 @@ class RolloutClient:
         is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed
         for `chat` only. `api_key` is that of generation, if there is one; `trust` is for a router that speaks https.
         `stop_ids` are the tokens that end any response.
+        `quarantine` tracks prompts, by routing key, that may kill servers. `on_nonsense` is called for each answer that
+        makes no sense.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -104,6 +116,8 @@ class RolloutClient:
         self._trust = trust
         self._stream = stream_interval > 0
         self._chat_config = chat or ChatConfig()
+        self._quarantine = quarantine
+        self._on_nonsense = on_nonsense
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._stop_ids = frozenset(stop_ids)
@@ -143,8 +157,8 @@ class RolloutClient:
         that the trainer scores.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, those that a trained response may not have,
-        or a prompt that a server calls wrong, ContextFull for one that leaves no room; ServerError when the servers refuse
-        otherwise, or there is no answer in `request_timeout`.
+        or a prompt that a server calls wrong, ContextFull for one that leaves no room, KillsServers for one that did;
+        ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
@@ -162,8 +176,8 @@ class RolloutClient:
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         failures: list[str] = []
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._finish(parts, prompt, params, routing_key, failures)
+            async with self._ticket(routing_key, prompt) as ticket, asyncio.timeout(self._timeout) as deadline:
+                await self._finish(parts, prompt, params, routing_key, failures, ticket, deadline)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
@@ -252,6 +266,8 @@ class RolloutClient:
         params: dict[str, Any],
         routing_key: str | None,
         failures: list[str],
+        ticket: Ticket | None,
+        deadline: asyncio.Timeout,
     ) -> None:
         """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
         empty, failed = Waits(_EMPTY_ABORT_WAIT, self._random), Waits(_FAILURE_WAIT, self._random)
@@ -267,15 +283,19 @@ class RolloutClient:
                 "stream": self._stream,
             }
             wait = empty
+            url = self.url if ticket is None else await self._enter(ticket, body, deadline)
             try:
-                await self._request(body, _headers(routing_key, invalid), parts)
+                await self._request(url, body, _headers(routing_key, invalid), parts)
             except _Passing as failure:
                 failures.append(str(failure))
                 wait = failed
+                if ticket is not None and failure.cut:
+                    self._quarantine.cut(ticket)
             except InvalidAnswer as failure:
                 parts.discard()
                 failures.append(f"invalid answer: {failure}")
                 self._invalid_answers += 1
+                self._on_nonsense()
                 level = logging.WARNING if self._invalid_answers <= _LOUD else logging.DEBUG
                 log.log(level, "Invalid answer of %s/generate, asking again: %s", self.url, failure)
                 invalid += 1
@@ -290,7 +310,21 @@ class RolloutClient:
         if not parts.finished:
             parts.finish_reason = "length"
 
-    async def _request(self, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
+    def _ticket(self, key: str | None, prompt: list[int]) -> AbstractAsyncContextManager[Ticket | None]:
+        if self._quarantine is None or key is None:
+            return nullcontext()
+        return self._quarantine.request(key, prompt)
+
+    async def _enter(self, ticket: Ticket, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
+        """Where to send the next request of a prompt. While it is held back as a suspect its time stands still."""
+        clock = asyncio.get_running_loop().time
+        left = deadline.when() - clock()
+        deadline.reschedule(None)
+        url = await self._quarantine.enter(ticket, body)
+        deadline.reschedule(clock() + left)
+        return url or self.url
+
+    async def _request(self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
         """One request. Raises _Passing when another attempt may succeed, with what it brought until then in `parts`, and
         InvalidAnswer."""
         sampling = body["sampling_params"]
@@ -299,7 +333,7 @@ class RolloutClient:
         try:
             async with self._open().post(
                 # A redirection would be a request of another kind, to somebody else.
-                self.url + "/generate",
+                url + "/generate",
                 data=orjson.dumps(body),
                 headers=headers,
                 allow_redirects=False,
@@ -316,7 +350,9 @@ class RolloutClient:
         except AnsweredError as error:
             self._refused(error.status, str(error), len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            # What could not connect reached no server.
+            cut = not isinstance(error, aiohttp.ClientConnectorError)
+            raise _Passing(f"{type(error).__name__}: {error}", cut) from error
 
     async def _take_stream(self, response: aiohttp.ClientResponse, parts: Parts, asked: Asked) -> None:
         finished = False
@@ -340,7 +376,7 @@ class RolloutClient:
         """Raises what an error status means."""
         failure = f"status {status}: {text}"
         if status in _RETRIED:
-            raise _Passing(failure)
+            raise _Passing(failure, cut=status not in _NOT_SENT)
         error = DataError if status in _BAD_REQUEST else ServerError
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 

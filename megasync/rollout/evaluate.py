@@ -165,7 +165,9 @@ class _Evaluator:
             further = [part for part in (held_out.name, repeat) if part]
             seed = request_seed(self._seed, prompt.uid, *further)
         sampling = {**held_out.sampling, "temperature": temperature}
-        client = SampleClient(self._client, self._gate, routing_key=prompt.uid, seed=seed, **sampling)
+        # Rows of other sets, and prompts that are trained, have the same uids.
+        key = f"eval:{held_out.name}:{prompt.uid}"
+        client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         trajectories = self._intake.take(await self._workflow(client, sample))
         scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)

@@ -6,7 +6,8 @@
     data            a prompt, tool call or reward that megasync refused    counted against the prompt, then dropped
     unknown         anything else that a workflow or reward raised         as data, and its traceback is logged
 
-Nothing but the run's own watchdog ends the tries of the first kind: a fleet that can recover must not cost prompts.
+Nothing but the run's own watchdog ends the tries of the first kind, since a fleet that can recover must not cost prompts. A
+prompt that kills the servers it is sent to is none of the first kind once it was found: see `suspects`.
 """
 
 from __future__ import annotations

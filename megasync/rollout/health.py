@@ -6,7 +6,7 @@
         │ begin_restart      │ └──── sync_failed ─────┘   └────── both streaks are over ─────┘   │
         │                    │       (also from suspect)                                         │
         │                    ▼                                                                   ▼
-       dead ◀──────────── too many failures in a row, the process died, too many failed syncs ───┘
+       dead ◀── too many failures in a row, the process died, too many failed syncs, a gray failure ─┘
         │
         └──▶ retired (no restart is left, or it was scaled away): final
 
@@ -42,6 +42,11 @@ class State(StrEnum):
         """The process runs and is probed."""
         return self in (State.HEALTHY, State.SUSPECT, State.STALE)
 
+    @property
+    def serves(self) -> bool:
+        """A sync has completed since its last start, and none has failed since."""
+        return self in (State.HEALTHY, State.SUSPECT)
+
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
@@ -69,6 +74,10 @@ class ServerHealth:
         self._probe_streak = 0
         self._request_streak = 0
         self._sync_streak = 0
+        self._syncing = False
+        self._excused = False
+        # Of a dead server: whether requests that it ran may have killed it.
+        self.to_blame = False
         self.state = State.RESTARTING
         # Why the state is what it is; empty where it speaks for itself.
         self.reason = ""
@@ -79,8 +88,20 @@ class ServerHealth:
 
     @property
     def serves(self) -> bool:
-        """It belongs into the router: a sync has completed since its last start, and none has failed since."""
-        return self.state in (State.HEALTHY, State.SUSPECT)
+        """It may be in the router."""
+        return self.state.serves
+
+    @property
+    def syncing(self) -> bool:
+        """New weights are on their way into it."""
+        return self._syncing
+
+    def sync_began(self) -> None:
+        self._syncing = True
+
+    def sync_ended(self) -> None:
+        """However it ended."""
+        self._syncing = False
 
     def started(self) -> None:
         if self.state is State.RESTARTING:
@@ -102,7 +123,7 @@ class ServerHealth:
             return
         self._sync_streak += 1
         if self._sync_streak >= self._policy.sync_failures:
-            self.died(f"{self._sync_streak} syncs in a row failed: {reason}")
+            self.condemn(f"{self._sync_streak} syncs in a row failed: {reason}")
         else:
             self._become(State.STALE, reason)
 
@@ -123,14 +144,31 @@ class ServerHealth:
         self._count("requests", self._request_streak, self._policy.request_failures, reason)
 
     def died(self, reason: str) -> None:
-        """Its process is gone, did not start, or is to be killed."""
+        """Its process is gone, did not start, or does not answer. Requests may be the cause, unless weights were on their
+        way into it."""
+        to_blame = self.serves and not self._syncing
+        self.condemn(reason)
+        self.to_blame = to_blame
+
+    def condemn(self, reason: str) -> None:
+        """It is to be killed and started again, for a fault that no request has caused."""
         if self.state is not State.RETIRED:
+            self.to_blame = False
             self._become(State.DEAD, reason)
+
+    def excuse(self) -> None:
+        """A death, this one or one before, was a request's doing: it takes no restart from the budget."""
+        if self.state is State.DEAD:
+            self._excused = True
+        else:
+            self._restarts.forgive()
 
     def next_restart(self) -> float | None:
         """Of a dead server: seconds until it may start again; None, and retired, when it has used up its restarts."""
         if self.state is not State.DEAD:
             return None
+        if self._excused:
+            return 0.0
         wait = self._restarts.next_wait()
         if wait is None:
             limit, window = self._policy.restarts, self._policy.restart_window
@@ -141,6 +179,7 @@ class ServerHealth:
 
     def begin_restart(self) -> None:
         if self.state is State.DEAD:
+            self._syncing = self._excused = False
             self._become(State.RESTARTING, self.reason)
 
     def retire(self, reason: str) -> None:

@@ -50,6 +50,8 @@ class ServerLoad:
     running: int
     waiting: int
     retracted: int = 0
+    # Sampled tokens a second over the last decoding steps, which only the scheduler itself knows (`/server_info`).
+    throughput: float = 0.0
 
     @classmethod
     def parse(cls, answer: Any) -> ServerLoad:

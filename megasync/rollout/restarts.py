@@ -31,3 +31,8 @@ class Restarts:
         # It counts from when it begins: a long wait must not let it leave the window early.
         self._times.append(now + wait)
         return wait
+
+    def forgive(self) -> None:
+        """Takes one restart back: what it was for was no fault of what was started again."""
+        if self._times:
+            self._times.pop()

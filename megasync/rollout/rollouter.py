@@ -13,7 +13,7 @@
 
 Invariant: every admitted prompt ends in exactly one `commit` or `drop`, or is still live in the buffer when the run
 stops; `_work` guarantees it. A prompt that was drawn but not admitted stays with the source. What is done about a failure
-depends on whose it is (`failures`): servers' failures never cost a prompt.
+depends on whose it is (`failures`): servers' failures cost a prompt only where it is the prompt that kills the servers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from typing import Any, Protocol
 from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.errors import DataError, MegasyncError
+from megasync.errors import DataError, MegasyncError, ServerError
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.intake import Intake
 from megasync.rollout.partials import Partials
+from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
@@ -67,7 +68,7 @@ class Rollouter:
     says which responses and groups are trained; by default all that can be. With `seed` every request carries a seed drawn
     from (seed, uid, sample, turn). `max_attempts` bounds how often a workflow or reward that raises is tried;
     `save_seconds` is the time between two saves of unfinished responses, 0 for none; `cap` limits requests below what the
-    buffer allows, by the loads of the `fleet`.
+    buffer allows, by the loads of the `fleet`. `quarantine` is the client's: what it finds to kill servers is dropped.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Rollouter:
         save_seconds: float = 0.0,
         cap: InflightCap | None = None,
         fleet: Fleet | None = None,
+        quarantine: Quarantine | None = None,
         retry_seconds: tuple[float, float] = RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +103,7 @@ class Rollouter:
         self._save_seconds = save_seconds
         self._cap = cap
         self._fleet = fleet
+        self._quarantine = quarantine
         self._retry_seconds = retry_seconds
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
         self._gate = RequestGate()
@@ -143,8 +146,14 @@ class Rollouter:
         self._stopped.set()
 
     async def gate(self, timeout: float) -> None:
-        """Starts no further request and returns when none is running. Raises ServerError after `timeout` seconds."""
-        await self._gate.close(timeout)
+        """Starts no further request and returns when none is running. Raises ServerError after `timeout` seconds, in which
+        no request was suspected."""
+        while True:
+            try:
+                return await self._gate.close(timeout)
+            except ServerError:
+                if self._quarantine is None or not self._quarantine.busy:
+                    raise
 
     def open(self) -> None:
         """Lets requests start again after `gate`."""
@@ -163,6 +172,7 @@ class Rollouter:
             "rollout/server_failures": float(self._server_failures),
             **self._client.metrics(),
             **self._fleet_metrics(),
+            **(self._quarantine.metrics() if self._quarantine is not None else {}),
         }
 
     def _fleet_metrics(self) -> dict[str, float]:
@@ -270,6 +280,9 @@ class Rollouter:
 
     async def _outcome(self, prompt: Prompt) -> Group | Dropped:
         samples, problems = await self._sample_all(prompt)
+        if crime := self._quarantine and self._quarantine.crime(prompt.uid):
+            self._quarantine.describe(prompt.uid, prompt.columns)
+            return Dropped("kills_servers", crime)
         trajectories = [t for sample in samples for t in sample]
         if not trajectories:
             return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory")

@@ -22,7 +22,7 @@ def compare(
     """Mean absolute difference per token, in nats, of the log-probs of the same prompts.
 
     Args:
-        trainer, server: one list per prompt, one log-prob per token but the first.
+        trainer, server: one list per prompt, one log-prob per token but the first; None stands for NaN, as in JSON.
         threshold: largest mean that passes, inclusive.
 
     Raises:
@@ -33,7 +33,7 @@ def compare(
     if lengths[0] != lengths[1]:
         raise ParityError(f"{what}: trainer and server scored different tokens: lengths {lengths[0]} and {lengths[1]}")
     pairs = [
-        (ours, theirs, prompt, token)
+        (math.nan if ours is None else ours, math.nan if theirs is None else theirs, prompt, token)
         for prompt, (row, other) in enumerate(zip(trainer, server, strict=True))
         for token, (ours, theirs) in enumerate(zip(row, other, strict=True), 1)
     ]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megasync.config.schema import SyncConfig
-from megasync.errors import ServerError
+from megasync.errors import Disagreement, ParityError, ServerError
 from megasync.sync.choose import WeightSync
 from megasync.sync.parity import compare
 
@@ -36,6 +36,8 @@ class Scorer(Protocol):
 class Publisher:
     """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
 
+    A server that alone disagrees with the trainer is a fault of that server; that all do, of the weights. So a ParityError
+    means that no server agreed when it was last asked, and a Disagreement that the version is published on all others.
     The servers change while a run goes on; `servers` are those that the transport was made with.
     """
 
@@ -59,6 +61,8 @@ class Publisher:
         self._trainer_logprobs = trainer_logprobs
         self._server_logprobs = server_logprobs
         self._published = 0
+        # Servers that agreed with the trainer when they were last asked.
+        self._agree: set[str] = set()
 
     def add(self, server: ServerControl) -> None:
         """The next publish brings this server a whole version, whatever it holds now."""
@@ -68,6 +72,7 @@ class Publisher:
     def remove(self, url: str) -> None:
         """The server is gone, or no longer part of the run."""
         self._servers.pop(url, None)
+        self._agree.discard(url)
         self._sync.remove(url)
 
     def forget_ranks(self) -> None:
@@ -82,11 +87,15 @@ class Publisher:
         self._published += 1
         if self._every and self._published % self._every == 0:
             # A server that came up meanwhile has not been brought the version.
-            metrics |= await self.check_parity(version, report.servers)
+            try:
+                metrics |= await self.check_parity(version, report.servers)
+            except Disagreement as found:
+                raise Disagreement(found.reasons, metrics | found.metrics) from found
         return metrics
 
     async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        """Compares trainer and servers on the probe prompts. Raises ParityError with both numbers.
+        """Compares trainer and servers on the probe prompts. Raises ParityError with both numbers when no server agrees,
+        Disagreement when some do.
 
         A server that does not answer is left out: it holds the version, and its health is somebody else's business.
         """
@@ -97,13 +106,26 @@ class Publisher:
         trainer, *answers = await asyncio.gather(
             self._trainer_logprobs(self._probes), *(self._ask(server) for server in servers)
         )
-        worst = [
-            compare(trainer, answer, self._threshold, engine=server.url, version=version)
-            for server, answer in zip(servers, answers, strict=True)
-            if answer is not None
-        ]
-        seconds = {"sync/parity_seconds": time.monotonic() - start}
-        return seconds | {"sync/parity": max(worst)} if worst else seconds
+        worst: list[float] = []
+        reasons: dict[str, ParityError] = {}
+        for server, answer in zip(servers, answers, strict=True):
+            if answer is None:
+                continue
+            try:
+                worst.append(compare(trainer, answer, self._threshold, engine=server.url, version=version))
+                self._agree.add(server.url)
+            except ParityError as error:
+                reasons[server.url] = error
+                self._agree.discard(server.url)
+        metrics = {"sync/parity_seconds": time.monotonic() - start, "sync/parity_failures": float(len(reasons))}
+        if worst:
+            metrics["sync/parity"] = max(worst)
+        if reasons and not self._agree:
+            raise next(iter(reasons.values()))
+        if reasons:
+            agree = f"{len(self._agree)} other servers agree with the trainer (sync.parity_threshold)"
+            raise Disagreement({url: f"{error}; {agree}" for url, error in reasons.items()}, metrics)
+        return metrics
 
     async def _ask(self, server: ServerControl) -> list[list[float]] | None:
         try:

@@ -159,3 +159,33 @@ async def test_a_joiner_that_fails_is_left_to_the_fleet() -> None:
     rig.controller.request_stop("enough")
     await running
     assert "c" not in rig.fleet.up
+
+
+async def test_a_server_that_alone_fails_parity_is_started_again_and_the_others_serve_the_version() -> None:
+    rig = Rig(publisher=FakePublisher(disagree={3: ["a"]}))
+    progress = await rig.run()
+    assert (progress.step, progress.version) == (6, 6)
+    assert rig.fleet.disagreeing == [{"a": "off by 3 nats"}]
+    # Nobody is brought version 3 again: the others hold it.
+    assert rig.publisher.versions == [1, 2, 3, 4, 5, 6]
+    assert rig.fleet.up == {"b": True}
+    assert rig.observer.metrics[-1]["faults/parity_restarts"] == 1.0
+
+
+async def test_a_joiner_that_fails_parity_does_not_serve() -> None:
+    rig = Rig(rollout={"stall_after": 0}, publisher=FakePublisher(disagree={0: ["c"]}))
+    running = asyncio.create_task(rig.run())
+    await asyncio.sleep(0.01)
+    rig.fleet.come("c")
+    while not rig.fleet.disagreeing:
+        await asyncio.sleep(0)
+    rig.controller.request_stop("enough")
+    await running
+    assert "c" not in rig.fleet.up
+
+
+async def test_the_fleet_knows_which_servers_are_in_a_sync() -> None:
+    rig = Rig(publisher=FakePublisher(lose={3: ["a"]}), evaluate=False)
+    await rig.run()
+    assert rig.fleet.synced[:4] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"b"}]
+    assert rig.fleet.in_sync == set()

@@ -16,7 +16,11 @@ EVENTS = {
     "probe_failed": lambda h: h.probe_failed("late"),
     "request_ok": lambda h: h.request_ok(),
     "request_failed": lambda h: h.request_failed("late"),
+    "sync_began": lambda h: h.sync_began(),
+    "sync_ended": lambda h: h.sync_ended(),
     "died": lambda h: h.died("gone"),
+    "condemn": lambda h: h.condemn("slow"),
+    "excuse": lambda h: h.excuse(),
     "next_restart": lambda h: h.next_restart(),
     "begin_restart": lambda h: h.begin_restart(),
     "retire": lambda h: h.retire("scaled away"),
@@ -52,7 +56,7 @@ def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_
         EVENTS[name](health)
         if name == "synced" and before.up:
             entitled = True
-        if name in ("sync_failed", "died", "retire") or not health.up:
+        if name in ("sync_failed", "died", "condemn", "retire") or not health.up:
             entitled = False
         assert health.serves == entitled
         assert health.serves <= health.up
@@ -178,3 +182,71 @@ def test_news_of_a_server_that_is_gone_changes_nothing(late):
     health.died("gone")
     EVENTS[late](health)
     assert (health.state, health.reason) == (State.DEAD, "gone")
+
+
+def test_requests_are_to_blame_for_a_death_only_while_they_run_and_no_weights_arrive():
+    health = healthy()
+    health.sync_began()
+    health.died("gone")
+    assert not health.to_blame
+    health = healthy()
+    health.sync_began()
+    health.sync_ended()
+    health.died("gone")
+    assert health.to_blame
+    for blameless in ("condemn", "sync_failed"):
+        health = healthy()
+        EVENTS[blameless](health)
+        health.died("gone")
+        assert not health.to_blame
+    stale = ServerHealth(POLICY, FakeClock())
+    stale.started()
+    stale.died("gone")
+    assert not stale.to_blame
+
+
+def test_syncs_that_fail_a_server_to_death_are_not_the_requests_doing():
+    health = healthy()
+    health.sync_failed("lost")
+    health.synced()
+    health.sync_failed("lost")
+    health.synced()
+    health.sync_failed("lost")
+    health.sync_failed("lost")
+    assert (health.state, health.to_blame) == (State.DEAD, False)
+
+
+def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():
+    health = healthy()
+    health.sync_began()
+    health.died("gone")
+    health.next_restart()
+    health.begin_restart()
+    health.started()
+    health.synced()
+    health.died("gone")
+    assert health.to_blame
+
+
+def test_excused_deaths_take_no_restart():
+    health = healthy()
+    for _ in range(10 * POLICY.restarts):
+        health.died("poison")
+        health.excuse()
+        assert health.next_restart() == 0.0
+        health.begin_restart()
+        health.started()
+    for _ in range(10 * POLICY.restarts):
+        health.died("poison")
+        assert health.next_restart() is not None
+        health.begin_restart()
+        health.started()
+        # Found out later.
+        health.excuse()
+    for _ in range(POLICY.restarts):
+        health.died("its own fault")
+        assert health.next_restart() is not None
+        health.begin_restart()
+        health.started()
+    health.died("its own fault")
+    assert health.next_restart() is None

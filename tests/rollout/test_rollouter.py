@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -513,6 +514,28 @@ async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_op
     bench.rollouter.open()
     await asyncio.wait_for(run, PATIENCE)
     assert len(bench.buffer.committed) == 6
+
+
+async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
+    suspects = SimpleNamespace(busy=True, metrics=dict, crime=lambda uid: None)
+    release = asyncio.Event()
+
+    async def behave(ids, options):
+        await release.wait()
+        return "x"
+
+    bench = make_bench(total=2, capacity=2, behave=behave, quarantine=suspects)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    gate = asyncio.create_task(bench.rollouter.gate(0.001))
+    await asyncio.sleep(0.02)
+    assert not gate.done()
+    suspects.busy = False
+    with pytest.raises(ServerError, match="4 requests still ran"):
+        await gate
+    release.set()
+    bench.rollouter.open()
+    await asyncio.wait_for(run, PATIENCE)
 
 
 async def test_metrics_of_a_run(make_bench):

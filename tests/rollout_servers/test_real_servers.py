@@ -20,6 +20,7 @@ import torch
 from processes import command_line, family, living
 from tiny_models import make_tiny_model
 
+from megasync.cluster.server_slot import CHECK, nonsense, throughput
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
@@ -133,6 +134,13 @@ async def test_logprobs_are_those_of_the_tempered_distribution(stack, temperatur
     got = await stack.client.generate([5, 6, 7, 8], temperature=temperature, ignore_eos=True)
     assert len(got.token_ids) == 16
     assert close_to(got.logprobs, reference_logprobs(stack.models[0], [5, 6, 7, 8], got.token_ids, temperature))
+
+
+async def test_a_server_says_how_fast_it_is_and_answers_the_fleets_check(stack):
+    await asyncio.gather(*(stack.client.generate([5, 6], max_new_tokens=100, ignore_eos=True) for _ in range(2)))
+    for control in stack.controls:
+        assert nonsense(await control.post("/generate", CHECK)) is None
+        assert throughput(await control.get("/server_info")) > 0
 
 
 async def test_score_is_the_logprob_of_each_given_token(stack):

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from megasync.config.schema import SyncConfig
-from megasync.errors import ServerError
+from megasync.errors import Disagreement, ParityError, ServerError
 from megasync.sync.attempt import SyncReport
 from megasync.sync.publisher import Publisher
 
@@ -26,7 +28,7 @@ class FakeSync:
         return SyncReport(version, reached, 100, {"stage": 0.5})
 
 
-def make_publisher(asked, dead=()):
+def make_publisher(asked, dead=(), wrong=()):
     async def trainer(probes):
         return [[-1.0, -2.0] for _ in probes]
 
@@ -34,7 +36,7 @@ def make_publisher(asked, dead=()):
         asked.append(server.url)
         if server.url in dead:
             raise ServerError("it is gone")
-        return [-1.0, -2.0]
+        return [-1.0, None] if server.url in wrong else [-1.0, -2.0]
 
     sync = FakeSync()
     publisher = Publisher(
@@ -75,3 +77,38 @@ async def test_a_server_that_goes_or_does_not_answer_is_left_out():
     metrics = await publisher.publish(1)
     assert asked == ["a", "b"]
     assert metrics["sync/parity"] == 0.0
+
+
+async def test_a_server_that_alone_disagrees_is_named_and_the_version_is_published():
+    publisher, _ = make_publisher([], wrong=("b",))
+    for url in "abc":
+        publisher.add(server(url))
+    with pytest.raises(Disagreement, match=r"b, version 4: .* differ by nan .*; 2 other servers agree") as found:
+        await publisher.publish(4)
+    assert list(found.value.reasons) == ["b"]
+    assert found.value.metrics["sync/parity"] == 0.0
+    assert (found.value.metrics["sync/parity_failures"], found.value.metrics["sync/version"]) == (1.0, 4.0)
+
+
+async def test_when_all_servers_disagree_the_weights_are_wrong():
+    wrong = set()
+    publisher, _ = make_publisher([], wrong=wrong)
+    for url in "ab":
+        publisher.add(server(url))
+    await publisher.publish(1)
+    wrong |= {"a", "b"}
+    with pytest.raises(ParityError, match="a, version 2") as error:
+        await publisher.publish(2)
+    assert not isinstance(error.value, Disagreement)
+
+
+async def test_a_joiner_is_judged_by_the_servers_that_agreed_before_it_came():
+    publisher, _ = make_publisher([], wrong=("late",))
+    publisher.add(server("a"))
+    await publisher.publish(1)
+    publisher.add(server("late"))
+    with pytest.raises(Disagreement):
+        await publisher.publish(1, only=["late"])
+    publisher.remove("a")
+    with pytest.raises(ParityError, match="late, version 1"):
+        await publisher.publish(1, only=["late"])

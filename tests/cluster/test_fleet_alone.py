@@ -1,0 +1,283 @@
+"""A fleet over fake processes in virtual time: a server taken out for suspects, and servers that alone misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from megasync.cluster import server_slot
+from megasync.cluster.fleet import Fleet
+from megasync.config import Config
+from megasync.errors import ServerError
+from megasync.rollout.health import State
+from megasync.sim.clock import VirtualLoop
+
+GOOD = {"meta_info": {"input_token_logprobs": [[None, 1], [-1.5, 2], [-2.0, 3]], "output_token_logprobs": [[-0.5, 7]]}}
+BAD = {"meta_info": {"input_token_logprobs": [[None, 1], [None, 2], [-2.0, 3]], "output_token_logprobs": [[-0.5, 7]]}}
+
+
+class FakeServer:
+    """A process and what answers under its URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.living = True
+        self.running, self.throughput, self.answer = 0, 0.0, GOOD
+        self.asked: list[str] = []
+        self.aborts = 0
+
+    async def start(self, timeout: float) -> str:
+        return self.url
+
+    async def alive(self) -> bool:
+        return self.living
+
+    async def tail(self, lines: int) -> str:
+        return "Segmentation fault"
+
+    async def stop(self, timeout: float) -> None:
+        self.living = False
+
+    async def get(self, path: str, timeout: float = 60.0) -> Any:
+        await asyncio.sleep(0.01)
+        if not self.living:
+            raise ServerError("it refuses the connection")
+        if path == "/server_info":
+            return {"internal_states": [{"last_gen_throughput": self.throughput}]}
+        return {"loads": [{"token_usage": 0.1, "num_running_reqs": self.running, "num_waiting_reqs": 0}]}
+
+    async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
+        await asyncio.sleep(0.01)
+        if path == "/abort_request":
+            self.aborts += 1
+            self.running = 0
+            return ""
+        self.asked.append(path)
+        return self.answer
+
+    async def close(self) -> None: ...
+
+
+class FakeRouter:
+    def __init__(self) -> None:
+        self.listed: set[str] = set()
+
+    async def start(self, timeout: float) -> str:
+        return "http://router"
+
+    async def alive(self) -> bool:
+        return True
+
+    async def stop(self, timeout: float) -> None: ...
+    async def close(self) -> None: ...
+
+    async def adjust(self, wanted: Any) -> bool:
+        settled, self.listed = self.listed == set(wanted), set(wanted)
+        return settled
+
+
+class FakeFleet(Fleet):
+    def __init__(self, servers: int, tmp_path: Any) -> None:
+        config = Config()
+        config.rollout.servers = servers
+        pools: Any = None
+        super().__init__(config, tmp_path, pools, pools, "key", asyncio.get_running_loop().time)
+        self.made: list[FakeServer] = []
+        self.router = FakeRouter()
+        self.left: list[tuple[int, bool, bool]] = []
+        self.follow_deaths(lambda *news: self.left.append(news))
+
+    def _server_process(self, index: int) -> Any:
+        self.made.append(FakeServer(f"http://{index}-{len(self.made)}"))
+        return self.made[-1]
+
+    def _router_process(self, servers: Any, port: int) -> Any:
+        return self.router
+
+    def _members(self, router_url: str) -> Any:
+        return self.router
+
+    def _control(self, url: str) -> Any:
+        return next(server for server in self.made if server.url == url)
+
+    async def all_join(self) -> list[FakeServer]:
+        while not self.joiners():
+            await self.changed()
+        await self.joined([control.url for control in self.joiners()])
+        return self.serving()
+
+    async def until(self, holds: Callable[[], bool], seconds: float = 1000.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not holds():
+                await asyncio.sleep(0.5)
+
+
+def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
+    """Runs the test with a fleet of `servers` that all serve."""
+
+    def run(tmp_path: Any, servers: int = 3) -> None:
+        async def body() -> None:
+            fleet = FakeFleet(servers, tmp_path)
+            await fleet.start()
+            try:
+                await fleet.all_join()
+                await test(fleet)
+            finally:
+                await fleet.stop()
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(body())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+# A server for suspects
+
+
+@in_virtual_time
+async def test_an_isolated_server_leaves_the_router_lets_go_of_its_requests_and_still_takes_part_in_syncs(fleet):
+    first = fleet.made[0]
+    first.running = 5
+    slot, url = await fleet.isolate(())
+    assert (slot, url) == (0, first.url)
+    assert first.aborts and first.running == 0
+    assert fleet.router.listed == {server.url for server in fleet.made[1:]}
+    assert len(fleet.loads()) == 2
+    assert first in fleet.serving()
+    assert fleet.metrics()["fleet/isolated"] == 1.0
+    fleet.release(slot)
+    await fleet.until(lambda: len(fleet.router.listed) == 3)
+
+
+@in_virtual_time
+async def test_another_server_is_taken_where_there_is_one(fleet):
+    slot, _ = await fleet.isolate({0, 1})
+    assert slot == 2
+    fleet.release(2)
+    slot, _ = await fleet.isolate({0, 1, 2})
+    assert slot == 0
+
+
+@in_virtual_time
+async def test_no_server_can_be_taken_when_none_serves(fleet):
+    for server in fleet.made[:3]:
+        server.living = False
+    await fleet.until(lambda: not fleet.serving())
+    assert await fleet.isolate(()) is None
+
+
+@in_virtual_time
+async def test_a_server_that_dies_in_isolation_is_in_the_router_again_once_it_joins(fleet):
+    slot, _ = await fleet.isolate(())
+    fleet.made[0].living = False
+    await fleet.until(lambda: fleet.left == [(slot, True, True)])
+    fleet.excuse(slot)
+    await fleet.all_join()
+    assert fleet.made[3].url in fleet.router.listed
+    assert not fleet._slots[slot].health._restarts._times
+
+
+@in_virtual_time
+async def test_a_death_in_a_sync_is_not_the_requests_doing(fleet):
+    with fleet.syncing([fleet.made[0].url]):
+        fleet.made[0].living = fleet.made[1].living = False
+        await fleet.until(lambda: len(fleet.left) == 2)
+    assert sorted(fleet.left) == [(0, True, False), (1, True, True)]
+
+
+@in_virtual_time
+async def test_a_server_that_leaves_alive_is_told_apart_from_one_that_died(fleet):
+    await fleet.sync_failed({fleet.made[0].url: "lost"})
+    fleet.made[1].living = False
+    await fleet.until(lambda: len(fleet.left) == 2)
+    assert fleet.left == [(0, False, False), (1, True, True)]
+
+
+# Servers that alone misbehave
+
+
+@in_virtual_time
+async def test_a_server_that_alone_answers_nonsense_is_started_again(fleet):
+    fleet.made[1].answer = BAD
+    await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
+    assert fleet.left == [(1, True, False)]
+    assert fleet.metrics()["fleet/gray_answers"] == 1.0
+    await fleet.all_join()
+    assert len(fleet.serving()) == 3
+
+
+@in_virtual_time
+async def test_doubt_has_the_answers_checked_at_once(fleet):
+    await asyncio.sleep(server_slot.CHECK_SECONDS + 10)
+    fleet.made[1].answer = BAD
+    fleet.doubt()
+    await fleet.until(lambda: fleet.left, 10.0)
+    assert fleet.left == [(1, True, False)]
+
+
+@in_virtual_time
+async def test_when_all_answer_nonsense_one_is_started_again_to_be_compared_with_the_trainer(fleet):
+    for server in fleet.made:
+        server.answer = BAD
+    await asyncio.sleep(10 * server_slot.CHECK_SECONDS)
+    assert len(fleet.left) == 1
+    assert len(fleet.serving()) == 2
+    assert len(fleet.joiners()) == 1
+    assert all(server.asked for server in fleet.made[:3])
+
+
+@in_virtual_time
+async def test_servers_are_not_asked_for_tokens_while_weights_arrive(fleet):
+    with fleet.syncing([server.url for server in fleet.made]):
+        await asyncio.sleep(5 * server_slot.CHECK_SECONDS)
+    assert not any(server.asked for server in fleet.made)
+
+
+@in_virtual_time
+async def test_a_server_much_slower_than_its_peers_is_started_again(fleet):
+    for server in fleet.made:
+        server.running, server.throughput = 10, 100.0
+    fleet.made[2].throughput = 10.0
+    await fleet.until(lambda: fleet.left)
+    assert fleet.left == [(2, True, False)]
+    assert fleet.metrics()["fleet/gray_slow"] == 1.0
+
+
+@in_virtual_time
+async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
+    url = fleet.made[0].url
+    await fleet.disagreed({url: f"{url}, version 3: off by 3 nats"})
+    assert fleet.left == [(0, True, False)]
+    assert fleet.router.listed == {server.url for server in fleet.made[1:3]}
+    await fleet.all_join()
+    assert len(fleet.serving()) == 3
+    assert fleet.metrics()["fleet/gray_parity"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (GOOD, None),
+        (BAD, "log-prob None of token 2"),
+        ({"meta_info": {}}, "no log-probs in"),
+        ("Internal Server Error", "no log-probs in"),
+        ({"meta_info": {"input_token_logprobs": [], "output_token_logprobs": [[-1.0, 3]]}}, "1 log-probs for 3 tokens"),
+        (
+            {"meta_info": {"input_token_logprobs": [[None, 1], [3.0, 2], [-1, 3]], "output_token_logprobs": [[-1, 3]]}},
+            "log-prob 3.0 of token 2",
+        ),
+    ],
+)
+def test_what_makes_no_sense(answer: Any, problem: str | None) -> None:
+    found = server_slot.nonsense(answer)
+    assert (found is None) == (problem is None)
+    assert found is None or found.startswith(problem)
+
+
+def test_states_that_serve() -> None:
+    assert {state for state in State if state.serves} == {State.HEALTHY, State.SUSPECT}

@@ -1,0 +1,133 @@
+"""Gray failures: who is judged, against whom, and when nobody is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.rollout.peers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, Peers
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Load:
+    running: int
+    throughput: float
+
+
+def report(peers: Peers, clock: FakeClock, loads: dict[int, Load], seconds: float) -> dict[int, str]:
+    """Every server reports every two seconds; the first verdict on each, after which it is as if it were new."""
+    verdicts: dict[int, str] = {}
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.now += 2.0
+        for slot, load in loads.items():
+            if verdict := peers.reported(slot, load):
+                verdicts.setdefault(slot, verdict)
+                peers.left(slot)
+    return verdicts
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def peers(clock) -> Peers:
+    return Peers(clock)
+
+
+# Speed
+
+
+def test_a_server_much_slower_than_its_peers_is_named_with_the_numbers(peers, clock):
+    loads = {0: Load(10, 100.0), 1: Load(10, 120.0), 2: Load(10, 20.0)}
+    verdicts = report(peers, clock, loads, SLOW_SECONDS + 10)
+    assert list(verdicts) == [2]
+    assert "2 tokens/s a request and 20 in all over 60 s" in verdicts[2]
+    assert "0.25 (SLOW_SHARE) of the median of 2 peers, 11 and 110" in verdicts[2]
+
+
+def test_nobody_is_judged_before_it_worked_long_enough(peers, clock):
+    loads = {0: Load(10, 100.0), 1: Load(10, 1.0)}
+    assert report(peers, clock, loads, 0.8 * SLOW_SECONDS) == {}
+
+
+def test_a_break_begins_the_time_anew(peers, clock):
+    for _ in range(5):
+        report(peers, clock, {0: Load(10, 100.0), 1: Load(10, 1.0)}, 0.8 * SLOW_SECONDS)
+        assert report(peers, clock, {0: Load(10, 100.0), 1: Load(0, 0.0)}, 2.0) == {}
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches=st.lists(st.integers(1, 256), min_size=2, max_size=6), exponent=st.floats(0.0, 1.0))
+def test_load_alone_condemns_nobody(batches, exponent):
+    """Equal servers: tokens a second grow with the batch, at most in proportion to it, however unevenly it is spread."""
+    clock = FakeClock()
+    loads = {slot: Load(batch, 30.0 * batch**exponent) for slot, batch in enumerate(batches)}
+    assert report(Peers(clock), clock, loads, 2 * SLOW_SECONDS) == {}
+
+
+def test_when_all_are_slow_or_idle_nobody_is(peers, clock):
+    assert report(peers, clock, {0: Load(10, 1.0), 1: Load(10, 1.1)}, 3 * SLOW_SECONDS) == {}
+    assert report(peers, clock, {0: Load(10, 1.0), 1: Load(0, 0.0)}, 3 * SLOW_SECONDS) == {}
+    assert report(peers, clock, {0: Load(10, 1.0)}, 3 * SLOW_SECONDS) == {}
+
+
+def test_a_server_that_stays_slow_is_started_again_only_so_often(peers, clock):
+    found = [
+        report(peers, clock, {0: Load(10, 100.0), 1: Load(10, 1.0)}, 3 * SLOW_SECONDS / 2)
+        for _ in range(SLOW_RESTARTS + 3)
+    ]
+    assert [len(verdicts) for verdicts in found] == [1] * SLOW_RESTARTS + [0] * 3
+
+
+# Answers
+
+
+def test_a_server_whose_answers_alone_make_no_sense_is_named(peers):
+    peers.checked(0, None)
+    for _ in range(BAD_CHECKS - 1):
+        assert peers.checked(1, "log-prob None of token 3") is None
+    verdict = peers.checked(1, "log-prob None of token 3")
+    assert "log-prob None of token 3; 2 bad checks in a row" in verdict
+    assert "1 of 1 other servers answered theirs well" in verdict
+
+
+def test_a_good_answer_ends_the_row(peers):
+    peers.checked(0, None)
+    for _ in range(10):
+        assert peers.checked(1, "nan") is None
+        assert peers.checked(1, None) is None
+
+
+@pytest.mark.parametrize("others", [[], [0], [0, 2]])
+def test_when_no_server_answers_well_one_is_started_again_once(peers, others):
+    """What its next sync brings tells whether the weights are wrong."""
+    slots = [*others, 1]
+    verdicts = [peers.checked(slot, "nan") for _ in range(5) for slot in slots]
+    (verdict,) = filter(None, verdicts)
+    assert f"as of all {len(slots)} servers: this one is brought the weights again" in verdict
+    peers.checked(1, None)
+    peers.checked(1, "nan")
+    if not others:
+        assert peers.checked(1, "nan")
+
+
+def test_a_peer_that_was_not_asked_yet_or_is_gone_proves_nothing(peers, clock):
+    peers.reported(0, Load(1, 1.0))
+    assert [peers.checked(1, "nan") for _ in range(5)] == [None] * 5
+    peers.checked(0, None)
+    peers.left(0)
+    assert "as of all 1 servers" in peers.checked(1, "nan")

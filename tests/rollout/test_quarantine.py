@@ -1,0 +1,301 @@
+"""A prompt that kills servers, met by the real client over HTTP and by the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from fake_sglang import FakeSGLang, complete
+
+from megasync.config.schema import SamplingConfig
+from megasync.errors import KillsServers, ServerError
+from megasync.rollout import client as client_module
+from megasync.rollout import quarantine as quarantine_module
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.evaluate import HeldOutSet, evaluate
+from megasync.rollout.generation import Generation
+from megasync.rollout.quarantine import Quarantine
+
+POISON, SLOW = 66, 55
+PATIENCE = 20
+
+
+class FakeServers:
+    """One server behind a router at one address, and by itself at another. `crash` is its death by a request."""
+
+    def __init__(self, router: FakeSGLang, server: FakeSGLang) -> None:
+        self.router, self.server = router, server
+        self.deaths: list[str] = []
+        self.excused: list[int] = []
+        self.isolated = False
+        self.alone: list[int] = []
+        # Connections of slow requests, which end when `finish` is set.
+        self.running: set[asyncio.Transport] = set()
+        self.finish = asyncio.Event()
+        for place, fake in (("router", router), ("alone", server)):
+            fake.script = Endless(lambda place=place: self._behave(place))
+
+    def _behave(self, place: str):
+        async def behave(fake: FakeSGLang, body: dict):
+            if place == "alone":
+                assert self.isolated, "a server is asked directly only while it is out of the router"
+                self.alone.append(body["input_ids"][0])
+            if body["input_ids"][0] == SLOW and place == "router":
+                self.running.add(fake.http.transport)
+                await self.finish.wait()
+            if body["input_ids"][0] == POISON:
+                for transport in (fake.http.transport, *self.running):
+                    transport.close()
+                self.running.clear()
+                asyncio.get_running_loop().call_later(0.02, self.crash, place)
+            return await complete(fake, body)
+
+        return behave
+
+    def crash(self, place: str) -> None:
+        self.deaths.append(place)
+        self.quarantine.left(0, True, True)
+
+    async def isolate(self, avoid):
+        assert not self.isolated
+        self.isolated = True
+        return 0, self.server.url
+
+    def release(self, slot: int) -> None:
+        self.isolated = False
+
+    def excuse(self, slot: int) -> None:
+        self.excused.append(slot)
+
+
+class Endless:
+    """A script whose every entry is made anew."""
+
+    def __init__(self, make) -> None:
+        self._make = make
+
+    def popleft(self):
+        return self._make()
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.01, 0.02))
+
+
+@asynccontextmanager
+async def serving(folder, **options):
+    async with FakeSGLang() as router, FakeSGLang() as server:
+        servers = FakeServers(router, server)
+        quarantine = Quarantine(servers, folder, verdict_seconds=0.1)
+        servers.quarantine = quarantine
+        client = RolloutClient(
+            router.url, [], 100, 200, SamplingConfig(max_new_tokens=4), 5.0, quarantine=quarantine, **options
+        )
+        try:
+            yield client, servers, quarantine
+        finally:
+            await client.close()
+            await quarantine.close()
+
+
+async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_crowd_and_two_alone(tmp_path, caplog):
+    async with serving(tmp_path / "poison") as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        with pytest.raises(KillsServers, match=r"prompt 0:7 was in flight at 2 deaths .* the only one at 2 more"):
+            await client.generate([POISON, 1], routing_key="0:7", temperature=0.5)
+        assert servers.deaths == ["router", "router", "alone", "alone"]
+        assert servers.excused == [0] * 4
+        # The same prompt again, such as in the next epoch: no server sees it.
+        with pytest.raises(KillsServers):
+            await client.generate([POISON, 1], routing_key="1:7")
+        assert len(servers.deaths) == 4
+        assert not servers.isolated
+        assert quarantine.metrics() == {"rollout/suspect_prompts": 0.0, "rollout/poison_prompts": 2.0}
+    dump = json.loads((tmp_path / "poison" / "0-7.json").read_text())
+    assert (dump["uid"], dump["prompt_ids"], dump["input_ids"]) == ("0:7", [[POISON, 1]], [POISON, 1])
+    assert dump["sampling_params"]["temperature"] == 0.5
+    assert [len(dump["deaths"][kind]) for kind in ("crowd", "alone")] == [2, 2]
+    assert [path.name for path in (tmp_path / "poison").iterdir()] == ["0-7.json"]
+    assert "prompt 0:7" in caplog.text
+
+
+async def test_bystanders_of_a_killer_complete(tmp_path):
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        bystander = asyncio.create_task(client.generate([SLOW], routing_key="0:1"))
+        while not servers.running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(KillsServers):
+            await client.generate([POISON], routing_key="0:2")
+        servers.finish.set()
+        answer = await bystander
+        assert len(answer.token_ids) == 4
+        assert len(servers.router.requests) > 2, "it was cut, and sent again"
+        assert quarantine.crime("0:1") is None
+
+
+async def test_a_trial_without_a_death_clears_its_members(tmp_path, monkeypatch):
+    """A request that takes very long is no killer; it goes on where it is."""
+    monkeypatch.setattr(quarantine_module, "TRIAL_SECONDS", 0.2)
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        deaths, finish = iter(range(2)), asyncio.Event()
+
+        def crowd():
+            async def one(fake: FakeSGLang, body: dict):
+                assert next(deaths, None) is not None
+                fake.http.transport.close()
+                asyncio.get_running_loop().call_later(0.02, servers.crash, "router")
+                return await complete(fake, body)
+
+            return one
+
+        async def slow(fake: FakeSGLang, body: dict):
+            await finish.wait()
+            return await complete(fake, body)
+
+        servers.router.script, servers.server.script = Endless(crowd), Endless(lambda: slow)
+        request = asyncio.create_task(client.generate([5], routing_key="0:1"))
+        while not servers.isolated:
+            await asyncio.sleep(0.01)
+        while servers.isolated:
+            await asyncio.sleep(0.01)
+        finish.set()
+        assert len((await request).token_ids) == 4
+        assert quarantine.metrics()["rollout/suspect_prompts"] == 0.0
+
+
+async def test_connections_that_break_without_a_death_make_nobody_a_suspect(tmp_path):
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        servers.crash = lambda place: None
+        broken = iter(range(4))
+        make = servers.router.script._make
+
+        def behave():
+            async def one(fake: FakeSGLang, body: dict):
+                if next(broken, None) is not None:
+                    fake.http.transport.close()
+                return await complete(fake, body)
+
+            return one
+
+        servers.router.script = Endless(behave)
+        assert len((await client.generate([5], routing_key="0:1")).token_ids) == 4
+        servers.router.script = Endless(make)
+        assert quarantine.metrics()["rollout/suspect_prompts"] == 0.0
+        assert servers.alone == []
+
+
+async def test_time_at_the_door_is_no_time_of_the_request(tmp_path):
+    """Waiting for others that may be suspects takes longer than the request may."""
+    async with serving(tmp_path) as (client, _, _), asyncio.timeout(PATIENCE):
+        client._timeout = 0.5
+        client._quarantine._verdict_seconds = 0.8
+        with pytest.raises(KillsServers):
+            await client.generate([POISON], routing_key="0:7")
+
+
+async def test_an_answer_that_makes_no_sense_has_the_servers_checked(tmp_path):
+    doubts = []
+    async with serving(tmp_path, on_nonsense=lambda: doubts.append(1)) as (client, servers, _):
+
+        async def nonsense(fake: FakeSGLang, body: dict):
+            answer = await complete(fake, body)
+            answer.text = "{}"
+            return answer
+
+        servers.router.script = Endless(lambda: nonsense)
+        with pytest.raises(ServerError):
+            await client.generate([5], routing_key="0:1")
+        assert doubts
+
+
+async def test_an_evaluation_prompt_that_kills_servers_is_counted_as_failed(tmp_path, by_length):
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        found = await evaluate(client, [by_length([POISON], [5])], single, max_inflight=1)
+        again = await evaluate(client, [by_length([POISON], [5])], single, max_inflight=1)
+        assert [(each.n, each.failed) for each in found + again] == [(2, 1), (2, 1)]
+        assert len(servers.deaths) == 4
+        assert quarantine.crime("eval:numbers:0")
+
+
+async def single(client, sample):
+    return (await client.generate(sample["prompt_ids"])).trajectory()
+
+
+@pytest.fixture
+def by_length():
+    from megasync.buffer.trajectory import Prompt
+    from megasync.rewards import RewardRunner
+
+    def reward(completions, **columns):
+        return [1.0 for _ in completions]
+
+    def make(*prompts):
+        rows = [Prompt(str(n), ids, {"prompt": f"{ids}"}) for n, ids in enumerate(prompts)]
+        return HeldOutSet("numbers", rows, RewardRunner(reward))
+
+    return make
+
+
+# The rollout
+
+
+async def test_a_group_that_kills_servers_is_dropped_with_its_reason_and_row(make_bench, tmp_path):
+    """Every server that prompt 2 is sent to dies at once, and takes all others that it runs with it."""
+
+    class Fleet:
+        """Slot 0 behind the router, slot 1 for whoever is alone."""
+
+        def __init__(self):
+            self.running, self.deaths = {0: set(), 1: set()}, 0
+
+        async def isolate(self, avoid):
+            return 1, "http://alone"
+
+        def release(self, slot): ...
+        def excuse(self, slot): ...
+
+        def crash(self, slot, culprit):
+            if culprit in self.running[slot]:
+                self.deaths += 1
+                victims, self.running[slot] = self.running[slot], set()
+                for victim in victims:
+                    victim.set_result("cut")
+                quarantine.left(slot, True, True)
+
+    fleet = Fleet()
+    quarantine = Quarantine(fleet, tmp_path, verdict_seconds=0.01)
+
+    async def generate(prompt_ids, *, routing_key, **options):
+        async with quarantine.request(routing_key, prompt_ids) as ticket:
+            while True:
+                url = await quarantine.enter(ticket, {"input_ids": prompt_ids, "sampling_params": {}})
+                slot, request = int(url is not None), asyncio.get_running_loop().create_future()
+                fleet.running[slot].add(request)
+                if prompt_ids == [2]:
+                    asyncio.get_running_loop().call_later(0.001, fleet.crash, slot, request)
+                try:
+                    await asyncio.wait_for(request, 5.0 if prompt_ids == [2] else 0.001)
+                except TimeoutError:
+                    return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [0] * 2, "stop", "x")
+                finally:
+                    fleet.running[slot].discard(request)
+                quarantine.cut(ticket)
+
+    bench = make_bench(total=12, size=4, samples=2, quarantine=quarantine)
+    bench.client.generate = generate
+    async with asyncio.timeout(PATIENCE):
+        await bench.rollouter.run()
+    await quarantine.close()
+    assert bench.buffer.dropped
+    assert set(bench.buffer.dropped.values()) == {"kills_servers"}
+    assert {uid.split(":")[1] for uid in bench.buffer.dropped} == {"2"}
+    assert len(bench.buffer.committed) == 12
+    # Twice in the crowd, at most once as one of two halves, twice alone; and groups of the same row beside each other.
+    assert fleet.deaths <= 8
+    # Groups of the same prompt are known by its tokens.
+    (file,) = tmp_path.iterdir()
+    dump = json.loads(file.read_text())
+    assert dump["row"] == {"prompt": "2", "answer": {"value": 2}}
+    assert bench.rollouter.metrics()["rollout/dropped_kills_servers"] == len(bench.buffer.dropped)
