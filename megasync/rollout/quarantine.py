@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.errors import KillsServers, MegasyncError
+from megasync.files import atomic_write
 from megasync.rollout.suspects import Standing, Suspects
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class Quarantine:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _write(self._path(key), json.dumps(self._requests[key] | {"row": dict(row)}, indent=1, default=repr))
+            atomic_write(self._path(key), json.dumps(self._requests[key] | {"row": dict(row)}, indent=1, default=repr))
         except OSError as error:
             log.error("what killed servers could not be written to %s: %s", self._path(key), error)
 
@@ -301,12 +301,3 @@ class Quarantine:
 
 def _digest(prompt: Sequence[int]) -> bytes:
     return sha256(repr(list(prompt)).encode()).digest()
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_suffix(".part")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

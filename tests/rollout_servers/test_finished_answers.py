@@ -64,7 +64,7 @@ def sample(client, partials: Partials) -> SampleClient:
 def resumed(partials: Partials) -> Partials:
     """What another life of the run gets back of what is saved now."""
     later = Partials()
-    later.restore("0:0", {key[1:]: partial for key, partial in partials.unsaved().items()})
+    later.restore("0:0", {key[1:]: partial for piece in partials.unsaved() for key, partial in piece.items()})
     return later
 
 

@@ -72,7 +72,7 @@ async def workers(liar, tmp_path):
 
 
 async def members(liar, tmp_path):
-    router = RouterMembers(liar.url)
+    router = RouterMembers(liar.control)
     try:
         await router.adjust(["http://a"])
     finally:
