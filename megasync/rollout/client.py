@@ -125,6 +125,8 @@ class RolloutClient:
         self._random = random.Random()
         # The newest weight version that a server can hold; None where nobody knows it.
         self.newest_version: Callable[[], int | None] = lambda: None
+        # The published one, which every serving server has at least; None as above.
+        self.published_version: Callable[[], int | None] = lambda: None
 
     def add_server(self, server: ServerControl) -> None:
         self.servers.append(server)
@@ -329,7 +331,7 @@ class RolloutClient:
         InvalidAnswer."""
         sampling = body["sampling_params"]
         asked = Asked(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
-        parts.begin(asked.tokens)
+        parts.begin(asked.tokens, self.published_version())
         try:
             async with self._open().post(
                 # A redirection would be a request of another kind, to somebody else.

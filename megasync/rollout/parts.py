@@ -68,11 +68,15 @@ class Parts:
     def finished(self) -> bool:
         return self.finish_reason != "abort"
 
-    def begin(self, room: int) -> None:
-        """The next piece belongs to another request, for at most `room` tokens; one that brought nothing is no part."""
+    def begin(self, room: int, published: int | None = None) -> None:
+        """The next piece belongs to another request, for at most `room` tokens; one that brought nothing is no part.
+
+        `published` is the version that every serving server has at least: until the server's own account is there, it is
+        that of the first piece, whose tokens may be older than its sending.
+        """
         if not self.texts or len(self.token_ids) > self._start:
             self.texts.append("")
-        self._start, self._room, self._version = len(self.token_ids), room, None
+        self._start, self._room, self._version = len(self.token_ids), room, published
 
     def add(self, piece: Generated) -> bool:
         """Takes a piece, or the whole answer, of the request that is growing; True when it is the request's last one.

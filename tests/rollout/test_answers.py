@@ -45,6 +45,9 @@ def taken(answer: object) -> Parts:
     return parts
 
 
+SPANS = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 4}]
+
+
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", None])
 def test_an_answer_is_taken_as_it_is(finish):
     parts = taken(answer(finish=finish))
@@ -147,6 +150,18 @@ def test_pieces_count_together():
     with pytest.raises(InvalidAnswer, match="do not cover 6 tokens"):
         parts.add(read_generated(raw(answer(2)), ASKED))
     assert len(parts.token_ids) == 4
+
+
+def test_until_the_servers_own_account_a_token_is_as_old_as_what_it_was_sent_under():
+    parts = Parts()
+    parts.begin(ASKED.tokens, published=1)
+    # A version that came while a piece was sampled is on it, though some of its tokens are older.
+    parts.add(read_generated(raw(answer(2, finish=None, version="2")), ASKED))
+    assert parts.versions == [1, 1]
+    parts.add(read_generated(raw(answer(2, finish=None, version="2")), ASKED))
+    assert parts.versions == [1, 1, 2, 2]
+    parts.add(read_generated(raw(answer(0, finish="abort", weight_versions=SPANS)), ASKED))
+    assert parts.versions == [1, 2, 2, 2]
 
 
 def test_a_request_that_is_discarded_leaves_the_parts_before_it():
