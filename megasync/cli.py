@@ -311,6 +311,7 @@ def chaos(
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Schedules to run.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to run them in.")] = 1,
     history: Annotated[bool, typer.Option("--history", help="Run the first one only and print what happened.")] = False,
 ) -> None:
     """Run the controller, the buffer and the rollout in virtual time under random schedules of faults.
@@ -319,7 +320,7 @@ def simulate(
     """
     from megasync.sim.report import report
 
-    raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console()))
+    raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console(), jobs))
 
 
 app.command(

@@ -12,11 +12,11 @@ class Waits:
         """In seconds."""
         self._first, self._longest = first_and_longest
         self._wait = self._first
-        self._random = rng or random.Random()
+        self._uniform = (rng or random).uniform
 
     def next(self) -> float:
         wait, self._wait = self._wait, min(2 * self._wait, self._longest)
-        return wait * self._random.uniform(0.75, 1.25)
+        return wait * self._uniform(0.75, 1.25)
 
     def reset(self) -> None:
         self._wait = self._first

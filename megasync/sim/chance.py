@@ -6,10 +6,11 @@ depend on the order in which tasks happen to run at one moment, and a seed repea
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 
-# What may go wrong, and the largest probability that a schedule gives it each time it could.
+# Faults at a step of a protocol, and the largest probability that a schedule gives each of them whenever it could strike.
 FAULTS = {
     "rank dies in a step": 0.15,
     "rank hangs in a step": 0.05,
@@ -26,19 +27,25 @@ FAULTS = {
     "answer is lost": 0.05,
     "buffer dies": 0.01,
     "reward fails": 0.03,
+    "parsing fails": 0.1,
     "slow": 0.05,
 }
 
 
 class Chance:
-    """A schedule has each kind of fault with a probability of its own, which is zero for about half of them."""
+    """A schedule has each kind of fault with a probability of its own, which is zero for about half of them.
 
-    def __init__(self, seed: int) -> None:
+    One that is `likely` has the largest.
+    """
+
+    def __init__(self, seed: int, likely: str = "") -> None:
         self.seed = seed
         self._asked: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
         drawn = random.Random(f"{seed}")
         self.rates = {kind: most * drawn.random() if drawn.random() < 0.5 else 0.0 for kind, most in FAULTS.items()}
+        if likely in FAULTS:
+            self.rates[likely] = FAULTS[likely]
         self.speed = {kind: drawn.uniform(0.2, 3.0) for kind in ("generate", "train", "sync", "call")}
         self.choice = drawn
 
@@ -52,7 +59,7 @@ class Chance:
 
     def always(self, kind: str, about: str) -> bool:
         """Whether a fault is part of something, such as a group: the same answer each time."""
-        strikes = random.Random(f"{self.seed} {kind} {about}").random() < self.rates[kind]
+        strikes = _number(f"{self.seed} {kind} {about}") < self.rates[kind]
         self.met[kind] += strikes
         return strikes
 
@@ -70,4 +77,9 @@ class Chance:
 
     def _draw(self, key: str) -> float:
         self._asked[key] += 1
-        return random.Random(f"{self.seed} {key} {self._asked[key]}").random()
+        return _number(f"{self.seed} {key} {self._asked[key]}")
+
+
+def _number(text: str) -> float:
+    """In [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48

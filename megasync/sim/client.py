@@ -1,45 +1,55 @@
-"""Generation: tokens from whichever server serves, continued elsewhere when it goes."""
+"""The real client over the simulated network, and the real controls of servers."""
 
 from __future__ import annotations
 
-import asyncio
+import random
 from collections.abc import Callable
 from typing import Any
 
-from megasync.errors import ServerError
-from megasync.rollout.generation import Generation
-from megasync.sim.chance import Chance
-from megasync.sim.fleet import SimFleet
+from megasync.config import Config
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.control import ServerControl
+from megasync.rollout.quarantine import Quarantine
+from megasync.sim.language import CONTEXT, END, VOCABULARY, Tokenizer
+from megasync.sim.network import ROUTER_URL, Network, SimSession
+from megasync.sim.servers import SimServer
 
-TOKEN_SECONDS = 0.04
-MOST_TOKENS = 4
-RETRY_SECONDS = 0.1
+
+class SimClient(RolloutClient):
+    """Of one driver, number `life`."""
+
+    def __init__(
+        self,
+        config: Config,
+        network: Network,
+        life: int,
+        seed: int,
+        quarantine: Quarantine,
+        on_nonsense: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            ROUTER_URL,
+            [],
+            vocab_size=VOCABULARY,
+            context_length=CONTEXT,
+            sampling=config.rollout.sampling,
+            request_timeout=config.timeouts.request,
+            tokenizer=Tokenizer(),
+            stream_interval=config.rollout.stream_interval,
+            chat=config.rollout.chat,
+            stop_ids=(END,),
+            quarantine=quarantine,
+            on_nonsense=on_nonsense,
+        )
+        self._session: Any = SimSession(network)
+        # What is random in the real one must repeat with the seed.
+        self._random = random.Random(f"client {seed} {life}")
 
 
-class SimClient:
-    """What a workflow calls; `timeout` is `timeouts.request`."""
+class SimControl(ServerControl):
+    """`server` is what it reaches, for the simulated weight sync."""
 
-    def __init__(self, fleet: SimFleet, chance: Chance, timeout: float, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._chance = chance
-        self._timeout = timeout
-        self._clock = clock
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    async def generate(self, prompt_ids: list[int], *, routing_key: str, **_: Any) -> Generation:
-        """Raises ServerError when no server has answered for too long."""
-        length = 1 + self._chance.below(MOST_TOKENS, f"length {routing_key}")
-        versions: list[int] = []
-        deadline = self._clock() + self._timeout
-        while len(versions) < length:
-            try:
-                url = self._fleet.router.choose(self._chance.share(f"route {routing_key}"))
-                seconds = self._chance.seconds("generate", TOKEN_SECONDS, routing_key)
-                versions.append(await self._fleet.servers[url].sample(seconds))
-            except ServerError:
-                if self._clock() > deadline:
-                    raise
-                await asyncio.sleep(RETRY_SECONDS)
-        return Generation(prompt_ids, list(range(length)), [-1.0] * length, versions, "stop")
+    def __init__(self, server: SimServer, network: Network) -> None:
+        super().__init__(server.url)
+        self.server = server
+        self._session: Any = SimSession(network)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasync.buffer import AsyncBuffer
+from megasync.errors import LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import Laws
 
@@ -34,20 +35,34 @@ class DistantBuffer:
         self._claims = 0
         self._cut = False
         self._calls: set[asyncio.Task] = set()
+        # What the buffer had when it was killed.
+        self._before: dict[str, Any] | None = None
+        # Whether a change could not be recorded.
+        self.unrecorded = False
         self._open()
 
     def _open(self) -> None:
         self._died = asyncio.Event()
         self.process = self._start()
-        self._laws.watch(self.process._state)
+        self._opened = False
+
+    def _ready(self) -> None:
+        """The process reads its ledger with its first call, and with the next one when that fails. Raises LedgerError."""
+        if self._opened:
+            return
+        state = self.process._state
+        self._opened = True
+        self._laws.watch(state)
+        if self._before is not None:
+            self._laws.survives(self._before, state.counts())
 
     def crash(self) -> None:
         """kill -9: what was recorded stays, what was under way is gone."""
-        before = self.process._state.counts()
+        sound = self._opened and not self.unrecorded
+        self._before = self.process._state.counts() if sound else None
         self._abandon()
         self._open()
         self._laws.note("the buffer has started again")
-        self._laws.survives(before, self.process._state.counts())
 
     def cut(self) -> None:
         """The driver is gone, and with it everybody who could call, or hear an answer."""
@@ -58,8 +73,9 @@ class DistantBuffer:
         for call in self._calls:
             call.cancel()
         self._died.set()
-        if self.process._durable.ledger is not None:
-            self.process._durable.ledger.close()
+        # It is there once the process was asked anything.
+        if (durable := vars(self.process).get("_durable")) is not None:
+            durable.ledger.close()
 
     async def reclaim(self) -> str:
         self._claims += 1
@@ -72,7 +88,12 @@ class DistantBuffer:
         return call
 
     async def _call(self, method: str, *args: Any) -> Any:
-        about = f"{method} {getattr(args[0], 'uid', args[0])}" if args else method
+        if method == "save_partials":
+            for uid, _, _ in args[0]:
+                # Their versions are those of before their requests' last words.
+                self._laws.unheard(uid)
+        # Not by a reason to close: it may name the run directory, which is another one each time.
+        about = f"{method} {getattr(args[0], 'uid', args[0])}" if args and method != "close" else method
         await self._travel(about)
         while True:
             if self._cut:
@@ -92,6 +113,7 @@ class DistantBuffer:
 
     async def _deliver(self, about: str, method: str, args: tuple) -> tuple[bool, Any]:
         """Whether the process lived until it answered, and the answer."""
+        self._ready()
         call = asyncio.create_task(getattr(self.process, method)(*args), name=f"call {about}")
         death = asyncio.create_task(self._died.wait(), name=f"death during {about}")
         self._calls.add(call)
@@ -99,6 +121,9 @@ class DistantBuffer:
         try:
             await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)
             return (False, None) if death.done() else (True, call.result())
+        except LedgerError:
+            self.unrecorded = True
+            raise
         except asyncio.CancelledError:
             call.add_done_callback(lambda done: self._orphaned(about, done))
             raise

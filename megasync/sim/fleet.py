@@ -9,39 +9,51 @@ from typing import Any
 from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.sim.chance import Chance
+from megasync.sim.client import SimControl
 from megasync.sim.laws import Laws
-from megasync.sim.servers import SimControl, SimRouter, SimServer
+from megasync.sim.network import Network
+from megasync.sim.servers import SimRouter, SimServer
 
 
 class SimFleet(Fleet):
-    """`servers` are those that were ever started, by URL; `life` numbers the driver, so that no URL comes twice."""
+    """`life` numbers the driver, so that no URL comes twice; `poison` is a token whose prompts kill servers."""
 
     def __init__(
-        self, config: Config, run_dir: Path, life: int, chance: Chance, laws: Laws, clock: Callable[[], float]
+        self,
+        config: Config,
+        run_dir: Path,
+        life: int,
+        chance: Chance,
+        laws: Laws,
+        network: Network,
+        poison: int | None,
+        clock: Callable[[], float],
     ) -> None:
         # Neither device nor pools: no process of this fleet is real.
         device: Any = None
         pools: Any = _Anywhere()
         super().__init__(config, run_dir, device, pools, "key", clock)
-        self.servers: dict[str, SimServer] = {}
-        self.router = SimRouter(chance, laws)
+        self.router = network.router = SimRouter(chance)
+        self._network = network
+        self._poison = poison
         self._life = life
         self._chance = chance
         self._laws = laws
 
     def up(self) -> list[SimServer]:
-        return [server for server in self.servers.values() if not server.gone.is_set()]
+        return [server for server in self._network.servers.values() if not server.gone.is_set()]
 
     def _server_process(self, index: int) -> SimServer:
-        url = f"http://server:{self._life}-{index}-{len(self.servers)}"
-        self.servers[url] = SimServer(url, self._chance, self._laws)
-        return self.servers[url]
+        servers = self._network.servers
+        url = f"http://server:{self._life}-{index}-{len(servers)}"
+        servers[url] = SimServer(url, self._chance, self._laws, self._config.rollout.stream_interval, self._poison)
+        return servers[url]
 
     def _router_process(self, servers: Collection[str], port: int) -> SimRouter:
         return self.router
 
     def _control(self, url: str) -> SimControl:
-        return SimControl(self.servers[url])
+        return SimControl(self._network.servers[url], self._network)
 
     def _members(self, router_url: str) -> SimRouter:
         return self.router

@@ -4,7 +4,11 @@ trajectories  admitted == trained + dropped + live, after every event of the buf
               what is trained is within the staleness bound, and was sampled by weights that its version names
               a killed buffer has afterwards what it had before
 weights       a version names one set of weights for ever; published versions only grow
-              a server that serves holds one whole version, the published one or the one that is being published
+              a server that serves holds one whole version: the published one, or one whose publish has begun since
+responses     what a group consists of is what was sampled: no token lost, doubled, taken from elsewhere or sampled behind
+              the end; no version newer than the one that sampled it, nor older where the server's report was heard;
+              what is trained is what was committed
+requests      a server is told to abort only what it has
 training      a group whose steps raise errors is set aside after its attempts, over all drivers together
               the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
 """
@@ -13,14 +17,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megasync.buffer.pacing import Pacing
-from megasync.buffer.trajectory import Group
+from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import TrainerConfig
+from megasync.rollout.requests import request_seed
+from megasync.sim.language import fault_in, sampled_by
 
-# One set of weights is known by the groups that it was trained on, in order.
-Weights = tuple[str, ...]
+# One set of weights is known by the groups of each step that it was trained on.
+Weights = tuple[tuple[str, ...], ...]
 INITIAL: Weights = ()
 
 # What changes the buffer's state machine.
@@ -32,16 +39,27 @@ class Broken(Exception):
 
 
 class Laws:
-    def __init__(self, pacing: Pacing, clock: Callable[[], float]) -> None:
-        self._pacing = pacing
+    """`pacing` and `samples` are of the configuration that the present driver has; `seed` is that of all sampling."""
+
+    def __init__(self, seed: int, clock: Callable[[], float], run_dir: Path) -> None:
+        self._seed = seed
         self._clock = clock
+        self._run_dir = run_dir
+        self.pacing: Pacing
+        self.samples = 0
+        # The first law that was broken, wherever that was noticed.
+        self.broken: Exception | None = None
+        # Groups with a response whose end, with the server's report, did not arrive.
+        self._unheard: set[str] = set()
+        self._committed: dict[str, list[Trajectory]] = {}
         self._named: dict[int, Weights] = {0: INITIAL}
         # Versions of tokens that the buffer was given.
         self._sampled: set[int] = set()
         self.published = 0
         # The version that the buffer has heard of.
         self._recorded = 0
-        self.publishing: int | None = None
+        # Versions whose publish has begun since; some server may hold one although it broke off.
+        self._begun: set[int] = set()
         # Attempts of steps that raised an error, by the group that it came from; drivers so far.
         self._raised: Counter[str] = Counter()
         self._drivers = 0
@@ -49,12 +67,18 @@ class Laws:
         self.history: list[str] = []
 
     def note(self, text: str) -> None:
-        self.history.append(f"{self._clock():10.3f}  {text}")
+        # The folder has a new name each time.
+        self.history.append(f"{self._clock():10.3f}  {text.replace(str(self._run_dir), 'RUN')}")
 
     def need(self, holds: bool, law: str) -> None:
         if not holds:
             self.note(f"BROKEN: {law}")
+            self.broken = self.broken or Broken(law)
             raise Broken(law)
+
+    def broke(self, error: BaseException) -> None:
+        """Something raised where nobody waits for it."""
+        self.broken = self.broken or (error if isinstance(error, Exception) else Broken(repr(error)))
 
     def watch(self, state: Any) -> None:
         """Has every event of this state machine followed by a look at its counts."""
@@ -67,6 +91,7 @@ class Laws:
         def event(*args: Any) -> Any:
             answer = method(*args)
             if name == "commit":
+                self._is_sampled(args[0])
                 self._sampled.update(version for trajectory in args[0].trajectories for version in trajectory.versions)
             if name == "publish":
                 self._recorded = args[0]
@@ -93,59 +118,79 @@ class Laws:
 
     # Weights
 
-    def driver_died(self) -> None:
-        """All servers went with it: a number that the buffer has not heard of, and that is on no token, may be used again."""
+    def driver_died(self, newest: int | None) -> None:
+        """All servers went with it: a number that the buffer has not heard of, and that is on no token, may be used again.
+
+        `newest` is the newest number in the ledger, where the ledger could not record all that the buffer heard.
+        """
         self._drivers += 1
+        if newest is not None:
+            self._recorded = min(self._recorded, newest)
+            self._sampled = {number for number in self._sampled if number <= newest}
         self.published = self._recorded
         known = {number for number in self._named if number <= self._recorded} | self._sampled
         self._named = {number: weights for number, weights in self._named.items() if number in known}
-        self.publishing = None
+        self._begun.clear()
 
     def names(self, version: int, weights: Weights) -> None:
         """Some server holds these weights under this number."""
         known = self._named.setdefault(version, weights)
         self.need(
-            known == weights, f"version {version} names weights of {len(known)} groups and of {len(weights)} groups"
+            known == weights, f"version {version} names weights of {len(known)} steps and of {len(weights)} steps"
         )
 
     def publish_begins(self, version: int, weights: Weights) -> None:
         self.need(version >= self.published, f"version {version} is published after version {self.published}")
         self.names(version, weights)
-        self.publishing = version
+        self._begun.add(version)
 
-    def publish_ends(self, version: int | None) -> None:
-        """With a version: all servers that it was for hold it."""
-        self.publishing = None
-        if version is not None:
-            self.published = max(self.published, version)
+    def publish_ends(self, version: int) -> None:
+        """All servers that it was for hold it."""
+        self._begun = {begun for begun in self._begun if begun > version}
+        self.published = max(self.published, version)
 
     def serves(self, url: str, version: int, weights: Weights | None) -> None:
         """A server answers a request out of these weights; None is a mixture."""
         self.need(weights is not None, f"{url} answers from a mixture of versions")
         self.names(version, weights)
-        allowed = {self.published, self.publishing}
-        self.need(version in allowed, f"{url} answers from version {version}; {sorted(allowed, key=str)} may serve")
+        allowed = {self.published, *self._begun}
+        self.need(version in allowed, f"{url} answers from version {version}; {sorted(allowed)} may serve")
+
+    # Responses
+
+    def unheard(self, uid: str) -> None:
+        """A request of this group ended without its last words: its versions may look older than they are."""
+        self._unheard.add(uid)
+
+    def _is_sampled(self, group: Group) -> None:
+        """Each response is one sample's."""
+        left = list(range(self.samples))
+        for trajectory in group.trajectories:
+            faults = {}
+            for index in left:
+                seed = request_seed(self._seed, group.uid, index)
+                faults[index] = fault_in(trajectory, lambda turn, seed=seed: request_seed(seed, turn))
+                if not faults[index]:
+                    left.remove(index)
+                    break
+            else:
+                self.need(False, f"a response of {group.uid} is of none of its samples: {faults}")
+            self._is_versioned(group.uid, trajectory)
+        self._committed.setdefault(group.uid, []).extend(group.trajectories)
+
+    def _is_versioned(self, uid: str, trajectory: Trajectory) -> None:
+        for at, trained in enumerate(trajectory.loss_mask):
+            if not trained:
+                continue
+            value, claimed = trajectory.logprobs[at], trajectory.versions[at]
+            self.need(isinstance(value, float) and value < 0, f"a log-prob of {uid} is {value!r}")
+            true = sampled_by(value)
+            self.need(
+                claimed == true or (claimed < true and uid in self._unheard),
+                f"token {at} of {uid} has version {claimed}, and was sampled by {true}",
+            )
 
     # Training
-
-    def trains(self, seen: Sequence[str], step: int, version: int, groups: Sequence[Group]) -> None:
-        """The trainer, whose weights have seen these groups, is given a batch."""
-        uids = [group.uid for group in groups]
-        self.need(len(uids) == self._pacing.groups_per_step, f"step {step} trains {len(uids)} groups")
-        self.need(
-            not set(uids) & set(seen) and len(set(uids)) == len(uids), f"step {step} trains a group twice: {uids}"
-        )
-        self.need(len(seen) == (step - 1) * len(uids), f"step {step} trains weights that have seen {len(seen)} groups")
-        self.need(
-            version == self.published, f"step {step} trains at version {version}, but {self.published} is published"
-        )
-        for group in groups:
-            for trajectory in group.trajectories:
-                age = version - trajectory.oldest_version
-                self.need(
-                    age <= self._pacing.staleness_bound,
-                    f"{group.uid} is trained {age} versions old, over the bound of {self._pacing.staleness_bound}",
-                )
 
     def raises(self, uid: str) -> None:
         """A step raises an error because of this group. A driver that is killed at once counts it for nobody."""
@@ -153,12 +198,47 @@ class Laws:
         most = TrainerConfig().step_attempts + self._drivers
         self.need(self._raised[uid] <= most, f"{uid} is set aside after its attempts, but failed step after step")
 
-    def ends(self, steps: int, seen: Sequence[str], counts: dict[str, Any]) -> None:
+    def trains(self, seen: Weights, step: int, version: int, groups: Sequence[Group]) -> None:
+        """The trainer, whose weights have seen these groups, is given a batch."""
+        uids = [group.uid for group in groups]
+        self.need(len(uids) == self.pacing.groups_per_step, f"step {step} trains {len(uids)} groups")
+        trained = {uid for earlier in seen for uid in earlier}
+        self.need(not set(uids) & trained and len(set(uids)) == len(uids), f"step {step} trains a group twice: {uids}")
+        self.need(len(seen) == step - 1, f"step {step} trains weights that have seen {len(seen)} steps")
+        self.need(
+            version == self.published, f"step {step} trains at version {version}, but {self.published} is published"
+        )
+        for group in groups:
+            for trajectory in group.trajectories:
+                self.need(
+                    any(_same(trajectory, committed) for committed in self._committed.get(group.uid, ())),
+                    f"a response of {group.uid} is trained as it was never committed",
+                )
+                age = version - trajectory.oldest_version
+                self.need(
+                    age <= self.pacing.staleness_bound,
+                    f"{group.uid} is trained {age} versions old, over the bound of {self.pacing.staleness_bound}",
+                )
+
+    def ends(self, steps: int, seen: Weights, counts: dict[str, Any]) -> None:
         """The run ended as it should."""
-        wanted = steps * self._pacing.groups_per_step
-        self.need(len(seen) == len(set(seen)) == wanted, f"{len(seen)} groups were trained at the end, not {wanted}")
-        self.need(counts["trained"] == wanted, f"the buffer counts {counts['trained']} trained groups, not {wanted}")
+        groups = [uid for step in seen for uid in step]
+        self.need(len(seen) == steps, f"{len(seen)} steps were trained at the end, not {steps}")
+        self.need(len(groups) == len(set(groups)), f"a group was trained twice among {groups}")
+        self.need(
+            counts["trained"] == len(groups), f"the buffer counts {counts['trained']} trained groups, not {len(groups)}"
+        )
         self.balance(counts)
+
+
+def _same(trajectory: Trajectory, committed: Trajectory) -> bool:
+    """But for what the loss leaves out since."""
+    return (
+        trajectory.response_ids == committed.response_ids
+        and trajectory.logprobs == committed.logprobs
+        and trajectory.versions == committed.versions
+        and all(now <= then for now, then in zip(trajectory.loss_mask, committed.loss_mask, strict=True))
+    )
 
 
 def _shown(answer: Any) -> str:

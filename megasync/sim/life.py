@@ -1,31 +1,35 @@
 """One driver of a simulated run: from its start, or resume, to its end, or to its death.
 
-Real: restoring, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, rewards, prompt source. Fake: ranks, the
-processes of servers and router, transport, client, and the way to the buffer. They are wired as `Run` wires the real ones.
+Real: restoring, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, client with its chats, rewards, prompt
+source. Fake: ranks, the processes of servers and router, HTTP, transport, and the way to the buffer. They are wired as `Run`
+wires the real ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.buffer.trajectory import Prompt, Trajectory
 from megasync.controller import Controller
 from megasync.data import PromptSource
-from megasync.errors import MegasyncError, RankLost, ServerError
+from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
 from megasync.restore import restore
 from megasync.rewards import RewardRunner
+from megasync.rollout.evaluate import HeldOutSet
+from megasync.rollout.held_out import HeldOut
+from megasync.rollout.inflight import InflightCap
+from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
-from megasync.rollout.workflow import single_turn
 from megasync.sim.client import SimClient
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
 from megasync.sim.laws import Broken
+from megasync.sim.network import Network
 from megasync.sim.ranks import SimRanks
-from megasync.sim.servers import SimServer
+from megasync.sim.servers import LIES, SimServer
 from megasync.sim.transport import SimPublisher
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
 
 # These runs take a minute, and a deadline for whatever hangs; one that takes much longer makes no progress.
 LONGEST_LIFE, HANGS = 2_000.0, 20
-ROWS = 7
+# Seconds that closing the client may take.
+CLOSE_SECONDS = 30.0
 # Errors that are a clear end of a run that met more than it may: what `run` raised must be one of these.
 REASONS = (
     "trainer.max_restarts",
@@ -44,75 +49,102 @@ REASONS = (
     "groups were dropped",
     "the link broke",
 )
+# What a tool looks like to a model.
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+# The first of the tokens that stand for rows of the data in prompts.
+ROW_TOKEN = 200
 
 
 class Life:
+    """Raises LedgerError where the run directory cannot be written."""
+
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._number = number
         self._chance, self._laws, self._loop = world.chance, world.laws, world.loop
         self._config = config = world.config
         schedule = config.schedule
-        rows = [{"prompt": f"{row}"} for row in range(ROWS)]
+        rows = [{"prompt": chr(ROW_TOKEN + row)} for row in range(world.rows)]
         self._source = PromptSource(rows, _Renderer(), shuffle=True, seed=self._chance.seed)
         self._checkpoint = checkpoint.latest(world.run_dir)
         ledger = world.run_dir / LEDGER_FILE
         self.progress = restore(self._checkpoint, ledger, schedule, self._source, self._laws.note)
         total = schedule.total_steps * schedule.groups_per_step
         self._orphan_error: asyncio.Future[None] = self._loop.create_future()
-        self._buffer = DistantBuffer(
+        self.buffer = DistantBuffer(
             lambda: AsyncBuffer(schedule, total, clock=self._loop.time, ledger=ledger),
             self._chance,
             self._laws,
             self._orphan,
         )
-        self._ranks = SimRanks(
-            self._chance, self._laws, world.run_dir, config.checkpoint.keep, config.timeouts.train_step
+        self._network = Network(self._chance, self._laws)
+        timeouts = config.timeouts
+        self._ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep, timeouts.train_step)
+        poison = None if world.poison is None else ROW_TOKEN + world.poison
+        self._fleet = SimFleet(
+            config, world.run_dir, number, self._chance, self._laws, self._network, poison, self._loop.time
         )
-        self._fleet = SimFleet(config, world.run_dir, number, self._chance, self._laws, self._loop.time)
-        self._publisher = SimPublisher(self._ranks, self._chance, self._laws, config.timeouts.weight_sync)
+        self._publisher = SimPublisher(self._ranks, self._chance, self._laws, timeouts.weight_sync)
+        health = config.rollout.health
+        hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
+        self._quarantine = Quarantine(self._fleet, clock=self._loop.time, hang_seconds=hang_seconds)
+        self._fleet.follow_deaths(self._quarantine.left)
+        self._client = SimClient(config, self._network, number, self._chance.seed, self._quarantine, self._fleet.doubt)
+        self._client.newest_version = lambda: self.progress.claimed
+        self._client.published_version = lambda: self.progress.version
         self._controller = self._wire()
         self._started = False
 
     def _wire(self) -> Controller:
         config, clock = self._config, self._loop.time
-        client = SimClient(self._fleet, self._chance, config.timeouts.request, clock)
         rewards = RewardRunner(self._reward, 0)
 
-        async def evaluate(step: int, version: int) -> dict[str, float]:
-            # As in the real one, an answer that fails counts as wrong.
-            with contextlib.suppress(ServerError):
-                await client.generate([1], routing_key=f"evaluation {step}")
-            return {"eval/score": 0.0}
-
+        prompt = Prompt("held out", [ROW_TOKEN], {"prompt": chr(ROW_TOKEN)})
+        held_out = HeldOutSet("", [prompt], rewards, temperatures=[1.0], repeats=2)
         self._fleet.follow(self._publisher.add, self._publisher.remove)
+        self._fleet.follow(self._client.add_server, self._client.remove_server)
+        pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
-            client, self._source, self._buffer, single_turn, rewards, config.schedule, fleet=self._fleet, clock=clock
+            self._client,
+            self._source,
+            self.buffer,
+            self._workflow,
+            rewards,
+            config.schedule,
+            seed=self._chance.seed,
+            max_attempts=config.rollout.max_attempts,
+            save_seconds=config.rollout.save_partials_seconds,
+            fleet=self._fleet,
+            quarantine=self._quarantine,
+            cap=None if pressure is None else InflightCap(config.rollout.servers, pressure),
+            clock=clock,
         )
         return Controller(
             config,
             trainer=self._ranks,
             publisher=self._publisher,
-            buffer=self._buffer,
+            buffer=self.buffer,
             rollouter=rollouter,
             fleet=self._fleet,
-            evaluate=evaluate,
+            evaluate=HeldOut(self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed),
             cursor=self._source.state,
-            observer=_Observer(self._laws, self._world.run_dir),
+            observer=_Observer(self._laws),
             progress=self.progress,
             clock=clock,
         )
 
     async def run(self, dies_after: float | None) -> str | None:
         """How the run ended; None when this driver was killed before."""
-        helpers = [asyncio.create_task(self._strike(), name="blows")]
+        helpers = [asyncio.create_task(self._strike(), name="faults")]
         if self._chance.choice.random() < 0.1:
             helpers.append(asyncio.create_task(self._ask_to_stop(), name="stop request"))
         running = asyncio.create_task(self._start_and_run(), name="run")
         watched = {running, self._orphan_error}
+        longest = LONGEST_LIFE + HANGS * self._config.timeouts.train_step
         try:
-            longest = LONGEST_LIFE + HANGS * self._config.timeouts.train_step
             await asyncio.wait(watched, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
+            if self._laws.broken is not None:
+                raise self._laws.broken
             if self._orphan_error.done():
                 self._orphan_error.result()
             if running.done():
@@ -122,11 +154,12 @@ class Life:
             self._laws.note(f"driver {self._number} is killed")
             return None
         finally:
-            self._buffer.cut()
+            self.buffer.cut()
             self._orphan_error.cancel()
             for task in (running, *helpers):
                 task.cancel()
             await asyncio.gather(running, *helpers, return_exceptions=True)
+            await self._quarantine.close()
             await self._fleet.stop()
 
     async def _start_and_run(self) -> None:
@@ -135,10 +168,27 @@ class Life:
         version = self.progress.version
         if self._checkpoint is not None or version:
             await self._publisher.publish(version)
-        await self._buffer.publish(version)
+        await self.buffer.publish(version)
         await self._fleet.joined([server.url for server in self._fleet.joiners()])
         self._started = True
-        await self._controller.run()
+        try:
+            await self._controller.run()
+        finally:
+            began = self._loop.time()
+            await self._client.close()
+            took = self._loop.time() - began
+            self._laws.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
+
+    async def _workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
+        """One answer; or, where the world chats, two with the result of a tool between them."""
+        if self._world.chats:
+            messages = [{"role": "user", "content": sample["prompt"]}]
+            reply = await client.chat(messages, tools=[TOOL])
+            await asyncio.sleep(self._chance.seconds("call", 0.05, f"tool {sample['prompt']}"))
+            reply = await client.chat([*reply.messages, {"role": "tool", "content": "!"}], tools=[TOOL])
+        else:
+            reply = await client.generate(sample["prompt_ids"])
+        return reply.trajectory()
 
     async def _reward(self, completions: list[str], prompt: str, **_: Any) -> list[float]:
         await asyncio.sleep(self._chance.seconds("call", 0.01, f"reward {prompt}"))
@@ -147,19 +197,29 @@ class Life:
         return [float(index) for index in range(len(completions))]
 
     def _orphan(self, about: str, error: BaseException) -> None:
-        """A call that nobody waits for failed: a lease that came too late, or the end of the run."""
+        """A call that nobody waits for failed: a lease that came too late, the end of the run, or a full disk."""
         late = isinstance(error, BufferStateError) and about.startswith("lease")
-        if not late and not isinstance(error, BufferClosed) and not self._orphan_error.done():
+        expected = late or isinstance(error, BufferClosed) or self._met_full_disk(error)
+        if not expected and not self._orphan_error.done():
             self._orphan_error.set_exception(error)
 
+    def _met_full_disk(self, error: BaseException | None) -> bool:
+        """Whether this is the clear end of a run whose disk was full."""
+        named = isinstance(error, MegasyncError) and str(self._world.run_dir) in str(error)
+        return named and self._world.disk.was_full and isinstance(error, (LedgerError, CheckpointError, BufferClosed))
+
     def _judge(self, error: BaseException | None) -> str | None:
-        """Asserts what must hold at such an end, and names it. None for a start that failed: it can be made again."""
-        counts = self._buffer.process._state.counts()
+        """Asserts what must hold at such an end, and names it. None where the run is to be resumed."""
+        if self._met_full_disk(error):
+            self._laws.note(f"driver {self._number} ends, its disk was full: {type(error).__name__}")
+            return None
+        counts = self.buffer.process._state.counts()
         self._laws.balance(counts)
         if isinstance(error, (PublishError, RankLost, ServerError)) and not self._started:
+            # A start that failed can be made again.
             return None
         if isinstance(error, MegasyncError) and any(reason in str(error) for reason in REASONS):
-            return next(reason for reason in REASONS if reason in str(error))
+            return self._explained(next(reason for reason in REASONS if reason in str(error)))
         if error is not None:
             raise error
         if self._controller.stop_reason:
@@ -170,32 +230,81 @@ class Life:
         self._laws.ends(self._config.schedule.total_steps, self._ranks.weights, counts)
         return "finished"
 
+    def _explained(self, reason: str) -> str:
+        """A fleet may be lost to more faults than it has restarts, and not to one prompt that kills whatever serves it."""
+        if reason == "rollout.min_servers":
+            faults = sum(met for kind, met in self._chance.met.items() if "server" in kind or "rank" in kind)
+            restarts = self._config.rollout.health.restarts
+            self._laws.need(faults > restarts, f"the servers are lost to {faults} faults, each has {restarts} restarts")
+        return reason
+
     # What goes wrong at any moment, besides what goes wrong in a step of a protocol
 
     async def _strike(self) -> None:
         choice = self._chance.choice
-        blows = {
-            "rank": self._ranks.kill,
-            "buffer": self._buffer.crash,
-            "server": lambda: self._one_server(SimServer.kill),
-            "wedge": lambda: self._one_server(SimServer.wedge),
-            "router": self._fleet.router.kill,
-        }
+        possible = [kind for kind in AT_ANY_MOMENT if kind not in self._world.absent]
         pause = choice.uniform(0.2, 5.0)
-        for blow in range(choice.randrange(8)):
-            await asyncio.sleep(self._chance.seconds("blow", pause, f"{self._number}"))
-            kind = choice.choice(list(blows))
-            self._laws.note(f"blow {blow}: {kind}")
-            self._chance.met[f"blow: {kind}"] += 1
-            blows[kind]()
+        for number in range(choice.randrange(8)):
+            await asyncio.sleep(self._chance.seconds("fault", pause, f"{self._number}"))
+            kind = choice.choice(possible)
+            if self._world.likely in possible and choice.random() < 0.5:
+                kind = self._world.likely
+            self._laws.note(f"fault {number}: {kind}")
+            self._chance.met[f"at any moment: {kind}"] += 1
+            AT_ANY_MOMENT[kind](self)
+
+    def _kill_rank(self) -> None:
+        self._ranks.kill()
+
+    def _kill_buffer(self) -> None:
+        self.buffer.crash()
+
+    def _kill_router(self) -> None:
+        self._fleet.router.kill()
+
+    def _kill_server(self) -> None:
+        self._one_server(SimServer.kill)
+
+    def _wedge_server(self) -> None:
+        self._one_server(SimServer.wedge)
 
     def _one_server(self, hit: Any) -> None:
         if up := self._fleet.up():
             hit(self._chance.choice.choice(up))
 
+    def _slow_server(self) -> None:
+        slowness = self._chance.choice.uniform(10.0, 100.0)
+        self._one_server(lambda server: setattr(server, "slowness", slowness))
+
+    def _make_server_lie(self) -> None:
+        self._one_server(self._lie)
+
+    def _lie(self, server: SimServer) -> None:
+        honest = [other for other in self._fleet.up() if other is not server and not other.lie]
+        if not honest and "all servers lie" in self._world.absent:
+            return
+        server.lie = self._chance.choice.choice([lie for lie in LIES if lie not in self._world.absent])
+        self._laws.note(f"{server.url} lies: {server.lie}")
+
+    def _fill_disk(self) -> None:
+        self._world.disk.fill(self._chance.choice.choice([0, 4096, 40_000]))
+
     async def _ask_to_stop(self) -> None:
         await asyncio.sleep(self._chance.choice.uniform(0.0, 12.0))
         self._controller.request_stop("asked")
+
+
+# What goes wrong at any moment.
+AT_ANY_MOMENT = {
+    "rank dies": Life._kill_rank,
+    "buffer dies": Life._kill_buffer,
+    "router dies": Life._kill_router,
+    "server dies": Life._kill_server,
+    "server wedges": Life._wedge_server,
+    "server slows down": Life._slow_server,
+    "server lies": Life._make_server_lie,
+    "disk is full": Life._fill_disk,
+}
 
 
 class _Renderer:
@@ -204,19 +313,17 @@ class _Renderer:
     chat = False
 
     def prompts(self, rows: list[dict]) -> list[list[int]]:
-        return [[1 + number] for number, _ in enumerate(rows)]
+        return [[ROW_TOKEN + number] for number, _ in enumerate(rows)]
 
 
 class _Observer:
     """Keeps what is said for the history, and drops what is measured."""
 
-    def __init__(self, laws: Any, run_dir: Path) -> None:
+    def __init__(self, laws: Any) -> None:
         self._laws = laws
-        self._run_dir = run_dir
 
     def message(self, text: str) -> None:
-        # The folder has a new name each time.
-        self._laws.note(f"the run says: {text.replace(str(self._run_dir), 'RUN')}")
+        self._laws.note(f"the run says: {text}")
 
     def step(self, step: int, version: int, metrics: dict) -> None: ...
     def evaluation(self, step: int, version: int, metrics: dict) -> None: ...

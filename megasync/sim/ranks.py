@@ -1,34 +1,36 @@
-"""Trainer ranks that know only which groups their weights have seen, and die, hang and come back."""
+"""Trainer ranks that know only which groups their weights have seen, step by step, and die, hang and come back."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megasync.buffer.trajectory import Group
 from megasync.cluster.trainer_group import Saved
-from megasync.errors import RankLost, TrainingError
+from megasync.errors import CheckpointError, RankLost, TrainingError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
-
 WEIGHTS = "weights.json"
 
 
 class SimRanks:
-    """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them."""
+    """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them.
+
+    A rank that hangs is known after `deadline` seconds (`timeouts.train_step`).
+    """
 
     def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int, deadline: float) -> None:
         self._chance = chance
         self._laws = laws
         self._run_dir = run_dir
         self._keep = keep
-        # Of a step (`timeouts.train_step`): a rank that hangs is known by then.
         self._deadline = deadline
         self._dead = asyncio.Event()
         self.weights: Weights = INITIAL
@@ -39,7 +41,7 @@ class SimRanks:
     def load(self) -> Path | None:
         """Takes up the newest checkpoint, or the initial weights."""
         newest = checkpoint.latest(self._run_dir)
-        self.weights = INITIAL if newest is None else tuple(json.loads((newest / WEIGHTS).read_text()))
+        self.weights = INITIAL if newest is None else _read(newest)
         return newest
 
     def kill(self) -> None:
@@ -53,14 +55,14 @@ class SimRanks:
             await self.work(about, self._deadline)
             self.kill()
         dies = self._chance.happens("rank dies in a step", about)
-        if poison := [group.uid for group in groups if self._chance.always("step raises", group.uid)]:
-            self._laws.raises(poison[0])
-            raise TrainingError(f"group {poison[0]} cannot be trained")
         await self.work(about, self._chance.seconds("train", TRAIN_SECONDS, about))
         if dies:
             self.kill()
         await self.work(about, 0.0)
-        self.weights += tuple(group.uid for group in groups)
+        if raising := [group.uid for group in groups if self._chance.always("step raises", group.uid)]:
+            self._laws.raises(raising[0])
+            raise TrainingError(f"group {raising[0]} cannot be trained")
+        self.weights += (tuple(group.uid for group in groups),)
         return {"train/loss": 0.0}
 
     async def save(self, step: int, state: dict[str, Any]) -> Saved:
@@ -70,16 +72,29 @@ class SimRanks:
         await self.work(about, self._chance.seconds("train", SAVE_SECONDS, about))
         path = checkpoint.step_path(self._run_dir, step)
         self._laws.need(not path.exists(), f"step {step} is saved again")
-        path.mkdir(parents=True)
-        (path / WEIGHTS).write_text(json.dumps(self.weights))
-        (path / checkpoint.STATE).write_text(json.dumps(state))
-        (path / checkpoint.MARKER).touch()
+        try:
+            self._write(path, state)
+        except OSError as error:
+            raise CheckpointError(f"could not write checkpoint {path}: {error}") from error
         self._laws.note(f"ranks have saved step {step}")
         if self._chance.happens("rank dies after a save", about):
             self.kill()
         await self.work(about, 0.0)
         checkpoint.prune(self._run_dir, self._keep)
         return Saved(path, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        partial = path.with_name(path.name + checkpoint.PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            (partial / WEIGHTS).write_text(json.dumps(self.weights))
+            (partial / checkpoint.STATE).write_text(json.dumps(state))
+            (partial / checkpoint.MARKER).touch()
+        except OSError:
+            shutil.rmtree(partial)
+            raise
+        partial.rename(path)
 
     async def check(self) -> None:
         await self.work("check", 0.01)
@@ -106,3 +121,7 @@ class SimRanks:
             return
         if self._dead.is_set():
             raise RankLost(f"a rank died during {what}")
+
+
+def _read(path: Path) -> Weights:
+    return tuple(map(tuple, json.loads((path / WEIGHTS).read_text())))

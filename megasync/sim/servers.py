@@ -1,6 +1,7 @@
 """Servers and a router that exist in virtual time only, as processes and as what answers under their URLs.
 
-They stand behind the real fleet: it starts them, probes them, tells the router of them, and buries them.
+They stand behind the real fleet: it starts them, probes them, tells the router of them, and buries them. The real client
+and the real controls reach them over `network`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,45 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
+import orjson
+
 from megasync.errors import ServerError
 from megasync.sim.chance import Chance
+from megasync.sim.language import END, VOCABULARY, logprob, next_token
 from megasync.sim.laws import INITIAL, Laws, Weights
+from megasync.sim.network import ROUTER_URL, Answer, said
 
-START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS = 0.6, 0.2, 0.005
+START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS = 0.6, 0.2, 0.005, 0.04
+# Requests that fill a server's KV cache.
+ROOM = 12
+# Seconds between two pieces of a stream that does not end.
+ENDLESS_SECONDS = 5.0
+
+# How a server may lie in its answers.
+LIES = ("a log-prob that is no number", "an id outside the vocabulary", "a token too few", "no JSON", "no end")
 
 
 class SimServer:
-    """A process (`start`, `alive`, `tail`, `stop`) with an address. `weights` is None while it holds a mixture."""
+    """A process (`start`, `alive`, `tail`, `stop`) with an address. `weights` is None while it holds a mixture.
 
-    def __init__(self, url: str, chance: Chance, laws: Laws) -> None:
+    `stream` is the number of tokens between two pieces of an answer; `poison` a token whose prompts end the process.
+    """
+
+    def __init__(self, url: str, chance: Chance, laws: Laws, stream: int, poison: int | None = None) -> None:
         self.url = url
         self.version = 0
         self.weights: Weights | None = INITIAL
         self.gone = asyncio.Event()
+        self.lie = ""
+        # How many times slower than its peers it samples.
+        self.slowness = 1.0
+        self._poison = poison
         self._chance = chance
         self._laws = laws
+        self._stream = max(1, stream)
         self._wedged = False
-        self._requests: set[asyncio.Task] = set()
+        self._begun = 0
+        self._requests: dict[str, _Request] = {}
         self._running = asyncio.Event()
         self._running.set()
 
@@ -54,12 +75,15 @@ class SimServer:
     # As the victim
 
     def kill(self) -> None:
-        if not self.gone.is_set():
-            self._laws.note(f"{self.url} is gone")
-            self.gone.set()
+        if self.gone.is_set():
+            return
+        self._laws.note(f"{self.url} is gone")
+        self.gone.set()
+        for request in list(self._requests.values()):
+            request.cut()
 
     def wedge(self) -> None:
-        """Its scheduler stands still, its HTTP process answers."""
+        """Its scheduler hangs, its HTTP process answers."""
         self._wedged = True
 
     # As the weight sync sees it
@@ -72,89 +96,183 @@ class SimServer:
 
     # As a client sees it
 
-    async def sample(self, seconds: float) -> int:
-        """One token; the version that it was sampled by. Raises ServerError when it is aborted or the server goes."""
+    def generate(self, body: dict[str, Any], key: str) -> Answer:
+        """Begins the request of a group, `key`; the answer grows while it is sampled."""
+        answer = Answer()
         if self.gone.is_set():
-            raise ServerError(f"{self.url} refuses the connection")
-        request = asyncio.create_task(self._sample(seconds), name=f"request at {self.url}")
-        gone = asyncio.create_task(self.gone.wait(), name=f"end of {self.url}")
-        self._requests.add(request)
-        try:
-            await asyncio.wait({request, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() or request.cancelled():
-                raise ServerError(f"{self.url} gave the request up")
-            request.result()
+            answer.cut()
+            return answer
+        self._begun += 1
+        request = _Request(body.get("rid", f"{self.url} {self._begun}"), body, key, answer)
+        self._requests[request.rid] = request
+        request.task = asyncio.create_task(self._sample(request), name=f"request {request.rid}")
+        # A task that is cancelled before it has run does nothing, not even clean up.
+        request.task.add_done_callback(lambda task: self._ended(request, task))
+        return answer
+
+    def _ended(self, request: _Request, task: asyncio.Task) -> None:
+        del self._requests[request.rid]
+        if task.cancelled():
+            if request.aborted:
+                self._end_step(request)
+                self._send(request, "abort")
+            else:
+                request.answer.cut()
+        elif task.exception() is not None:
+            self._laws.broke(task.exception())
+
+    async def _sample(self, request: _Request) -> None:
+        if request.ids[0] == self._poison:
+            await asyncio.sleep(ANSWER_SECONDS)
+            self._laws.note(f"{request.rid} of group {request.key} kills {self.url}")
+            self.kill()
+        while True:
+            if self._wedged:
+                await asyncio.Event().wait()
+            await asyncio.sleep(self.slowness * self._chance.seconds("generate", TOKEN_SECONDS, request.rid))
+            await self._running.wait()
+            if request.answer.left:
+                return
             self._laws.serves(self.url, self.version, self.weights)
-            return self.version
-        finally:
-            self._requests.discard(request)
-            request.cancel()
-            gone.cancel()
+            request.sample(self.version)
+            if request.token_ids[-1] == END and len(request.token_ids) >= request.least:
+                return self._send(request, "stop")
+            if len(request.token_ids) == request.budget:
+                return self._send(request, "length")
+            if request.streams and len(request.token_ids) % self._stream == 0:
+                self._send(request, None)
+            if self.lie == "no end":
+                while not request.answer.left:
+                    await asyncio.sleep(ENDLESS_SECONDS)
+                    self._send(request, None)
 
-    async def _sample(self, seconds: float) -> None:
-        if self._wedged:
-            await self.gone.wait()
-        await asyncio.sleep(seconds)
-        await self._running.wait()
+    def _end_step(self, request: _Request) -> None:
+        """An abort takes effect behind the step under way, whose token may be the end of the answer."""
+        under_way = self._running.is_set() and len(request.token_ids) < request.budget
+        if under_way and self.weights is not None and self._chance.share(f"step of {request.rid}") < 0.5:
+            request.sample(self.version)
 
-    def abort(self) -> None:
-        if not self._wedged:
-            for request in self._requests:
-                request.cancel()
+    def _send(self, request: _Request, reason: str | None) -> None:
+        """What was sampled since the last piece; with a reason it is the last one."""
+        piece = request.piece(self.version, reason)
+        if self.lie and not (reason == "abort" and not request.token_ids):
+            self._chance.met[f"answer: {self.lie}"] += 1
+        data = _falsified(piece, self.lie)
+        request.answer.send(b"data: " + data + b"\n\n" if request.streams else data)
+        if reason is not None:
+            request.answer.end()
 
-    @property
-    def busy(self) -> int:
-        return len(self._requests)
+    def _abort(self, body: dict[str, Any]) -> None:
+        """Ends all requests, or the one with this id."""
+        rid = body.get("rid")
+        self._laws.need(rid is None or rid in self._requests, f"{self.url} is to abort {rid}, which it does not have")
+        for request in self._requests.values():
+            if not self._wedged and request.task is not None and rid in (None, request.rid):
+                request.aborted = True
+                request.task.cancel()
 
-    async def answer(self, path: str, timeout: float) -> Any:
+    async def answer(self, path: str, body: dict[str, Any]) -> Answer:
         """What the HTTP process says; only what needs the scheduler waits for it."""
         await asyncio.sleep(ANSWER_SECONDS)
         if self._wedged and path == "/server_info":
-            await asyncio.sleep(timeout)
-            raise ServerError(f"{self.url}{path}: no answer within {timeout:g} s")
-        if self.gone.is_set():
-            raise ServerError(f"{self.url} refuses the connection")
+            await asyncio.Event().wait()
         if path == "/abort_request":
-            self.abort()
-        rank = {"token_usage": 0.0, "num_running_reqs": self.busy, "num_waiting_reqs": 0}
-        return {"loads": [rank]}
+            self._abort(body)
+        if path == "/parse_function_call":
+            if self._chance.happens("parsing fails", self.url):
+                return said("shutting down", status=503)
+            return said({"normal_text": body["text"], "calls": []})
+        running = len(self._requests)
+        load = {"token_usage": min(1.0, running / ROOM), "num_running_reqs": running, "num_waiting_reqs": 0}
+        speed = running / (self.slowness * TOKEN_SECONDS)
+        return said({"loads": [load], "internal_states": [{"last_gen_throughput": speed}]})
 
 
-class SimControl:
-    """`ServerControl` of a simulated server."""
+class _Request:
+    """One request that is being sampled."""
 
-    def __init__(self, server: SimServer) -> None:
-        self.server = server
-        self.url = server.url
+    def __init__(self, rid: str, body: dict[str, Any], key: str, answer: Answer) -> None:
+        params = body["sampling_params"]
+        self.rid = rid
+        self.key = key
+        self.answer = answer
+        self.streams: bool = body.get("stream", False)
+        self.ids: list[int] = body["input_ids"]
+        self.budget: int = params["max_new_tokens"]
+        self.least: int = params.get("min_new_tokens", 0)
+        self.task: asyncio.Task | None = None
+        self.aborted = False
+        self.token_ids: list[int] = []
+        self._versions: list[int] = []
+        self._seed: int = params.get("sampling_seed", 0)
+        self._sent = 0
+        # Where the log-probs of the prompt are asked for.
+        self._scored = list(self.ids) if body.get("logprob_start_len", -1) == 0 else []
 
-    async def get(self, path: str, timeout: float = 60.0) -> Any:
-        return await self.server.answer(path, timeout)
+    def sample(self, version: int) -> None:
+        token = next_token(self._seed, self.ids)
+        self.ids.append(token)
+        self.token_ids.append(token)
+        self._versions.append(version)
 
-    async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
-        return await self.server.answer(path, timeout)
+    def piece(self, version: int, reason: str | None) -> dict[str, Any]:
+        new = range(self._sent, len(self.token_ids))
+        self._sent = len(self.token_ids)
+        meta: dict[str, Any] = {
+            "output_token_logprobs": [[logprob(self._versions[at]), self.token_ids[at], None] for at in new],
+            "finish_reason": None if reason is None else {"type": reason},
+            "weight_version": str(version),
+        }
+        if self._scored:
+            meta["input_token_logprobs"] = [[None, self._scored[0], None]] + [
+                [logprob(version), token, None] for token in self._scored[1:]
+            ]
+        if reason is not None:
+            meta["weight_versions"] = [
+                {"start": at, "end": at + 1, "version": str(version)} for at, version in enumerate(self._versions)
+            ]
+        ids = [self.token_ids[at] for at in new]
+        return {"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta}
 
-    async def close(self) -> None: ...
+    def cut(self) -> None:
+        """The server is gone, and with it what was not sent yet."""
+        self.answer.cut()
+        if self.task is not None:
+            self.task.cancel()
+
+
+def _falsified(piece: dict[str, Any], lie: str) -> bytes:
+    sampled = piece["meta_info"]["output_token_logprobs"]
+    if lie == "no JSON":
+        return b"<html>502</html>"
+    if sampled and lie == "a log-prob that is no number":
+        sampled[-1][0] = None
+    elif sampled and lie == "an id outside the vocabulary":
+        sampled[-1][1] = piece["output_ids"][-1] = VOCABULARY + sampled[-1][1]
+    elif sampled and lie == "a token too few":
+        sampled.pop()
+    return orjson.dumps(piece)
 
 
 class SimRouter:
     """The router's process and its list, which outlives no restart."""
 
-    def __init__(self, chance: Chance, laws: Laws) -> None:
+    def __init__(self, chance: Chance) -> None:
         self.listed: set[str] = set()
-        self._up = False
+        self.up = False
         self._starts = 0
         self._chance = chance
-        self._laws = laws
+        self._carried: list[Answer] = []
 
     async def start(self, timeout: float) -> str:
         self._starts += 1
         self.listed.clear()
         await asyncio.sleep(self._chance.seconds("generate", ROUTER_SECONDS, f"router {self._starts}"))
-        self._up = True
-        return "http://router:1"
+        self.up = True
+        return ROUTER_URL
 
     async def alive(self) -> bool:
-        return self._up
+        return self.up
 
     async def tail(self, lines: int) -> str:
         return "killed"
@@ -163,12 +281,16 @@ class SimRouter:
         self.kill()
 
     def kill(self) -> None:
-        self._up = False
+        """What it carries breaks off; the servers go on with it."""
+        self.up = False
+        for answer in self._carried:
+            answer.cut()
+        self._carried.clear()
 
     async def adjust(self, wanted: Collection[str]) -> bool:
         """As `RouterMembers`: what is asked for is there when it is looked at the next time."""
         await asyncio.sleep(ANSWER_SECONDS)
-        if not self._up:
+        if not self.up:
             raise ServerError("the router refuses the connection")
         settled = self.listed == set(wanted)
         self.listed = set(wanted)
@@ -177,7 +299,11 @@ class SimRouter:
     async def close(self) -> None: ...
 
     def choose(self, number: float) -> str:
-        """The server that a request goes to; `number` is in [0, 1). Raises ServerError."""
-        if not self._up or not self.listed:
-            raise ServerError("the router has no server" if self._up else "the router refuses the connection")
+        """The server that a request goes to; `number` is in [0, 1)."""
         return sorted(self.listed)[int(number * len(self.listed))]
+
+    def carries(self, answer: Answer) -> Answer:
+        """An answer on its way through it."""
+        self._carried = [other for other in self._carried if not other.ended]
+        self._carried.append(answer)
+        return answer

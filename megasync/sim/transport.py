@@ -7,23 +7,23 @@ from collections.abc import Collection
 
 from megasync.errors import RankLost
 from megasync.sim.chance import Chance
+from megasync.sim.client import SimControl
 from megasync.sim.laws import Laws, Weights
 from megasync.sim.ranks import SimRanks
-from megasync.sim.servers import SimControl, SimServer
+from megasync.sim.servers import SimServer
 from megasync.sync.attempt import PublishError
 
 STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
 
 
 class SimPublisher:
-    """The controller's `Publisher`."""
+    """The controller's `Publisher`. A server that hangs is known after `deadline` seconds (`timeouts.weight_sync`)."""
 
     def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws, deadline: float) -> None:
         self._ranks = ranks
+        self._deadline = deadline
         self._chance = chance
         self._laws = laws
-        # Of a phase (`timeouts.weight_sync`): a server that hangs in it is known by then.
-        self._deadline = deadline
         self._servers: dict[str, SimServer] = {}
         self._linked_to = ranks.starts
 

@@ -14,13 +14,39 @@ from typing import Any
 
 from megasync.buffer.pacing import Pacing
 from megasync.config import Config
+from megasync.errors import CheckpointError, LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.clock import VirtualLoop
+from megasync.sim.disk import Disk
+from megasync.sim.language import MOST_TOKENS
 from megasync.sim.laws import Laws
 from megasync.sim.life import Life
 
 # In memory where there is such a place: a schedule writes its ledger and checkpoints a thousand times faster there.
 SHARED_MEMORY = Path("/dev/shm")
+ROWS = 7
+# Drivers that a run may take: two are killed, and a full disk ends some.
+MOST_LIVES = 20
+DEFAULT_TIMEOUTS = "default timeouts"
+# What a resumed run may have otherwise.
+RESUMABLE = (
+    "schedule.total_steps",
+    "schedule.groups_per_step",
+    "schedule.samples_per_group",
+    "schedule.max_staleness",
+    "schedule.weight_sync_steps",
+    "schedule.window_fraction",
+    "schedule.over_age",
+    "schedule.partial_rollout",
+    "schedule.max_inflight_groups",
+    "rollout.servers",
+    "rollout.stream_interval",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+)
+
+# What the run does not survive yet, and no schedule has therefore.
+ABSENT = frozenset({"all servers lie", "no end"})
 
 
 @dataclass(frozen=True)
@@ -38,8 +64,8 @@ class Outcome:
     history: list[str] = field(default_factory=list)
 
 
-def simulate(seed: int) -> Outcome:
-    """Runs one schedule.
+def simulate(seed: int, likely: str = "") -> Outcome:
+    """Runs one schedule. A fault that is `likely` strikes more often than in the seed's usual schedule.
 
     Raises Broken, Deadlock, Livelock or whatever else the run should not have raised, with a note that tells the seed and
     what happened last.
@@ -47,13 +73,15 @@ def simulate(seed: int) -> Outcome:
     loop = VirtualLoop()
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="megasync-sim-", dir=folder) as run_dir, _alone(seed):
-        world = World(seed, loop, Path(run_dir))
+        world = World(seed, loop, Path(run_dir), likely)
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 return runner.run(world.run())
         except Exception as error:
             error.add_note(f"seed {seed}; the last events:\n" + "\n".join(world.laws.history[-40:]))
             raise
+        finally:
+            world.disk.free()
 
 
 @contextmanager
@@ -70,24 +98,53 @@ def _alone(seed: int) -> Iterator[None]:
 
 
 class World:
-    """What outlives a driver: the run directory, the configuration, the laws, and the seed's decisions."""
+    """What outlives a driver: the run directory, the configuration, the laws, and the seed's decisions.
 
-    def __init__(self, seed: int, loop: VirtualLoop, run_dir: Path) -> None:
-        self.chance = Chance(seed)
-        self.config = _config(self.chance.choice)
+    `rows` is the size of the dataset; of one row of it requests may kill their server (`poison`). `chats` says what the workflow does. `absent` are faults that no schedule has.
+    """
+
+    rows = ROWS
+
+    def __init__(self, seed: int, loop: VirtualLoop, run_dir: Path, likely: str = "") -> None:
+        self.absent = ABSENT
+        self.likely = likely
+        self.chance = Chance(seed, likely)
+        choice = self.chance.choice
+        self.config = _config(choice)
+        tight = choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS
+        if tight or DEFAULT_TIMEOUTS in self.absent:
+            _hasten(self.config)
+        self.chats = choice.random() < 0.3
+        self.poison = self._sometimes("prompt kills servers", choice.randrange(ROWS), 0.1)
         self.loop = loop
         self.run_dir = run_dir
-        self.laws = Laws(Pacing.of(self.config.schedule), loop.time)
+        self.disk = Disk()
+        self.laws = Laws(seed, loop.time, run_dir)
+
+    def _sometimes(self, fault: str, row: int, probability: float) -> int | None:
+        drawn = self.chance.choice.random() < probability
+        return row if drawn and fault not in self.absent else None
 
     async def run(self) -> Outcome:
         choice = self.chance.choice
         deaths = [choice.uniform(0.5, 15.0) for _ in range(choice.choice([0, 0, 1, 2]))]
-        life, ended = 0, None
+        life, ended, here = 0, None, None
         while ended is None:
             life += 1
+            self.laws.need(life <= MOST_LIVES, f"the run is not over after {MOST_LIVES} drivers")
+            if life > 1:
+                self._change(choice)
+            self._room(choice)
             self.laws.note(f"driver {life} starts")
-            self.laws.driver_died()
-            here = Life(self, life)
+            unrecorded = here is not None and here.buffer.unrecorded
+            try:
+                here = Life(self, life)
+            except (LedgerError, CheckpointError) as error:
+                if not self.disk.was_full or str(self.run_dir) not in str(error):
+                    raise
+                self.laws.note(f"driver {life} does not start, its disk is full: {type(error).__name__}")
+                continue
+            self._prepare(here, unrecorded)
             ended = await here.run(deaths.pop() if deaths else None)
         faults = {kind: met for kind, met in self.chance.met.items() if met}
         return Outcome(
@@ -100,6 +157,38 @@ class World:
             faults,
             self.laws.history,
         )
+
+    def _change(self, choice: Any) -> None:
+        """As `megasync resume RUN key=value`: what may change, changes now and then."""
+        if choice.random() < 0.5 and self.likely not in RESUMABLE:
+            return
+        other = _config(choice)
+        other.schedule.total_steps = self.config.schedule.total_steps + choice.randint(0, 3)
+        other.schedule.samples_per_group = choice.randint(2, 3)
+        for key in RESUMABLE:
+            section, _, name = key.partition(".")
+            mine, value = getattr(self.config, section), getattr(getattr(other, section), name)
+            drawn = choice.random() < 0.3 or key == self.likely
+            if drawn and key not in self.absent and getattr(mine, name) != value:
+                self.laws.note(f"resumed with {key}={value}")
+                self.chance.met[f"resumed with another {key}"] += 1
+                setattr(mine, name, value)
+
+    def _room(self, choice: Any) -> None:
+        """A disk that was full has room again now and then; one that had may be full before the run begins."""
+        self.disk.watch()
+        full = "disk is full" not in self.absent and choice.random() < 0.03
+        self.disk.free()
+        if full:
+            self.laws.note("the disk is full")
+            self.disk.fill(choice.choice([0, 4096, 40_000]))
+
+    def _prepare(self, life: Life, unrecorded: bool) -> None:
+        """The laws of this driver."""
+        self.laws.pacing = Pacing.of(self.config.schedule)
+        self.laws.samples = self.config.schedule.samples_per_group
+        newest = life.buffer.process._state.standing.newest_version if unrecorded else None
+        self.laws.driver_died(newest)
 
 
 def _config(choice: Any) -> Config:
@@ -116,15 +205,20 @@ def _config(choice: Any) -> Config:
     schedule.partial_rollout = choice.random() < 0.7
     schedule.max_inflight_groups = choice.choice([None, 2])
     config.rollout.servers = choice.randint(1, 3)
-    # A wedged server is known after a few seconds.
-    health = config.rollout.health
-    health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
-    health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2
+    config.rollout.stream_interval = choice.choice([0, 1, 2])
+    config.rollout.save_partials_seconds = choice.choice([0.0, 0.3, 2.0])
+    config.rollout.kv_pressure = choice.choice([None, 0.9])
+    config.rollout.sampling.max_new_tokens = MOST_TOKENS
+    config.rollout.chat.tool_format = "hermes"
     config.checkpoint.every_steps = choice.randint(0, 3)
     config.checkpoint.keep = choice.randint(1, 2)
     config.eval.every_steps = choice.randint(0, 3)
-    if choice.random() < 0.5:
-        # Tight ones: what hangs is found soon. The others are the defaults.
-        timeouts = config.timeouts
-        timeouts.train_step, timeouts.weight_sync, timeouts.request, timeouts.no_progress = 10.0, 6.0, 60.0, 300.0
     return config
+
+
+def _hasten(config: Config) -> None:
+    """What hangs is known after seconds."""
+    health, timeouts = config.rollout.health, config.timeouts
+    health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
+    health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2
+    timeouts.request, timeouts.no_progress, timeouts.train_step, timeouts.weight_sync = 60.0, 300.0, 10.0, 6.0

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections import Counter
 
+from megasync.config.changes import why_fixed
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS
+from megasync.sim.life import AT_ANY_MOMENT
+from megasync.sim.world import ABSENT, RESUMABLE
 
-SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "300"))
+SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
 
 def test_no_schedule_breaks_a_law_and_every_run_ends() -> None:
@@ -23,6 +26,11 @@ def test_no_schedule_breaks_a_law_and_every_run_ends() -> None:
     # A simulator that gives up often, or meets few faults, proves little.
     assert ends["finished"] > 0.75 * SEEDS, ends
     assert set(FAULTS) <= set(faults), "each kind of fault struck somewhere"
+    assert {f"at any moment: {kind}" for kind in AT_ANY_MOMENT if kind not in ABSENT} <= set(faults)
+
+
+def test_what_a_resumed_schedule_changes_may_change() -> None:
+    assert [key for key in RESUMABLE if why_fixed(key) is not None] == []
 
 
 def test_a_seed_is_the_same_run_again_in_any_process() -> None:
