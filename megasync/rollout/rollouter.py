@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -112,7 +113,9 @@ class Rollouter:
         self._unknown = UnknownErrors()
         self._partials = Partials()
         self._server_failures = 0
-        self._groups: set[asyncio.Task] = set()
+        self._groups: dict[str, asyncio.Task] = {}
+        # Groups that came back while their task had not ended yet.
+        self._again: dict[str, Prompt] = {}
         self._failed: asyncio.Future[None]
         self._stopped = asyncio.Event()
 
@@ -137,7 +140,8 @@ class Rollouter:
             for task in ended:
                 task.result()
         finally:
-            await _cancel(watched | self._groups)
+            self._again.clear()
+            await _cancel({*watched, *self._groups.values()})
             if self._save_seconds:
                 await self._save_at_end()
 
@@ -230,16 +234,30 @@ class Rollouter:
             await asyncio.sleep(CAP_SECONDS)
 
     def _start(self, prompt: Prompt) -> None:
-        """Works on one group in a task of its own, which holds a place until it ends."""
-        task = asyncio.create_task(self._work(prompt), name=f"group {prompt.uid}")
-        self._groups.add(task)
-        task.add_done_callback(self._ended)
+        """Works on one group in a task of its own, which holds a place until it ends.
 
-    def _ended(self, task: asyncio.Task) -> None:
-        self._groups.discard(task)
-        self._places.release()
-        if not task.cancelled() and task.exception() is not None and not self._failed.done():
-            self._failed.set_exception(task.exception())
+        Never two tasks on one group: they would append to the same unfinished responses. The buffer may give a group back
+        while its task still waits for the answer to a commit, which was declined, lost on the way, and sent again.
+        """
+        if prompt.uid in self._groups:
+            self._again[prompt.uid] = prompt
+            self._places.release()
+            return
+        task = self._groups[prompt.uid] = asyncio.create_task(self._work(prompt), name=f"group {prompt.uid}")
+        task.add_done_callback(partial(self._ended, prompt.uid))
+
+    def _ended(self, uid: str, task: asyncio.Task) -> None:
+        del self._groups[uid]
+        again = self._again.pop(uid, None)
+        if task.cancelled() or task.exception() is not None:
+            self._places.release()
+            if not task.cancelled() and not self._failed.done():
+                self._failed.set_exception(task.exception())
+        elif again is None:
+            self._places.release()
+        else:
+            # In the place of the one that has ended.
+            self._start(again)
 
     # One group
 
@@ -253,6 +271,7 @@ class Rollouter:
                 outcome = await self._commit(outcome)
             if outcome is not None:
                 await self._buffer.drop(prompt.uid, outcome.reason)
+                self._again.pop(prompt.uid, None)
                 self._note(prompt, outcome)
         except BufferClosed:
             return
@@ -266,6 +285,8 @@ class Rollouter:
             return Dropped("unrecordable", str(error))
         # Not in one statement: the sum would be read before the wait, and others that commit meanwhile be lost.
         self._tally.committed += taken
+        if taken:
+            self._again.pop(group.uid, None)
         self._drops.passed()
         return None
 

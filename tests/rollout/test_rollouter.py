@@ -583,3 +583,29 @@ async def test_every_request_of_a_workflow_is_sampled_as_it_is_trained(make_benc
     bench = make_bench(total=2)
     await finish(bench)
     assert all(options["trained"] for _, options in bench.client.calls)
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["declined", "accepted"])
+async def test_a_group_that_comes_back_while_its_commit_is_under_way_is_never_worked_on_twice_at_once(
+    make_bench, taken
+):
+    """As when the answer to a commit that was declined is lost, and the commit is sent again."""
+    bench = make_bench(total=1, size=1, capacity=1)
+    commit, commits = bench.buffer.commit, 0
+
+    async def lost_answer(group):
+        nonlocal commits
+        commits += 1
+        if commits > 1:
+            return await commit(group)
+        for _ in range(2):
+            bench.buffer.again.put_nowait(group.uid)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(bench.client.calls) == 2, "one request for each sample"
+        return await commit(group) if taken else False
+
+    bench.buffer.commit = lost_answer
+    await asyncio.wait_for(bench.rollouter.run(), 5)
+    assert list(bench.buffer.committed) == ["0:0"]
+    assert len(bench.client.calls) == (2 if taken else 4)
