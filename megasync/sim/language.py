@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from megasync.buffer.trajectory import Trajectory
 
@@ -68,7 +68,9 @@ class Tokenizer:
 
     chat_template = "{{ messages }}"
     eos_token = chr(END)
+    all_special_tokens = (chr(END),)
     all_special_ids = (END,)
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def apply_chat_template(
         self, messages: Sequence[dict], tools: Any = None, add_generation_prompt: bool = False, **_: Any
@@ -76,8 +78,8 @@ class Tokenizer:
         text = "".join(f"{message['role'][0]}{message['content'].rstrip(chr(END))}{chr(END)}" for message in messages)
         return ("#" if tools else "") + text + ("a" if add_generation_prompt else "")
 
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [ord(character) for character in text]
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, ids))
