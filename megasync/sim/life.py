@@ -273,7 +273,8 @@ class Life:
             hit(self._chance.choice.choice(up))
 
     def _slow_server(self) -> None:
-        slowness = self._chance.choice.uniform(10.0, 100.0)
+        # Without peers nobody can tell that it is slow: the run goes at its speed, which must not look like no progress.
+        slowness = self._chance.choice.uniform(10.0, 100.0 if self._config.rollout.servers > 1 else 11.0)
         self._one_server(lambda server: setattr(server, "slowness", slowness))
 
     def _make_server_lie(self) -> None:
