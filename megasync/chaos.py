@@ -37,6 +37,7 @@ from megasync.inject import PERIOD_SECONDS, STOPPED_SHARE, Disk, Link, slowed
 from megasync.observe import names
 from megasync.observe.metrics import METRICS_FILE, TIME, read_rows
 from megasync.run_lock import holder
+from megasync.trainer import checkpoint
 
 # What a process of each kind has in its command line, or in the title that Ray gives it.
 MARKS = {
@@ -310,7 +311,9 @@ class Chaos:
             staleness_bound=Pacing.of(self._loaded.schedule).staleness_bound,
             scores=[row[names.SCORE] for row in rows if names.SCORE in row],
         )
-        wanted = steps * self._loaded.schedule.groups_per_step
+        # Not the last step in the metrics: a run that is stopped while new ranks take up a checkpoint has gone back to it.
+        saved = checkpoint.latest(self._run_dir)
+        wanted = (0 if saved is None else checkpoint.step_of(saved)) * self._loaded.schedule.groups_per_step
         # A run that was resumed to its end, or stopped by us, ends with 0.
         for holds, problem in (
             (
@@ -323,7 +326,7 @@ class Chaos:
             ),
             (bool(faults), "no fault was injected: the run was too short, or no process of that kind was found"),
             (verdict.admitted == verdict.trained + verdict.dropped + verdict.live, "the ledger does not balance"),
-            (verdict.trained == wanted, f"{verdict.trained} groups are trained by the ledger, {wanted} by the steps"),
+            (verdict.trained == wanted, f"{verdict.trained} groups are trained by the ledger, {wanted} by the checkpoint"),
             (verdict.staleness <= verdict.staleness_bound, "a trajectory over the staleness bound was trained"),
         ):
             if not holds:
