@@ -326,7 +326,10 @@ class Chaos:
             ),
             (bool(faults), "no fault was injected: the run was too short, or no process of that kind was found"),
             (verdict.admitted == verdict.trained + verdict.dropped + verdict.live, "the ledger does not balance"),
-            (verdict.trained == wanted, f"{verdict.trained} groups are trained by the ledger, {wanted} by the checkpoint"),
+            (
+                verdict.trained == wanted,
+                f"{verdict.trained} groups are trained by the ledger, {wanted} by the checkpoint",
+            ),
             (verdict.staleness <= verdict.staleness_bound, "a trajectory over the staleness bound was trained"),
         ):
             if not holds:
