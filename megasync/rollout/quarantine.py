@@ -12,6 +12,9 @@
 
 After a cut nothing is sent again before the fleet had time to see whether a server has died: otherwise a prompt that kills
 at once would kill the next server meanwhile. Time spent in `enter` is no time of the request.
+
+Keys with the same prompt, such as two epochs of a small dataset that are in flight together, are one suspect under the
+first of these keys: a death that one of them was near counts for all of them, and all are held back together.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class Ticket:
 
     key: str
     prompt: Sequence[int]
+    # Key under which the prompt is suspected: that of the first generation of the same prompt that was cut.
+    suspect: str
     # Of the latest attempt: clock readings of its sending and its cut, how the prompt stood then, whether a death explains
     # the cut, and what was sent.
     sent: float = 0.0
@@ -90,15 +95,15 @@ class Quarantine:
         self._verdict_seconds = verdict_seconds
         self._trial_seconds = TRIAL_SECONDS + hang_seconds
         self._suspects = Suspects(clock)
-        # Tickets that were cut, or held back, and are not completed.
+        # By suspect: tickets that were cut, or held back, and are not completed.
         self._owed: dict[str, set[Ticket]] = {}
+        # Suspects by the digest of their prompts; guilty ones stay, because they come again, such as in the next epoch.
+        self._prompts: dict[bytes, str] = {}
         self._waiting: Counter[str] = Counter()
         self._url = ""
         self._news = asyncio.Event()
         self._trials: asyncio.Task | None = None
         self._crimes: dict[str, str] = {}
-        # Digests of the prompts of the guilty, which come again under other keys, such as in the next epoch.
-        self._poison: dict[bytes, str] = {}
         self._requests: dict[str, dict[str, Any]] = {}
 
     def crime(self, key: str) -> str | None:
@@ -126,7 +131,7 @@ class Quarantine:
     @asynccontextmanager
     async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
         """Around one generation. Raises KillsServers for a prompt that has been found to."""
-        ticket = Ticket(key, prompt)
+        ticket = Ticket(key, prompt, key)
         try:
             yield ticket
         except BaseException:
@@ -144,9 +149,11 @@ class Quarantine:
 
     def cut(self, ticket: Ticket) -> None:
         """The connection of the latest attempt broke before the answer was whole."""
-        ticket.broke, ticket.standing = self._clock(), self._suspects.standing(ticket.key)
-        self._owed.setdefault(ticket.key, set()).add(ticket)
-        ticket.explained = self._suspects.cut(ticket.key, ticket.sent)
+        if not self._owes(ticket):
+            ticket.suspect = self._prompts.setdefault(_digest(ticket.prompt), ticket.key)
+        ticket.broke, ticket.standing = self._clock(), self._suspects.standing(ticket.suspect)
+        self._owed.setdefault(ticket.suspect, set()).add(ticket)
+        ticket.explained = self._suspects.cut(ticket.suspect, ticket.sent)
 
     # As the fleet sees it
 
@@ -173,38 +180,42 @@ class Quarantine:
             until = ticket.broke + self._verdict_seconds
             while not ticket.explained and (left := until - self._clock()) > 0:
                 await asyncio.sleep(min(left, self._verdict_seconds / 10))
-                ticket.explained = self._suspects.standing(ticket.key) is not ticket.standing
+                ticket.explained = self._suspects.standing(ticket.suspect) is not ticket.standing
         while True:
-            if self._poison and (cause := self._poison.get(_digest(ticket.prompt))) and ticket.key not in self._crimes:
-                self._suspects.convict(ticket.key)
-                self._crimes[ticket.key] = cause
-            standing = self._suspects.standing(ticket.key)
+            if self._prompts and not self._owes(ticket):
+                ticket.suspect = self._prompts.get(_digest(ticket.prompt), ticket.key)
+            standing = self._suspects.standing(ticket.suspect)
             if standing is Standing.GUILTY:
-                raise KillsServers(self._crimes[ticket.key])
+                raise KillsServers(self._crimes.setdefault(ticket.key, self._crimes[ticket.suspect]))
             if standing is Standing.FREE:
                 return None
-            self._owed.setdefault(ticket.key, set()).add(ticket)
+            self._owed.setdefault(ticket.suspect, set()).add(ticket)
             if standing is Standing.ON_TRIAL:
                 return self._url
-            self._waiting[ticket.key] += 1
+            self._waiting[ticket.suspect] += 1
             try:
                 self._open_trials()
                 await self._news.wait()
             finally:
-                self._waiting -= Counter([ticket.key])
+                self._waiting -= Counter([ticket.suspect])
+
+    def _owes(self, ticket: Ticket) -> bool:
+        return ticket in self._owed.get(ticket.suspect, ())
 
     def _end(self, ticket: Ticket, completed: bool) -> None:
-        owed = self._owed.get(ticket.key)
-        if owed is None or ticket not in owed:
+        if not self._owes(ticket):
             return
+        owed = self._owed[ticket.suspect]
         owed.discard(ticket)
         if owed:
             return
-        del self._owed[ticket.key]
+        del self._owed[ticket.suspect]
         if completed:
-            self._suspects.completed(ticket.key)
+            self._suspects.completed(ticket.suspect)
         else:
-            self._suspects.withdraw(ticket.key)
+            self._suspects.withdraw(ticket.suspect)
+        if self._suspects.standing(ticket.suspect) is Standing.FREE:
+            self._prompts = {digest: key for digest, key in self._prompts.items() if key != ticket.suspect}
         self._tell()
 
     def _tell(self) -> None:
@@ -272,8 +283,9 @@ class Quarantine:
             f"prompt {key} was in flight at {len(evidence['crowd'])} deaths of servers among others, and was the only one "
             f"at {len(evidence['alone'])} more (servers {', '.join(str(slot) for _, slot in evidence['alone'])}){path}"
         )
-        for ticket in tickets:
-            self._poison[_digest(ticket.prompt)] = self._crimes[key]
+        # Other prompts under this key may have been completed.
+        self._prompts = {digest: other for digest, other in self._prompts.items() if other != key}
+        self._prompts |= {_digest(ticket.prompt): key for ticket in tickets}
         self._requests[key] = {
             "uid": key,
             "reason": "kills_servers",

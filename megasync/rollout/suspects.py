@@ -150,11 +150,6 @@ class Suspects:
             self._cuts.pop(key, None)
             self._trial.discard(key)
 
-    def convict(self, key: str) -> None:
-        """Known from elsewhere, such as an earlier prompt of the same tokens."""
-        self._records.setdefault(key, _Record()).standing = Standing.GUILTY
-        self._trial.discard(key)
-
     # Trials, one at a time
 
     def choose(self, waiting: Iterable[str]) -> tuple[str, ...]:

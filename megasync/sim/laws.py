@@ -158,9 +158,10 @@ class Laws:
 
     # Responses
 
-    def unheard(self, uid: str) -> None:
-        """A request of this group ended without its last words: its versions may look older than they are."""
-        self._unheard.add(uid)
+    def unheard(self, key: str) -> None:
+        """A request with this routing key ended without its last words: its group's versions may look older than they
+        are. After invalid answers the client appends their number to the key."""
+        self._unheard.add(key.partition("#")[0])
 
     def _is_sampled(self, group: Group) -> None:
         """Each response is one sample's."""

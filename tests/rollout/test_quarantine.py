@@ -121,6 +121,20 @@ async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_cr
     assert "prompt 0:7" in caplog.text
 
 
+async def test_a_prompt_held_back_as_a_suspect_holds_back_the_same_prompt_under_another_key(tmp_path):
+    """Such as two epochs of a small dataset that are in flight together."""
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        first = asyncio.create_task(client.generate([POISON, 1], routing_key="0:7"))
+        while len(servers.deaths) < 2:
+            await asyncio.sleep(0.001)
+        with pytest.raises(KillsServers):
+            await client.generate([POISON, 1], routing_key="1:7")
+        with pytest.raises(KillsServers):
+            await first
+        assert quarantine.crime("0:7") == quarantine.crime("1:7")
+        assert servers.deaths.count("router") == 2
+
+
 async def test_bystanders_of_a_killer_complete(tmp_path):
     async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
         bystander = asyncio.create_task(client.generate([SLOW], routing_key="0:1"))
