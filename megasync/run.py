@@ -143,7 +143,7 @@ class Run:
 
         controls = fleet.joiners()
         client = servers.client(stack, config, workload, controls)
-        client.newest_version = lambda: progress.claimed
+        client.newest_version = fleet.newest_version = lambda: progress.claimed
         client.published_version = lambda: progress.version
         seed = config.seed if config.rollout.deterministic else None
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)

@@ -63,7 +63,7 @@ class Servers:
     ) -> Servers:
         """Nothing is started yet, and all that will be is put away by the stack."""
         keys = Keys.draw(config.cluster)
-        fleet = Fleet(config, run_dir, device, pools, keys)
+        fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
         stack.push_async_callback(fleet.stop)
         reward_models = RewardServers(config, run_dir, device, pools, keys, task.scoring.models)
         stack.push_async_callback(reward_models.stop)

@@ -28,12 +28,13 @@ from pathlib import Path
 from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import RouterSlot
-from megasync.cluster.server_slot import ServerProcess, ServerSlot
+from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot
 from megasync.cluster.together import together
 from megasync.config import Config
 from megasync.config.access import router_trust
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
+from megasync.rollout.answers import Asked
 from megasync.rollout.control import ServerControl
 from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
@@ -61,6 +62,7 @@ class Fleet:
         device: Device,
         pools: Pools,
         keys: Keys,
+        vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -86,6 +88,9 @@ class Fleet:
             clock,
         )
         self._peers = Peers(clock)
+        # The newest weight version that a server can hold; None where nobody knows it.
+        self.newest_version: Callable[[], int | None] = lambda: None
+        self.asked = Asked(vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version())
         # Slots that are kept out of the router although they serve.
         self._isolated: set[int] = set()
         self._leavers: list[Callable[[int, bool, bool], None]] = []

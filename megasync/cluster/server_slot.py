@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+import orjson
+
 from megasync.config.schema import HealthConfig
-from megasync.errors import MegasyncError, ServerError
+from megasync.errors import InvalidAnswer, MegasyncError, ServerError
+from megasync.rollout.answers import AnsweredError, Asked, read_generated, read_scored
 from megasync.rollout.control import ServerControl
 from megasync.rollout.health import ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
+from megasync.rollout.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,10 @@ class ServerProcess(Protocol):
 
 
 class Judge(Protocol):
-    """Compares a server with its peers. Each call says why the server must be started again, or None."""
+    """Compares a server with its peers. Each call says why the server must be started again, or None. `asked` bounds the
+    answer to `CHECK`."""
+
+    asked: Asked
 
     def reported(self, slot: int, load: ServerLoad) -> str | None: ...
     def checked(self, slot: int, problem: str | None) -> str | None: ...
@@ -267,10 +273,11 @@ class ServerSlot:
             # Paused, it would not answer; what it holds is checked after the sync.
             if self.health.serves and not self.health.syncing:
                 try:
-                    problem = nonsense(await control.post("/generate", CHECK, self._config.request_timeout))
+                    answer = await control.post("/generate", CHECK, self._config.request_timeout)
                 except ServerError as error:
                     log.debug("%s: its answers could not be checked: %s", self._name, error)
                 else:
+                    problem = nonsense(answer, judge.asked)
                     if problem:
                         log.warning("%s: its answers make no sense: %s", self._name, problem)
                     self._judged(judge.checked(self.index, problem))
@@ -304,19 +311,14 @@ def throughput(info: Any) -> float:
         return 0.0
 
 
-def nonsense(answer: Any) -> str | None:
-    """What is wrong with an answer to `CHECK`: its log-probs must be finite and at most 0; servers write NaN as null."""
+def nonsense(answer: Any, asked: Asked) -> str | None:
+    """Why the client would refuse an answer to `CHECK`, or the parity check its scores; servers write NaN as null."""
+    parts = Parts()
+    parts.begin(asked.tokens)
     try:
-        meta = answer["meta_info"]
-        # The first token has none.
-        entries = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
-        found = [(logprob, token) for logprob, token, *_ in entries]
-    except (KeyError, TypeError, ValueError) as error:
-        return f"no log-probs in {str(answer)[:200]!r} ({type(error).__name__}: {error})"
-    if len(found) != len(CHECK["input_ids"]):
-        return f"{len(found)} log-probs for {len(CHECK['input_ids'])} tokens"
-    for logprob, token in found:
-        # Rounding may lift a certain token above 0.
-        if not isinstance(logprob, (int, float)) or not math.isfinite(logprob) or logprob > 0.01:
-            return f"log-prob {logprob} of token {token}"
+        read_scored(answer, CHECK["input_ids"])
+        if not parts.add(read_generated(orjson.dumps(answer), asked)):
+            return "it has no finish_reason"
+    except (InvalidAnswer, AnsweredError) as error:
+        return str(error)
     return None

@@ -10,6 +10,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.sim.chance import Chance
 from megasync.sim.client import SimControl
+from megasync.sim.language import VOCABULARY
 from megasync.sim.laws import Laws
 from megasync.sim.network import Network
 from megasync.sim.servers import SimRouter, SimServer
@@ -32,7 +33,7 @@ class SimFleet(Fleet):
         # Neither device nor pools: no process of this fleet is real.
         device: Any = None
         pools: Any = _Anywhere()
-        super().__init__(config, run_dir, device, pools, "key", clock)
+        super().__init__(config, run_dir, device, pools, "key", VOCABULARY, clock)
         self.router = network.router = SimRouter(chance)
         self._network = network
         self._poison = poison

@@ -74,7 +74,7 @@ async def rig(tmp_path_factory):
     cluster.connect()
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     keys = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
-    fleet = Fleet(config, folder, resolve_device("cpu"), pools, keys)
+    fleet = Fleet(config, folder, resolve_device("cpu"), pools, keys, VOCAB)
     client = None
     try:
         await pools.create(60)

@@ -12,11 +12,27 @@ from megasync.cluster import server_slot
 from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.errors import ServerError
+from megasync.rollout.answers import Asked
 from megasync.rollout.health import State
 from megasync.sim.clock import VirtualLoop
 
-GOOD = {"meta_info": {"input_token_logprobs": [[None, 1], [-1.5, 2], [-2.0, 3]], "output_token_logprobs": [[-0.5, 7]]}}
-BAD = {"meta_info": {"input_token_logprobs": [[None, 1], [None, 2], [-2.0, 3]], "output_token_logprobs": [[-0.5, 7]]}}
+VOCABULARY = 100
+
+
+def answer(scores: list | None = None, sampled: list | None = None, **changes: Any) -> dict:
+    """To the fleet's check; a server that does well says this."""
+    sampled = [[-0.5, 7, None]] if sampled is None else sampled
+    meta = {
+        "input_token_logprobs": scores or [[None, 1, None], [-1.5, 2, None], [-2.0, 3, None]],
+        "output_token_logprobs": sampled,
+        "finish_reason": {"type": "length"},
+        "weight_versions": [{"version": "0", "start": 0, "end": len(sampled)}],
+    }
+    return {"text": "x", "output_ids": [token for _, token, _ in sampled], "meta_info": meta | changes}
+
+
+GOOD = answer()
+BAD = answer(scores=[[None, 1, None], [None, 2, None], [-2.0, 3, None]])
 
 
 class FakeServer:
@@ -84,7 +100,7 @@ class FakeFleet(Fleet):
         config = Config()
         config.rollout.servers = servers
         pools: Any = None
-        super().__init__(config, tmp_path, pools, pools, "key", asyncio.get_running_loop().time)
+        super().__init__(config, tmp_path, pools, pools, "key", VOCABULARY, asyncio.get_running_loop().time)
         self.made: list[FakeServer] = []
         self.router = FakeRouter()
         self.left: list[tuple[int, bool, bool]] = []
@@ -212,6 +228,13 @@ async def test_a_server_that_alone_answers_nonsense_is_started_again(fleet):
 
 
 @in_virtual_time
+async def test_a_server_that_alone_samples_outside_the_vocabulary_is_started_again(fleet):
+    fleet.made[2].answer = answer(sampled=[[-0.5, VOCABULARY, None]])
+    await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
+    assert fleet.left == [(2, True, False)]
+
+
+@in_virtual_time
 async def test_doubt_has_the_answers_checked_at_once(fleet):
     await asyncio.sleep(server_slot.CHECK_SECONDS + 10)
     fleet.made[1].answer = BAD
@@ -260,23 +283,29 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
 
 
 @pytest.mark.parametrize(
-    ("answer", "problem"),
+    ("said", "problem"),
     [
         (GOOD, None),
-        (BAD, "log-prob None of token 2"),
-        ({"meta_info": {}}, "no log-probs in"),
-        ("Internal Server Error", "no log-probs in"),
-        ({"meta_info": {"input_token_logprobs": [], "output_token_logprobs": [[-1.0, 3]]}}, "1 log-probs for 3 tokens"),
-        (
-            {"meta_info": {"input_token_logprobs": [[None, 1], [3.0, 2], [-1, 3]], "output_token_logprobs": [[-1, 3]]}},
-            "log-prob 3.0 of token 2",
-        ),
+        (BAD, "token 1 has no log-prob"),
+        (answer(scores=[[None, 1, None], [3.0, 2, None], [-1.0, 3, None]]), "log-prob 3 of"),
+        (answer(scores=[[None, 1, None]]), "it scored 1 tokens, not the 3"),
+        (answer(sampled=[[None, 7, None]]), "Expected `float`"),
+        (answer(sampled=[[-0.5, VOCABULARY, None]]), "token id 100 is outside the vocabulary"),
+        (answer(sampled=[[-0.5, 7, None]] * 2), "2 tokens, and 1 at most were asked for"),
+        (answer(sampled=[]), "it ended (length) without a token"),
+        (answer() | {"output_ids": [8]}, "1 output_ids and other log-probs"),
+        (answer(finish_reason=None, weight_version="0"), "it has no finish_reason"),
+        (answer(finish_reason={"type": "stop", "matched": "NaN happened"}), "it stopped at the text 'NaN happened'"),
+        (answer(weight_versions=[]), "do not cover 1 tokens"),
+        (answer(weight_versions=[{"version": "5", "start": 0, "end": 1}]), "weight version 5 does not exist yet"),
+        ({"meta_info": {}}, "missing required field `input_token_logprobs`"),
+        ("Internal Server Error", "Expected `object`"),
+        (answer() | {"error": {"code": 500, "message": "out of memory"}}, "out of memory"),
     ],
 )
-def test_what_makes_no_sense(answer: Any, problem: str | None) -> None:
-    found = server_slot.nonsense(answer)
-    assert (found is None) == (problem is None)
-    assert found is None or found.startswith(problem)
+def test_the_check_refuses_what_the_client_refuses(said: Any, problem: str | None) -> None:
+    found = server_slot.nonsense(said, Asked(VOCABULARY, tokens=1, newest=lambda: 4))
+    assert (found is None) if problem is None else (problem in found)
 
 
 def test_states_that_serve() -> None:
