@@ -10,7 +10,8 @@
 
 Invariant: nobody is judged but against a peer that does well. What all of them do is a matter of the weights or of the
 load, and no restart mends it. With one exception: where all fail their checks, one server is started again, once, because
-the sync that it then gets tells broken servers from broken weights (`sync/parity`).
+the sync that it then gets tells broken servers from broken weights (`sync/parity`). A server without peers is started again
+each time: nothing is trained while it fails, and its restarts run out with this reason.
 
 Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is slower
 per request and faster in all, one with a smaller batch the reverse. Only one that is slow itself is low in both.
@@ -106,7 +107,7 @@ class Peers:
         )
 
     def _all_bad(self, peer: _Peer, others: list[_Peer], problem: str | None) -> str | None:
-        if self._all_were_bad or any(other.bad < BAD_CHECKS for other in others):
+        if (others and self._all_were_bad) or any(other.bad < BAD_CHECKS for other in others):
             return None
         self._all_were_bad = True
         return (
