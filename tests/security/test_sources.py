@@ -20,6 +20,8 @@ OBJECT_COLLECTIVES = {
 }
 # Whether a function of the user's can be sent to a process of the run's own: what is unpickled was pickled a moment before.
 OWN = {"megasync/rewards/processes.py"}
+# Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
+SANDBOXED = {"megasync/rewards/sandbox_child.py", "megasync/rewards/sandbox_link.py"}
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:
@@ -58,4 +60,4 @@ def test_the_look_finds_what_it_looks_for(line: str) -> None:
 def test_nothing_is_unpickled_and_no_foreign_code_is_run() -> None:
     assert len(FILES) > 100
     found = {str(path.relative_to(ROOT)): list(dangers(ast.parse(path.read_text(encoding="utf-8")))) for path in FILES}
-    assert {path: names for path, names in found.items() if names and path not in OWN} == {}
+    assert {path: names for path, names in found.items() if names and path not in OWN | SANDBOXED} == {}
