@@ -121,7 +121,7 @@ class Launched:
         assert f"stopping: {number.name}" in self.output
         assert "*** SIG" not in self.output
         *_, marker = sorted((run_dir / "checkpoints").glob("step-*/COMPLETE"))
-        assert json.loads((marker.parent / "state.json").read_text())["step"] >= step > 0
+        assert json.loads((marker.parent / "state.json").read_text())["step"] >= step > 0, self.output
         assert self.survivors() == []
 
     def survivors(self) -> list[str]:
