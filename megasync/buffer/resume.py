@@ -1,7 +1,7 @@
 """A ledger at the start of a run: begun anew, or taken back to the checkpoint that the run goes on from.
 
-A ledger is begun under another name and gets its own when the run's start is on disk. So a ledger is absent (or empty, as
-other programs leave files), and then nothing was ever recorded, or it can be resumed, or it is damaged, which is told.
+A ledger is begun under another name and gets its own when the run's start is on disk. So there are three cases: a
+ledger that is absent or empty, where nothing was ever recorded; one that can be resumed; and a damaged one, which is an error.
 """
 
 from __future__ import annotations

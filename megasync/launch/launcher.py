@@ -124,7 +124,7 @@ class Launcher:
         self._job = job
         self._say = say
         self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # What the driver alone is told.
+        # Environment variables that only the driver gets.
         self._secrets = {} if (key := given_generation_key()) is None else {GENERATION_KEY_VARIABLE: key}
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()
