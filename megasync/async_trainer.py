@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
+from megasync.config import CONFIG_FILE, Config, load_config, save_config
 from megasync.config.changes import check_changes
+from megasync.config.check import check_config
 from megasync.continuing import has_begun, name_run, named_run
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write
-from megasync.run import Run, RunResult
+from megasync.observe.result import RunResult
+from megasync.run import Run
 from megasync.workload import Custom, prepare_workload
 
 # Names of what the caller passed from Python: a resumed run must be given the same again.

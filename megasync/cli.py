@@ -67,7 +67,8 @@ def train(
     Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
     at once.
     """
-    from megasync.config import check_config, load_config
+    from megasync.config import load_config
+    from megasync.config.check import check_config
     from megasync.continuing import settings
 
     source, changes = settings(config, overrides or (), continue_file)
@@ -108,7 +109,8 @@ def plan(
     Status 2 when it cannot fit into the devices' memory; the nearest configuration that does is named then. The model
     need not be here: model.config may name a config.json that is read instead.
     """
-    from megasync.config import check_config, load_config
+    from megasync.config import load_config
+    from megasync.config.check import check_config
     from megasync.preflight.plan import resolve_plan
     from megasync.preflight.render import print_plan
 
@@ -280,7 +282,8 @@ def chaos(
     the held-out score. Status 1 when the run did not recover, or anything was lost. For processes on this machine.
     """
     from megasync.chaos import Chaos
-    from megasync.config import check_config, load_config
+    from megasync.config import load_config
+    from megasync.config.check import check_config
     from megasync.preflight.render_chaos import verdict_tables
 
     loaded = load_config(config, overrides or ())

@@ -21,7 +21,8 @@ from typing import Any
 from rich.console import Console
 
 from megasync.cluster.roles import check_capabilities
-from megasync.config import CONFIG_FILE, Config, check_config, load_config, save_config
+from megasync.config import CONFIG_FILE, Config, load_config, save_config
+from megasync.config.check import check_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import TrainerConfig
 from megasync.device import check_machine, resolve_device

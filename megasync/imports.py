@@ -1,10 +1,14 @@
-"""Importing large packages without the garbage collector."""
+"""Importing large packages quickly, and finding functions by the names that configurations give them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from megasync.errors import ConfigError
 
 
 @contextmanager
@@ -23,3 +27,33 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names. Raises ConfigError saying which part is wrong."""
+    module_name, colon, name = reference.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{reference!r} does not name a function; write it as package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
+            raise ConfigError(f"{reference!r}: {module_name} needs the module {error.name!r}; install it") from error
+        raise ConfigError(
+            f"{reference!r}: there is no module {error.name!r}; check the name and that its folder is on PYTHONPATH"
+        ) from error
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise ConfigError(f"{reference!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{reference!r}: the module {module_name} has no {name!r}")
+    if not callable(function):
+        raise ConfigError(f"{reference!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name for messages: with its module where it has one."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+    module = getattr(function, "__module__", None)
+    return f"{module}.{name}" if module and isinstance(name, str) and ":" not in name else str(name)

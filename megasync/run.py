@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from megasync.mailbox import Mailbox
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
+from megasync.observe.result import RunResult
 from megasync.progress import Progress
 from megasync.restore import restore
 from megasync.rollout.client import RolloutClient
@@ -54,21 +55,6 @@ log = logging.getLogger(__name__)
 # Prompts whose log-probs trainer and servers must agree on after a sync.
 PARITY_PROBES = 4
 EXPORT_FOLDER = "export"
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Where a run left its results, and how far it came."""
-
-    run_dir: Path
-    step: int
-    version: int
-    # Held-out scores as (step, score); empty without an evaluation set.
-    scores: list[tuple[int, float]]
-    # Hugging Face checkpoint of the final weights; None when checkpoint.export is off or nothing was trained.
-    export_dir: Path | None
-    # Why the run ended before schedule.total_steps; empty when it did not.
-    stopped: str = ""
 
 
 class Run:

@@ -14,15 +14,16 @@ from typing import Any
 from megasync.config import Config
 from megasync.config.schema import RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_examples
+from megasync.data.tokenizer import load_tokenizer
 from megasync.environments import Play
-from megasync.errors import ConfigError, DataError
+from megasync.errors import ConfigError
 from megasync.gateway import AgentWorkflow
 from megasync.held_out_sets import held_out_sets
-from megasync.imports import quick_imports
+from megasync.imports import load_function
 from megasync.rewards import RewardRunner
 from megasync.rollout.evaluate import HeldOutSet
 from megasync.rollout.tool_agent import tool_agent
-from megasync.rollout.workflow import load_function, single_turn
+from megasync.rollout.workflow import single_turn
 from megasync.scoring import Scoring
 
 
@@ -161,17 +162,6 @@ def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
             ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
             found += ends if isinstance(ends, list) else [ends]
     return frozenset(token for token in found if token is not None)
-
-
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder. Raises DataError."""
-    with quick_imports():
-        from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # a damaged file raises whatever its parser does
-        raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megasync.config.limits import AT_LEAST_ONE, DATASET_KINDS, LARGEST, NOT_NEGATIVE, REWARD, SHARE, check_tables
+from megasync.config.limits import (
+    EVAL_SET_CHOICES,
+    EVAL_SET_RANGES,
+    LARGEST,
+    REWARD,
+    check_tables,
+)
 from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
 from megasync.errors import ConfigError
 
-RANGES = {
-    "data.size": AT_LEAST_ONE,
-    "data.seed": NOT_NEGATIVE,
-    "samples": AT_LEAST_ONE,
-    "repeats": AT_LEAST_ONE,
-    "sampling.top_p": SHARE,
-    "sampling.max_new_tokens": AT_LEAST_ONE,
-}
-CHOICES = {"data.kind": DATASET_KINDS}
 # How `megasync eval` calls the set under data.eval.
 _TAKEN = "eval"
 
@@ -58,7 +55,7 @@ def _check_set(config: Config, name: str) -> None:
         raise ConfigError(f"{key}: a set's name in the metrics may have letters, digits, '_' and '-' only")
     if name == _TAKEN:
         raise ConfigError(f"{key}: the set under data.eval is called {_TAKEN!r}; choose another name")
-    check_tables(held_out, f"{key}.", RANGES, CHOICES)
+    check_tables(held_out, f"{key}.", EVAL_SET_RANGES, EVAL_SET_CHOICES)
     if held_out.reward is not None and not REWARD.fullmatch(held_out.reward):
         raise ConfigError(f"{key}.reward={held_out.reward!r} must be math, code or package.module:function")
     temperatures = evaluation.temperatures if held_out.temperatures is None else held_out.temperatures

@@ -5,38 +5,22 @@ Each model's folder is looked at too: that it is of the kind that it is said to 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import string
 from pathlib import Path
-from typing import Any
 
-from megasync.config.limits import AT_LEAST_ONE, NOT_NEGATIVE, PART, check_path, check_tables
-from megasync.config.model_files import check_values
+from megasync.config.limits import (
+    REWARD_MODEL_CHOICES,
+    REWARD_MODEL_RANGES,
+    check_path,
+    check_tables,
+)
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
+from megasync.rewards.model_folder import read_reward_model
 
-RANGES = {
-    "servers": AT_LEAST_ONE,
-    "tensor_parallel": AT_LEAST_ONE,
-    "mem_fraction": PART,
-    "context_length": AT_LEAST_ONE,
-    "max_total_tokens": AT_LEAST_ONE,
-    "max_running_requests": AT_LEAST_ONE,
-    "max_inflight": AT_LEAST_ONE,
-    "max_new_tokens": AT_LEAST_ONE,
-    "label": NOT_NEGATIVE,
-    "temperature": NOT_NEGATIVE,
-}
-CHOICES = {
-    "kind": ("classifier", "generative"),
-    "pool": ("own", "rollout"),
-    "dtype": ("float32", "bfloat16"),
-    "format": ("chat", "raw"),
-    "read": ("number", "yes_no"),
-}
 # Classes that SGLang serves with one score (or several) a text instead of tokens.
 CLASSIFIERS = (
     *("LlamaForSequenceClassification", "LlamaForSequenceClassificationWithNormal_Weights"),
@@ -61,7 +45,7 @@ def check_reward_models(config: Config, planning: bool) -> None:
         key = f"reward_models.{name}"
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"{key}: a reward model's name may have letters, digits, '_' and '-' only")
-        check_tables(model, f"{key}.", RANGES, CHOICES)
+        check_tables(model, f"{key}.", REWARD_MODEL_RANGES, REWARD_MODEL_CHOICES)
         if name not in asked:
             raise ConfigError(
                 f"{key} would be started and never asked; name it in a reward, such as rollout.rewards.{name}.model="
@@ -138,22 +122,6 @@ def _check_memory(config: Config) -> None:
             f"rollout.mem_fraction={config.rollout.mem_fraction:g} + {parts} are shares of the same devices and sum to "
             f"{total:g}; they must sum to less than 1"
         )
-
-
-def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:
-    """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
-    path = Path(model.path).expanduser() / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold one JSON object")
-    try:
-        check_values(values)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.path={model.path!r}: {error}") from None
-    return values
 
 
 def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:

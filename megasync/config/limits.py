@@ -255,6 +255,40 @@ FREE = {
 }
 
 
+# Of one held-out set, below eval.sets.<name>.
+EVAL_SET_RANGES = {
+    "data.size": AT_LEAST_ONE,
+    "data.seed": NOT_NEGATIVE,
+    "samples": AT_LEAST_ONE,
+    "repeats": AT_LEAST_ONE,
+    "sampling.top_p": SHARE,
+    "sampling.max_new_tokens": AT_LEAST_ONE,
+}
+EVAL_SET_CHOICES = {"data.kind": DATASET_KINDS}
+
+
+# Of one reward model, below reward_models.<name>.
+REWARD_MODEL_RANGES = {
+    "servers": AT_LEAST_ONE,
+    "tensor_parallel": AT_LEAST_ONE,
+    "mem_fraction": PART,
+    "context_length": AT_LEAST_ONE,
+    "max_total_tokens": AT_LEAST_ONE,
+    "max_running_requests": AT_LEAST_ONE,
+    "max_inflight": AT_LEAST_ONE,
+    "max_new_tokens": AT_LEAST_ONE,
+    "label": NOT_NEGATIVE,
+    "temperature": NOT_NEGATIVE,
+}
+REWARD_MODEL_CHOICES = {
+    "kind": ("classifier", "generative"),
+    "pool": ("own", "rollout"),
+    "dtype": ("float32", "bfloat16"),
+    "format": ("chat", "raw"),
+    "read": ("number", "yes_no"),
+}
+
+
 def check_limits(config: Config) -> None:
     """Raises ConfigError for the first value outside its own limits: key, value and what is allowed."""
     check_tables(config, "", RANGES, CHOICES)

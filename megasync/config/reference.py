@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from megasync.config import check_evaluation, check_reward_models, limits
+from megasync.config import limits
 from megasync.config.changes import fixed
 from megasync.config.deadlines import deadline_table
 from megasync.config.load import entry_of, section_of
@@ -38,10 +38,10 @@ COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
 
 RANGES = (
     limits.RANGES
-    | {f"eval.sets.{NAMED}.{key}": value for key, value in check_evaluation.RANGES.items()}
-    | {f"reward_models.{NAMED}.{key}": value for key, value in check_reward_models.RANGES.items()}
+    | {f"eval.sets.{NAMED}.{key}": value for key, value in limits.EVAL_SET_RANGES.items()}
+    | {f"reward_models.{NAMED}.{key}": value for key, value in limits.REWARD_MODEL_RANGES.items()}
 )
-CHOICES = limits.CHOICES | {f"reward_models.{NAMED}.{key}": value for key, value in check_reward_models.CHOICES.items()}
+CHOICES = limits.CHOICES | {f"reward_models.{NAMED}.{key}": value for key, value in limits.REWARD_MODEL_CHOICES.items()}
 
 
 @dataclass(frozen=True, slots=True)

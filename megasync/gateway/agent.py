@@ -18,7 +18,7 @@ from megasync.errors import ConfigError, DataError, ServerError
 from megasync.finite import finite_float
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
-from megasync.rollout.workflow import name_of
+from megasync.imports import name_of
 from megasync.threads import AllStuck, Late
 
 log = logging.getLogger(__name__)

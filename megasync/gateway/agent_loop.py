@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megasync.rollout.workflow import name_of
+from megasync.imports import name_of
 from megasync.threads import DaemonThreads, Late
 
 # Seconds for cancelled agents to end when the run does.

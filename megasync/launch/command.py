@@ -45,7 +45,8 @@ def launch(
     The project and the run's folders must lie at the same paths on all machines. Ctrl-C once finishes the step, saves
     and ends; twice leaves at once. Under Slurm, SIGUSR1 saves and puts the job back into the queue.
     """
-    from megasync.config import check_config, load_config
+    from megasync.config import load_config
+    from megasync.config.check import check_config
     from megasync.continuing import settings
     from megasync.launch.hosts import read_hosts
     from megasync.launch.launcher import Job

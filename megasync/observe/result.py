@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -10,8 +11,20 @@ from megasync.observe.curve import CURVE_FILE
 from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
 from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
 
-if TYPE_CHECKING:
-    from megasync.run import RunResult
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where a run left its results, and how far it came."""
+
+    run_dir: Path
+    step: int
+    version: int
+    # Held-out scores as (step, score); empty without an evaluation set.
+    scores: list[tuple[int, float]]
+    # Hugging Face checkpoint of the final weights; None when checkpoint.export is off or nothing was trained.
+    export_dir: Path | None
+    # Why the run ended before schedule.total_steps; empty when it did not.
+    stopped: str = ""
 
 
 def show_result(result: RunResult, console: Console) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 
-from megasync.config.check_reward_models import read_reward_model
 from megasync.config.schema import Config, RewardModelConfig, RolloutConfig, SyncConfig
+from megasync.rewards.model_folder import read_reward_model
 from megasync.sync.broadcast_plan import ITEM_BYTES
 from megasync.sync.layout import Layout
 

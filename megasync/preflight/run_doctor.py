@@ -63,8 +63,8 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield Finding("model", FAILURE, str(error), f"change the keys that are named, or {whole}")
         return
 
+    from megasync.data.tokenizer import load_tokenizer
     from megasync.sync.shards import HfFolder
-    from megasync.workload import load_tokenizer
 
     try:
         with HfFolder(Path(config.model.path)) as folder:

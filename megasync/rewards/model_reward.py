@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.config.check_reward_models import read_reward_model
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError
 from megasync.rewards.model_client import RewardModelClient
+from megasync.rewards.model_folder import read_reward_model
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.verdict import Verdict, verdict_of
 

@@ -16,8 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megasync.errors import ConfigError
+from megasync.imports import name_of
 from megasync.process_pool import kill_pool
-from megasync.rollout.workflow import name_of
 
 
 class RewardProcesses:

@@ -19,11 +19,11 @@ from typing import Any
 from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError, ServerError
 from megasync.finite import finite_float
+from megasync.imports import name_of
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
 from megasync.rollout.failures import asked_to_end
-from megasync.rollout.workflow import name_of
 
 log = logging.getLogger(__name__)
 

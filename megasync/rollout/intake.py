@@ -19,7 +19,8 @@ from typing import Any
 from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError
 from megasync.finite import finite_float
-from megasync.rollout.workflow import Workflow, name_of
+from megasync.imports import name_of
+from megasync.rollout.workflow import Workflow
 
 log = logging.getLogger(__name__)
 

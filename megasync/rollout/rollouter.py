@@ -33,6 +33,7 @@ from megasync.buffer import BufferClosed
 from megasync.buffer.trajectory import Group, Prompt, Trajectory
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError, ServerError
+from megasync.imports import name_of
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
 from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
@@ -44,7 +45,7 @@ from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.waits import Waits
-from megasync.rollout.workflow import Workflow, name_of
+from megasync.rollout.workflow import Workflow
 
 log = logging.getLogger(__name__)
 

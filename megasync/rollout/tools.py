@@ -22,8 +22,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from megasync.errors import ConfigError, DataError
+from megasync.imports import name_of
 from megasync.rollout.failures import asked_to_end, is_infrastructure
-from megasync.rollout.workflow import name_of
 from megasync.threads import AllStuck, DaemonThreads, Late
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from megasync.config import check_config
+from megasync.config.check import check_config
 from megasync.config.model_files import FETCHABLE
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, OF_ROLLOUT, RESERVED

@@ -3,7 +3,7 @@
 import pytest
 
 from megasync.async_trainer import AsyncTrainer
-from megasync.config import check_config
+from megasync.config.check import check_config
 from megasync.errors import ConfigError
 
 AGENT = "rollout.agent=json:dumps"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasync.config import check_config
+from megasync.config.check import check_config
 from megasync.errors import ConfigError
 
 TOOLS = "rollout.tools.functions=[json:dumps]"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megasync.cluster import buffer_process
-from megasync.config import Config, check_config
+from megasync.config import Config
+from megasync.config.check import check_config
 from megasync.config.deadlines import BUFFER_RESTART, FIXED, RELATIONS, Relation, check_deadlines
 from megasync.config.load import schema_keys
 from megasync.config.schema import EnvironmentConfig, RewardModelConfig

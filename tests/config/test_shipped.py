@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from megasync.config import check_config, load_config
+from megasync.config import load_config
+from megasync.config.check import check_config
 from megasync.config.schema import Config
 from megasync.data import load_dataset
+from megasync.imports import load_function
 from megasync.models import MODELS
 from megasync.rewards import load_reward
-from megasync.rollout.workflow import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNNABLE = ("quickstart", "smollm2_reasoning", "smollm2_chain_sum", "qwen3_8b_math", "qwen3_32b_math")

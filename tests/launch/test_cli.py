@@ -175,7 +175,7 @@ class FakeTrainer:
 
 
 def test_the_result_shows_answers_score_and_every_place(tmp_path, capsys):
-    from megasync.run import RunResult
+    from megasync.observe.result import RunResult
 
     append_answers(tmp_path, 0, 0, [("+12=", "99", 0.0)])
     append_answers(tmp_path, 30, 30, [("+12=", "23", 1.0)])

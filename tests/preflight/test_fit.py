@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megasync import cli
-from megasync.config import check_config, load_config
+from megasync.config import load_config
+from megasync.config.check import check_config
 from megasync.preflight.fit import FILL
 from megasync.preflight.plan import resolve_plan
 

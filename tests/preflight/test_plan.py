@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megasync.config import check_config, load_config
-from megasync.config.check import model_layout
+from megasync.config import load_config
+from megasync.config.check import check_config, model_layout
 from megasync.errors import ConfigError
 from megasync.preflight.memory import server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan

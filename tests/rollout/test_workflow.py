@@ -6,7 +6,8 @@ import pytest
 
 from megasync import cli
 from megasync.errors import ConfigError
-from megasync.rollout.workflow import load_function, single_turn
+from megasync.imports import load_function
+from megasync.rollout.workflow import single_turn
 
 
 def test_a_function_is_found_by_module_and_name():

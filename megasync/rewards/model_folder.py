@@ -1,0 +1,27 @@
+"""The model folder of a reward model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megasync.config.model_files import check_values
+from megasync.config.schema import RewardModelConfig
+from megasync.errors import ConfigError
+
+
+def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:
+    """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
+    path = Path(model.path).expanduser() / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    try:
+        check_values(values)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path={model.path!r}: {error}") from None
+    return values
