@@ -30,13 +30,14 @@ from typing import Any
 
 import ray
 
-from megasync.buffer import AsyncBuffer, Group, Trajectory
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.payload import encode
 from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
+from megasync.trajectory import Group, Trajectory
 
 SAMPLES = 8
 STEP = 8

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megasync.device import Device
-from megasync.rollout.control import ServerControl
+from megasync.layout.layout import Layout
+from megasync.layout.shards import assemble
+from megasync.serving.control import ServerControl
 from megasync.sync.groups import Deadline, Group, join_store, open_store
-from megasync.sync.layout import Layout
-from megasync.sync.shards import assemble
 
 GROUP = "gather"
 SECONDS = 300.0

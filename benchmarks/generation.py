@@ -26,8 +26,8 @@ import orjson
 
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.router import Router
-from megasync.rollout.server import SGLangServer
+from megasync.serving.router import Router
+from megasync.serving.server import SGLangServer
 
 PROMPT_TOKENS = 16
 REQUEST_TIMEOUT = 600.0

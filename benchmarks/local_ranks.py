@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.errors import SyncError
-from megasync.sync.topology import Topology
+from megasync.layout.topology import Topology
 
 # The longest answer of a rank.
 LINE_BYTES = 2**24
@@ -123,12 +123,12 @@ class Rank:
         import torch
 
         from megasync.device import Device
-        from megasync.sync.broadcast_plan import plan_broadcast
-        from megasync.sync.broadcast_sender import BroadcastSender
-        from megasync.sync.disk_writer import DiskWriter
-        from megasync.sync.layout import Layout
-        from megasync.sync.shard_sender import ShardSender
-        from megasync.sync.shards import load_shards
+        from megasync.layout.layout import Layout
+        from megasync.layout.shards import load_shards
+        from megasync.sync.broadcast.plan import plan_broadcast
+        from megasync.sync.broadcast.sender import BroadcastSender
+        from megasync.sync.disk.writer import DiskWriter
+        from megasync.sync.shard.sender import ShardSender
 
         torch.set_num_threads(1)
         config = json.loads((Path(settings["folder"]) / "config.json").read_text())

@@ -20,20 +20,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megasync.buffer.trajectory import Group, Prompt, Trajectory
+from megasync.app.workload import Custom, prepare_workload, read_hf_config
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
+from megasync.evaluation.evaluate import evaluate
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
-from megasync.rollout.evaluate import evaluate
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.server import SGLangServer
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.serving.server import SGLangServer
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.trainer.rank import TrainerRank
-from megasync.workload import Custom, prepare_workload, read_hf_config
+from megasync.trajectory import Group, Prompt, Trajectory
 
 
 class OneRank:

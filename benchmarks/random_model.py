@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 
 
 def make_random_model(folder: Path, gigabytes: float, dtype: str) -> Path:

@@ -29,15 +29,15 @@ from raw_transfer import RawTransfer
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
-from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
-from megasync.rollout.server import SGLangServer
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
-from megasync.sync.layout import Layout
-from megasync.sync.shard_plan import ShardPlan, plan_shards
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.serving.engine_control import EngineControl
+from megasync.serving.server import SGLangServer
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync
+from megasync.sync.shard.plan import ShardPlan, plan_shards
+from megasync.sync.shard.sync import ShardSync
 
 # Phases of a broadcast during which servers stand still.
 PAUSED = ("pause", "flush", "begin", "transfer", "end", "verify", "continue")

@@ -19,10 +19,10 @@ import time
 from math import prod
 from typing import Any, NamedTuple
 
-from megasync.sync.engine_layout import EngineRank, Slot
-from megasync.sync.layout import Layout
-from megasync.sync.shard_plan import ShardPlan, plan_shards
-from megasync.sync.topology import Topology
+from megasync.layout.engine_layout import EngineRank, Slot
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.sync.shard.plan import ShardPlan, plan_shards
 
 DTYPE = "bfloat16"
 PARCEL_BYTES = 256 * 2**20

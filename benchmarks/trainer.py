@@ -17,11 +17,11 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 
-from megasync.buffer.trajectory import Group, Trajectory
+from megasync.app.workload import read_hf_config
 from megasync.config import Config, load_config
 from megasync.config.pools import pool_specs
 from megasync.trainer.rank import TrainerRank
-from megasync.workload import read_hf_config
+from megasync.trajectory import Group, Trajectory
 
 
 def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:

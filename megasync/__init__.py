@@ -12,16 +12,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from megasync.imports import quick_imports
+from megasync.importing import quick_imports
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AsyncTrainer": "megasync.async_trainer",
+    "AsyncTrainer": "megasync.app.async_trainer",
     "Config": "megasync.config",
     "MegasyncError": "megasync.errors",
-    "RunResult": "megasync.run",
-    "Trajectory": "megasync.buffer.trajectory",
+    "RunResult": "megasync.app.run",
+    "Trajectory": "megasync.trajectory",
 }
 
 __all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"]

@@ -26,7 +26,7 @@ from typing import Any
 
 from megasync_patches import Patch
 
-from megasync.imports import quick_imports
+from megasync.importing import quick_imports
 
 
 def apply() -> None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasync.buffer.handle import AsyncBuffer
-from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config import Config
-from megasync.controller import Controller
+from megasync.control.controller import Controller
+from megasync.control.progress import Progress
 from megasync.errors import CheckpointError, DataError, Disagreement, MegasyncError, RankLost, SyncError, TrainingError
-from megasync.progress import Progress
 from megasync.sync.attempt import PublishError
+from megasync.trajectory import Group, Trajectory
 
 
 class FakeRollouter:

@@ -7,9 +7,9 @@ import re
 import torch
 from torch import nn
 
-from megasync.sync.engine_layout import EngineRank
-from megasync.sync.families import sizes_of
-from megasync.sync.trace import live_tensors, trace_load
+from megasync.layout.engine_layout import EngineRank
+from megasync.layout.families import sizes_of
+from megasync.layout.trace import live_tensors, trace_load
 
 
 class FakeEngineRank(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megasync.config.schema import RolloutConfig
-from megasync.rollout.server import SGLangServer
+from megasync.serving.server import SGLangServer
 from megasync.sync.parity import compare
 
 PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]

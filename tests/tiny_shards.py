@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megasync.sync.layout import Layout
-from megasync.sync.shards import box_of
+from megasync.layout.layout import Layout
+from megasync.layout.shards import box_of
 
 
 def random_weights(layout: Layout) -> dict[str, torch.Tensor]:

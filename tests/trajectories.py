@@ -1,6 +1,6 @@
 """Small trajectories for tests that do not care for their tokens."""
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.trajectory import Trajectory
 
 
 def trajectory(text="a", reward=None, *, tokens=2, finish_reason="stop", metrics=None, trained=1):

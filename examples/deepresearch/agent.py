@@ -20,10 +20,10 @@ from deepresearch.clients import RefineClient, RetrieveClient, as_text
 from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.prompts import OPEN_RULE, SOLVED, SYSTEM, UNMARKED
 from deepresearch.scoring import exact_match, f1, marked_answer
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import ContextFull
 from megasync.rollout.generation import Reply
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
+from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 
 from deepresearch.folders import DataFolder
-from megasync.cluster.together import together
-from megasync.rollout.service import Service
+from megasync.concurrency.together import together
+from megasync.serving.service import Service
 
 START_SECONDS = 180.0
 _EXAMPLES = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ from verl.workers.rollout import base, replica
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from megasync.config.schema import RolloutConfig
-from megasync.rollout.control import ServerControl
-from megasync.rollout.server import SGLangServer
+from megasync.serving.control import ServerControl
+from megasync.serving.server import SGLangServer
 
 NAME = "sglang_cpu"
 # Seconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megasync.buffer.book import Book
 from megasync.buffer.entry import LIVE, State
-from megasync.buffer.pacing import Pacing
+from megasync.config.pacing import Pacing
 
 
 def of_admission(book: Book, pacing: Pacing, remaining: int | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State, Stored
 from megasync.buffer.numbers import NumberSet
-from megasync.buffer.trajectory import Group
+from megasync.trajectory import Group
 
 
 class Book:

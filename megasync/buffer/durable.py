@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.entry import Entry
 from megasync.buffer.ledger import Ledger, Report
-from megasync.buffer.pacing import Pacing
 from megasync.buffer.record import Record
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Group
+from megasync.config.pacing import Pacing
 from megasync.errors import LedgerError
+from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig

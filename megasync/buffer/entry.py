@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megasync.buffer.trajectory import Group, Partial
+from megasync.trajectory import Group, Partial
 
 
 class State(StrEnum):

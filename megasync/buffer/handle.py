@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.errors import BufferClosed, BufferStateError
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Group, Partial
+from megasync.trajectory import Group, Partial
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig

@@ -31,8 +31,8 @@ from typing import Any, Generic, TypeVar
 from megasync.buffer.entry import LIVE, TRAINED, Entry, State, Stored, StoredPartial
 from megasync.buffer.payload import decode_group, decode_partial, encode, verify
 from megasync.buffer.record import Record, Standing
-from megasync.buffer.trajectory import Group, Partial, Trajectory
 from megasync.errors import LedgerError
+from megasync.trajectory import Group, Partial, Trajectory
 
 FILE = "ledger.db"
 # Tells a ledger from other SQLite files: "mgsy".

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import zstandard
 
-from megasync.buffer.trajectory import Group, Partial, Trajectory
 from megasync.errors import DataError
+from megasync.trajectory import Group, Partial, Trajectory
 
 # Ids and log-probs hardly compress, versions and masks do so at any level; higher levels only take longer.
 LEVEL = 1

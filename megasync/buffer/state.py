@@ -42,9 +42,9 @@ from megasync.buffer import blockers
 from megasync.buffer.book import Book
 from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State, Stored
 from megasync.buffer.errors import BufferClosed, BufferStateError
-from megasync.buffer.pacing import Pacing
 from megasync.buffer.record import Record, Standing
-from megasync.buffer.trajectory import Group, Partial, Trajectory
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group, Partial, Trajectory
 
 # A relative advantage compares a group's responses, so a lone survivor would be trained on nothing but its raw reward.
 MIN_SURVIVORS = 2

@@ -29,18 +29,18 @@ from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot
-from megasync.cluster.together import together
+from megasync.concurrency.together import together
 from megasync.config import Config
 from megasync.config.access import router_trust
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
-from megasync.rollout.answers import Asked
-from megasync.rollout.control import ServerControl
-from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
-from megasync.rollout.keys import Keys
-from megasync.rollout.peers import Peers
-from megasync.rollout.router_members import RouterMembers
+from megasync.serving.answers import Asked
+from megasync.serving.control import ServerControl
+from megasync.serving.health import HealthPolicy, ServerHealth, State
+from megasync.serving.keys import Keys
+from megasync.serving.peers import Peers
+from megasync.serving.router_members import RouterMembers
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from typing import Protocol
 from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
-from megasync.cluster.together import together
+from megasync.concurrency.together import together
 from megasync.config import Config
 from megasync.config.pools import reward_pool
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
-from megasync.rollout.control import ServerControl
-from megasync.rollout.health import HealthPolicy, ServerHealth, State
-from megasync.rollout.keys import Keys
+from megasync.serving.control import ServerControl
+from megasync.serving.health import HealthPolicy, ServerHealth, State
+from megasync.serving.keys import Keys
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from megasync.buffer.handle import AsyncBuffer
 from megasync.errors import ConfigError
-from megasync.rollout.reward_server import RewardModelServer
-from megasync.rollout.router import Router
-from megasync.rollout.server import SGLangServer
+from megasync.serving.reward_server import RewardModelServer
+from megasync.serving.router import Router
+from megasync.serving.server import SGLangServer
 from megasync.trainer.rank import TrainerRank
 
 

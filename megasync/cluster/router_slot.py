@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from megasync.cluster.server_slot import LOOK_SECONDS, TAIL_LINES, ServerProcess
 from megasync.config.schema import HealthConfig
 from megasync.errors import MegasyncError, ServerError
-from megasync.rollout.restarts import Restarts
-from megasync.rollout.router_members import RouterMembers
+from megasync.serving.restarts import Restarts
+from megasync.serving.router_members import RouterMembers
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ import orjson
 
 from megasync.config.schema import HealthConfig
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
-from megasync.rollout.answers import AnsweredError, Asked, read_generated, read_scored
-from megasync.rollout.control import ServerControl
-from megasync.rollout.health import ServerHealth, State
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.parts import Parts
+from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
+from megasync.serving.control import ServerControl
+from megasync.serving.health import ServerHealth, State
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.trajectory import Group
 from megasync.cluster.actors import Actors
 from megasync.cluster.leftovers import end_leftovers
 from megasync.cluster.pools import Pools
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
+from megasync.trajectory import Group
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megasync.buffer.trajectory import Prompt
 from megasync.data.render import Renderer
 from megasync.errors import DataError
+from megasync.trajectory import Prompt
 
 
 def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prompt]:

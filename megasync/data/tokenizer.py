@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megasync.errors import DataError
-from megasync.imports import quick_imports
+from megasync.importing import quick_imports
 
 
 def load_tokenizer(path: str) -> Any:

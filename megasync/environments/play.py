@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import EnvironmentConfig
 from megasync.environments.pool import EnvironmentPool
 from megasync.environments.protocol import environment_factory
+from megasync.trajectory import Trajectory
 
 
 class Play:

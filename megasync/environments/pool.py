@@ -21,7 +21,7 @@ from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
 from megasync.finite import finite_float
-from megasync.imports import name_of
+from megasync.importing import name_of
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megasync.errors import ConfigError
-from megasync.imports import load_function
+from megasync.importing import load_function
 
 # What ships with this package, under the names that a configuration may use.
 READY = {

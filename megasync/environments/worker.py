@@ -15,8 +15,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from megasync.concurrency.process_pool import kill_pool
 from megasync.environments.protocol import Environment
-from megasync.process_pool import kill_pool
 
 Factory = Callable[[], Environment]
 

@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.concurrency.threads import AllStuck, Late
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError, ServerError
 from megasync.finite import finite_float
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
-from megasync.imports import name_of
-from megasync.threads import AllStuck, Late
+from megasync.importing import name_of
+from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

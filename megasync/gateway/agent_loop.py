@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megasync.imports import name_of
-from megasync.threads import DaemonThreads, Late
+from megasync.concurrency.threads import DaemonThreads, Late
+from megasync.importing import name_of
 
 # Seconds for cancelled agents to end when the run does.
 _CLOSE_SECONDS = 5.0

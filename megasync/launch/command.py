@@ -45,13 +45,13 @@ def launch(
     The project and the run's folders must lie at the same paths on all machines. Ctrl-C once finishes the step, saves
     and ends; twice leaves at once. Under Slurm, SIGUSR1 saves and puts the job back into the queue.
     """
+    from megasync.app.continuing import settings
     from megasync.config import load_config
-    from megasync.config.check import check_config
-    from megasync.continuing import settings
     from megasync.launch.hosts import read_hosts
     from megasync.launch.launcher import Job
     from megasync.launch.launcher import dry_run as commands
     from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
+    from megasync.preflight.check import check_config
 
     if bool(hosts) == slurm:
         raise ConfigError("name the machines by --hosts h1,h2,..., or take a Slurm job's by --slurm")

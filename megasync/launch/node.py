@@ -28,8 +28,8 @@ from megasync.launch import ray_logs
 from megasync.launch.family import children_of, end_all
 from megasync.launch.interface import address_of, address_towards, interface_of
 from megasync.launch.leash import Leash
-from megasync.rollout.ports import free_port
-from megasync.rollout.process import ManagedProcess
+from megasync.serving.ports import free_port
+from megasync.serving.process import ManagedProcess
 
 # Begins the line by which a Ray node says where it is; JSON follows.
 READY = "megasync-node "

@@ -16,8 +16,8 @@ from typing import Self
 
 from rich.console import Console
 
-from megasync.buffer.pacing import Pacing
 from megasync.config import Config
+from megasync.config.pacing import Pacing
 from megasync.observe import names
 from megasync.observe.curve import plot_curve
 from megasync.observe.display import LiveDisplay

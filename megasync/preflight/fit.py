@@ -11,11 +11,11 @@ from dataclasses import replace
 from itertools import product
 from math import log2
 
-from megasync.config.check import check_config, model_layout
 from megasync.config.limits import value_of
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import RankMemory, ServerMemory, longest_sequence, server_memory, stage_memory
 
 # Share of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and

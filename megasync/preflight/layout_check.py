@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from megasync.config.model_files import read_hf_config
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
-from megasync.sync.broadcast_plan import ITEM_BYTES
-from megasync.sync.check_layout import Problem, carry_out
-from megasync.sync.engine_layout import EngineRank
-from megasync.sync.layout import Box, Layout
-from megasync.sync.shard_plan import ShardPlan, plan_shards
-from megasync.sync.shards import HfFolder, Read
-from megasync.sync.topology import Topology
+from megasync.layout.engine_layout import EngineRank
+from megasync.layout.layout import Box, Layout
+from megasync.layout.model_files import read_hf_config
+from megasync.layout.shards import HfFolder, Read
+from megasync.layout.topology import Topology
+from megasync.sync.broadcast.plan import ITEM_BYTES
+from megasync.sync.shard.plan import ShardPlan, plan_shards
+from megasync.sync.shard.rehearsal import Problem, carry_out
 
 SEED = 0
 # Made-up tensors that are kept: those of one fused parameter are asked for in turn.

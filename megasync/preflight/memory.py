@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 
 from megasync.config.schema import Config, RewardModelConfig, RolloutConfig, SyncConfig
+from megasync.layout.layout import Layout
 from megasync.rewards.model_folder import read_reward_model
-from megasync.sync.broadcast_plan import ITEM_BYTES
-from megasync.sync.layout import Layout
+from megasync.sync.broadcast.plan import ITEM_BYTES
 
 # Megatron keeps gradients in float32 whatever the parameters are, and Adam two float32 moments per parameter.
 GRAD_BYTES = 4

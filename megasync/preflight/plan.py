@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from megasync.buffer.pacing import Pacing
 from megasync.config.access import describe_access
-from megasync.config.check import model_layout
+from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
+from megasync.layout.families import Sizes
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Coords, ExpertCoords
+from megasync.preflight.check import model_layout
 from megasync.preflight.fit import nearest_fit, refusals
 from megasync.preflight.memory import (
     RankMemory,
@@ -26,10 +29,7 @@ from megasync.preflight.memory import (
     server_memory,
     stage_memory,
 )
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.families import Sizes
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Coords, ExpertCoords
+from megasync.sync.broadcast.plan import plan_broadcast
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9
 

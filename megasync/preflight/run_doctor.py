@@ -12,13 +12,13 @@ from pathlib import Path
 
 from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
-from megasync.config.check import check_config, model_layout
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import check_limits
-from megasync.config.model_files import check_model_folder
 from megasync.config.pools import pool_specs
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
+from megasync.layout.model_files import check_model_folder
+from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import checkpoint_bytes
 from megasync.preflight.space import bytes_text, check_ports, check_space, writable
@@ -64,7 +64,7 @@ def check_model(config: Config) -> Iterator[Finding]:
         return
 
     from megasync.data.tokenizer import load_tokenizer
-    from megasync.sync.shards import HfFolder
+    from megasync.layout.shards import HfFolder
 
     try:
         with HfFolder(Path(config.model.path)) as folder:

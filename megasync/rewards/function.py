@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasync.errors import ConfigError
-from megasync.imports import load_function
+from megasync.importing import load_function
 
 # What ships with this package, under the names that a configuration may use.
 READY = {

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megasync.concurrency.backoff import Waits
 from megasync.errors import DataError, Refused, ServerError
-from megasync.rollout.control import ServerControl
-from megasync.rollout.waits import Waits
+from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megasync.config.model_files import check_values
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError
+from megasync.layout.model_files import check_values
 
 
 def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:

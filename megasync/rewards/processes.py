@@ -15,9 +15,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from megasync.concurrency.process_pool import kill_pool
 from megasync.errors import ConfigError
-from megasync.imports import name_of
-from megasync.process_pool import kill_pool
+from megasync.importing import name_of
 
 
 class RewardProcesses:

@@ -16,14 +16,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError, ServerError
+from megasync.failures import asked_to_end
 from megasync.finite import finite_float
-from megasync.imports import name_of
+from megasync.importing import name_of
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
-from megasync.rollout.failures import asked_to_end
+from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

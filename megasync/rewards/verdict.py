@@ -10,7 +10,7 @@ import msgspec
 
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, InvalidAnswer
-from megasync.rollout.answers import converted
+from megasync.serving.answers import converted
 
 
 class Verdict(Protocol):

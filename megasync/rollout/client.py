@@ -26,11 +26,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from megasync.concurrency.backoff import Waits
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextFull, DataError, InvalidAnswer, ServerError
-from megasync.rollout.answers import AnsweredError, Asked, read_bounded, read_generated, read_scored
 from megasync.rollout.chat import Chat, ToolLike
-from megasync.rollout.control import ServerControl
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
@@ -38,9 +37,10 @@ from megasync.rollout.partials import request_digest
 from megasync.rollout.parts import Parts
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
-from megasync.rollout.router import ROUTING_KEY_HEADER
 from megasync.rollout.sampling import base_params, check_trained, merge_params
-from megasync.rollout.waits import Waits
+from megasync.serving.answers import AnsweredError, Asked, read_bounded, read_generated, read_scored
+from megasync.serving.control import ServerControl
+from megasync.serving.router import ROUTING_KEY_HEADER
 
 log = logging.getLogger(__name__)
 

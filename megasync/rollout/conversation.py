@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError
 from megasync.rollout.generation import Generation
+from megasync.trajectory import Trajectory
 
 Messages = Sequence[dict[str, Any]]
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation

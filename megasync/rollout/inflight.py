@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megasync.rollout.answers import converted
+from megasync.serving.answers import converted
 
 # The cap of a server nobody has heard of yet.
 FIRST_REQUESTS = 64

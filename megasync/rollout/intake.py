@@ -16,11 +16,11 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError
 from megasync.finite import finite_float
-from megasync.imports import name_of
+from megasync.importing import name_of
 from megasync.rollout.workflow import Workflow
+from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

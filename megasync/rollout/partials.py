@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from megasync.buffer.trajectory import Partial
 from megasync.rollout.parts import Parts
+from megasync.trajectory import Partial
 
 # Tokens of one piece: a message of a few megabytes, which the buffer records in a fraction of a second. A longer response
 # is a piece of its own.

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megasync.buffer.trajectory import Partial
 from megasync.errors import InvalidAnswer
-from megasync.rollout.answers import Generated
+from megasync.serving.answers import Generated
+from megasync.trajectory import Partial
 
 
 @dataclass(slots=True)

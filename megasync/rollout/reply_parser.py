@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from megasync.errors import DataError, Refused, ServerError
-from megasync.rollout.answers import converted
-from megasync.rollout.control import ServerControl
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
+from megasync.serving.answers import converted
+from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 

@@ -30,13 +30,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
-from megasync.buffer.trajectory import Group, Prompt, Trajectory
+from megasync.concurrency.backoff import Waits
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError, ServerError
-from megasync.imports import name_of
+from megasync.failures import UnknownErrors, asked_to_end, is_infrastructure
+from megasync.importing import name_of
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
-from megasync.rollout.failures import UnknownErrors, asked_to_end, is_infrastructure
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.intake import Intake
 from megasync.rollout.partials import Partials
@@ -44,8 +44,8 @@ from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.rollout.selection import HARMLESS, Dropped, Selection
 from megasync.rollout.tally import RolloutTally
-from megasync.rollout.waits import Waits
 from megasync.rollout.workflow import Workflow
+from megasync.trajectory import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 

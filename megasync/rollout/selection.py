@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import GroupConfig
+from megasync.trajectory import Trajectory
 
 # Reasons of drops that are no failures: the rewards are all equal, so there is nothing to learn. Solved is a reward of at
 # least 1, failed one of at most 0; anything between is just uniform.

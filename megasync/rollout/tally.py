@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.trajectory import Trajectory
 
 # Token throughput is measured over this long: several steps of a small run, and a part of a large run's step.
 RATE_SECONDS = 30.0

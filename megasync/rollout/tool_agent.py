@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import ContextFull, DataError
 from megasync.rollout.generation import Reply
 from megasync.rollout.tools import Toolbox, as_tool
 from megasync.rollout.workflow import Workflow
+from megasync.trajectory import Trajectory
 
 
 def tool_agent(

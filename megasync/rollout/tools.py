@@ -21,10 +21,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megasync.concurrency.threads import AllStuck, DaemonThreads, Late
 from megasync.errors import ConfigError, DataError
-from megasync.imports import name_of
-from megasync.rollout.failures import asked_to_end, is_infrastructure
-from megasync.threads import AllStuck, DaemonThreads, Late
+from megasync.failures import asked_to_end, is_infrastructure
+from megasync.importing import name_of
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.trajectory import Trajectory
 
 Workflow = Callable[[Any, dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from megasync.config import Config
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.quarantine import Quarantine
+from megasync.serving.control import ServerControl
 from megasync.sim.language import CONTEXT, END, VOCABULARY, Tokenizer
 from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.servers import SimServer

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from megasync.buffer.trajectory import Trajectory
+from megasync.trajectory import Trajectory
 
 VOCABULARY = 1024
 CONTEXT = 256

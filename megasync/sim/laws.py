@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.pacing import Pacing
-from megasync.buffer.trajectory import Group, Trajectory
+from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
 from megasync.rollout.requests import request_seed
 from megasync.sim.language import fault_in, sampled_by
+from megasync.trajectory import Group, Trajectory
 
 # One set of weights is known by the groups of each step that it was trained on.
 Weights = tuple[tuple[str, ...], ...]

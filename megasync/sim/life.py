@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.buffer.trajectory import Prompt, Trajectory
-from megasync.controller import Controller
+from megasync.control.controller import Controller
+from megasync.control.restore import restore
 from megasync.data import PromptSource
 from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
-from megasync.restore import restore
+from megasync.evaluation.evaluate import HeldOutSet
+from megasync.evaluation.held_out import HeldOut
 from megasync.rewards import RewardRunner
-from megasync.rollout.evaluate import HeldOutSet
-from megasync.rollout.held_out import HeldOut
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
@@ -33,6 +32,7 @@ from megasync.sim.servers import LIES, SimServer
 from megasync.sim.transport import SimPublisher
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
+from megasync.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from megasync.sim.world import World

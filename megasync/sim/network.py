@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from megasync.rollout.router import ROUTING_KEY_HEADER
+from megasync.serving.router import ROUTING_KEY_HEADER
 
 if TYPE_CHECKING:
     from megasync.sim.chance import Chance

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.trajectory import Group
 from megasync.cluster.trainer_group import Saved
 from megasync.errors import CheckpointError, RankLost, TrainingError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
+from megasync.trajectory import Group
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
 WEIGHTS = "weights.json"

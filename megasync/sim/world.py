@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.pacing import Pacing
 from megasync.config import Config
+from megasync.config.pacing import Pacing
 from megasync.errors import CheckpointError, LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.clock import VirtualLoop

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megasync.errors import RankLost, SyncError
-from megasync.rollout.control import ServerControl
+from megasync.layout.layout import Layout
+from megasync.serving.control import ServerControl
 from megasync.sync.attempt import PhaseFailed, SyncReport
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync, TrainerRanks
-from megasync.sync.disk_sync import DiskSync
-from megasync.sync.layout import Layout
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.version_folders import VersionFolders
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync, TrainerRanks
+from megasync.sync.disk.sync import DiskSync
+from megasync.sync.disk.version_folders import VersionFolders
+from megasync.sync.shard.sync import ShardSync
 
 if TYPE_CHECKING:
     from megasync.config.schema import Config

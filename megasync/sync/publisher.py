@@ -18,7 +18,7 @@ from megasync.sync.choose import WeightSync
 from megasync.sync.parity import compare
 
 if TYPE_CHECKING:
-    from megasync.rollout.control import ServerControl
+    from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from megasync.errors import Refused, ServerError, SyncError
 from megasync.sync.attempt import Attempt
 
 if TYPE_CHECKING:
-    from megasync.rollout.control import ServerControl
+    from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megasync.sync.broadcast_plan import BroadcastPlan, Bucket, plan_broadcast
-from megasync.sync.layout import Layout, Piece
-from megasync.sync.shards import box_of
+from megasync.layout.layout import Layout, Piece
+from megasync.layout.shards import box_of
+from megasync.sync.broadcast.plan import BroadcastPlan, Bucket, plan_broadcast
 
 
 @dataclass(frozen=True)

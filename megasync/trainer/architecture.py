@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ConfigError
-from megasync.sync.families import family_of
+from megasync.layout.families import family_of
 
 if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig
-    from megasync.sync.layout import Layout
+    from megasync.layout.layout import Layout
 
 # Options that change the computation, and the only value that is implemented; absent means that value.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}

@@ -26,8 +26,8 @@ import torch
 
 from megasync.errors import CheckpointError
 from megasync.files import atomic_write, rename_to_disk, to_disk
-from megasync.sync.layout import Layout
-from megasync.sync.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
+from megasync.layout.layout import Layout
+from megasync.layout.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
 from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)

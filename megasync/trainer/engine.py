@@ -31,9 +31,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError, TrainingError
-from megasync.sync.layout import Layout
-from megasync.sync.shards import load_shards
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.shards import load_shards
+from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
 from megasync.trainer.architecture import check_architecture, check_experts
 from megasync.trainer.batch import Batch, make_batch

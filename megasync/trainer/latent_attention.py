@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megasync.sync.layout import Layout
+from megasync.layout.layout import Layout
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.rotary import PackedRotary, attention_factor
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megasync.sync.layout import Layout
+from megasync.layout.layout import Layout
 from megasync.trainer.attention import TreeAttention
 from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megasync.sync.families import Split
-from megasync.sync.layout import Layout
+from megasync.layout.families import Split
+from megasync.layout.layout import Layout
 
 
 def mark_parameters(weights: Mapping[str, torch.Tensor], layout: Layout, rank: int, sequence_parallel: bool) -> None:

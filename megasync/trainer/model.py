@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
-from megasync.sync.layout import Layout
+from megasync.layout.layout import Layout
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options

@@ -25,13 +25,13 @@ import torch
 
 from megasync.algorithms.advantages import group_advantages
 from megasync.algorithms.policy_loss import policy_loss
-from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import NotFinite, TrainingError
 from megasync.files import atomic_write
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.packing import Sample
+from megasync.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core import parallel_state
 
 from megasync.errors import ConfigError
-from megasync.sync.topology import Topology
+from megasync.layout.topology import Topology
 
 
 def open_groups(topology: Topology) -> None:

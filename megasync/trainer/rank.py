@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasync.buffer.trajectory import Group
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
-from megasync.imports import quick_imports
+from megasync.importing import quick_imports
+from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -65,11 +65,11 @@ class TrainerRank:
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
             # Only now: these modules take names from Megatron, which the line above may have bent.
-            from megasync.sync.broadcast_plan import plan_broadcast
-            from megasync.sync.broadcast_sender import BroadcastSender
-            from megasync.sync.disk_writer import DiskWriter
+            from megasync.sync.broadcast.plan import plan_broadcast
+            from megasync.sync.broadcast.sender import BroadcastSender
+            from megasync.sync.disk.writer import DiskWriter
             from megasync.sync.groups import join_store
-            from megasync.sync.shard_sender import ShardSender
+            from megasync.sync.shard.sender import ShardSender
             from megasync.trainer.engine import MegatronEngine
             from megasync.trainer.policy import PolicyTrainer
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megasync.sync.layout import Layout
+from megasync.layout.layout import Layout
 
 
 def score_options(layout: Layout) -> dict[str, Any]:

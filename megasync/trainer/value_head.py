@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megasync.sync.families.value_head import BIAS, WEIGHT
-from megasync.sync.layout import Layout
+from megasync.layout.families.value_head import BIAS, WEIGHT
+from megasync.layout.layout import Layout
 
 # Standard deviation where config.json does not say; Hugging Face's own.
 INITIALIZER_RANGE = 0.02

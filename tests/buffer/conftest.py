@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasync.buffer import Group, Trajectory
+from megasync.trajectory import Group, Trajectory
 
 
 def make_trajectory(versions, mask=None, reward=1.0):

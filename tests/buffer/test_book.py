@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from megasync.buffer import Group, Pacing, Trajectory, TrajectoryBuffer
+from megasync.buffer import TrajectoryBuffer
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group, Trajectory
 
 ANSWER = Trajectory([1], [2], [1], [-0.5], [0], reward=1.0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megasync.buffer import BufferStateError
-from megasync.buffer.pacing import Pacing
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Group, Trajectory
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group, Trajectory
 
 
 def filled(groups: int = 4) -> TrajectoryBuffer:

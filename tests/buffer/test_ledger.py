@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer import AsyncBuffer, Group, Partial, Trajectory
+from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.entry import LIVE, State
 from megasync.buffer.ledger import Ledger
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, LedgerError
+from megasync.trajectory import Group, Partial, Trajectory
 
 
 def schedule(groups_per_step=2, max_staleness=1, **options):

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.buffer import Pacing, TrajectoryBuffer
+from megasync.buffer import TrajectoryBuffer
+from megasync.config.pacing import Pacing
 from megasync.config.schema import ScheduleConfig
 
 PACINGS = st.builds(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from killed import cut_short
 
-from megasync.buffer import AsyncBuffer, Partial, Trajectory
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger, begun
 from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.config.schema import PromptConfig, ScheduleConfig
@@ -17,6 +17,7 @@ from megasync.errors import LedgerError
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.rollouter import Rollouter
+from megasync.trajectory import Partial, Trajectory
 
 ROWS, STEPS = 5, 12
 SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megasync.buffer import BufferStateError, Group, Pacing, Partial, TrajectoryBuffer
+from megasync.buffer import BufferStateError, TrajectoryBuffer
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group, Partial
 
 
 def buffer_of(groups_per_step=2, max_staleness=1, window=None, **options):

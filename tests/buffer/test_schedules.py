@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer import BufferClosed, BufferStateError, Group, Pacing, Trajectory, TrajectoryBuffer
+from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
 from megasync.buffer.entry import LIVE, UNFINISHED, State
 from megasync.buffer.state import OVER_AGE
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group, Trajectory
 
 
 class Run:

@@ -18,8 +18,8 @@ from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.rollouter import Rollouter
+from megasync.serving.control import ServerControl
 
 TOKENS, SAMPLES = 512, 2
 SCHEDULE = ScheduleConfig(groups_per_step=8, samples_per_group=SAMPLES, max_staleness=1)

@@ -3,7 +3,9 @@ import doctest
 import pytest
 
 import megasync.buffer.state
-from megasync.buffer import BufferClosed, BufferStateError, Group, Pacing, TrajectoryBuffer
+from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
+from megasync.config.pacing import Pacing
+from megasync.trajectory import Group
 
 
 def buffer_of(groups_per_step=2, max_staleness=1, window=None, **options):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from processes import command_line, family, living
 
-from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError, Group, Partial, Trajectory
+from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.cluster import buffer_process
 from megasync.cluster.buffer_handle import MAX_DEATHS, BufferHandle
 from megasync.cluster.ray_cluster import RayCluster
@@ -21,6 +21,7 @@ from megasync.cluster.roles import ROLES
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, TrainingError
+from megasync.trajectory import Group, Partial, Trajectory
 
 SCHEDULE = ScheduleConfig(groups_per_step=2, max_staleness=1)
 PATIENCE = 60.0

@@ -29,8 +29,8 @@ from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.keys import Keys
 from megasync.rollout.parts import Parts
+from megasync.serving.keys import Keys
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -12,8 +12,8 @@ from megasync.cluster import server_slot
 from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.errors import ServerError
-from megasync.rollout.answers import Asked
-from megasync.rollout.health import State
+from megasync.serving.answers import Asked
+from megasync.serving.health import State
 from megasync.sim.clock import VirtualLoop
 
 VOCABULARY = 100

@@ -23,7 +23,7 @@ from megasync.config.schema import HealthConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
-from megasync.rollout.keys import Keys
+from megasync.serving.keys import Keys
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -12,8 +12,8 @@ from megasync.cluster import server_slot
 from megasync.cluster.server_slot import ServerSlot
 from megasync.config.schema import HealthConfig
 from megasync.errors import ServerError
-from megasync.rollout.control import ServerControl
-from megasync.rollout.health import HealthPolicy, ServerHealth, State
+from megasync.serving.control import ServerControl
+from megasync.serving.health import HealthPolicy, ServerHealth, State
 
 LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
 

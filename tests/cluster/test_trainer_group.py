@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from processes import living
 
-from megasync.buffer.trajectory import Group, Trajectory
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.trainer_group import TrainerGroup
@@ -19,6 +18,7 @@ from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.errors import RankLost, TrainingError
 from megasync.models import fetch
+from megasync.trajectory import Group, Trajectory
 
 PROBE = [[3, 4, 5, 6]]
 # A rank that answers nobody is given up after this long.

@@ -14,7 +14,7 @@ from megasync.config.access import (
 )
 from megasync.config.schema import ClusterConfig
 from megasync.errors import ConfigError
-from megasync.rollout.keys import Keys
+from megasync.serving.keys import Keys
 
 OWN = "a-key-of-the-users-own"
 

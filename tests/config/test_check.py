@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from megasync.config.check import check_config
-from megasync.config.model_files import FETCHABLE
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
+from megasync.layout.model_files import FETCHABLE
+from megasync.preflight.check import check_config
 
 # overrides -> what the message must name
 CONTRADICTIONS = [

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megasync.async_trainer import AsyncTrainer
-from megasync.config.check import check_config
+from megasync.app.async_trainer import AsyncTrainer
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config
 
 AGENT = "rollout.agent=json:dumps"
 CHAT = "data.prompt.format=chat"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megasync.config.check import check_config
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config
 
 TOOLS = "rollout.tools.functions=[json:dumps]"
 CHAT = "data.prompt.format=chat"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megasync.config.check import check_config
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config
 
 SET = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
 

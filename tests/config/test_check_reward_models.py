@@ -6,9 +6,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from megasync.config.check import check_config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import print_plan
 

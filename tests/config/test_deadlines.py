@@ -9,11 +9,11 @@ import pytest
 
 from megasync.cluster import buffer_process
 from megasync.config import Config
-from megasync.config.check import check_config
 from megasync.config.deadlines import BUFFER_RESTART, FIXED, RELATIONS, Relation, check_deadlines
 from megasync.config.load import schema_keys
 from megasync.config.schema import EnvironmentConfig, RewardModelConfig
 from megasync.errors import ConfigError
+from megasync.preflight.check import check_config
 
 KEYS = {key for key, _ in schema_keys()}
 

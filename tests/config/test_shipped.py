@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megasync.config import load_config
-from megasync.config.check import check_config
 from megasync.config.schema import Config
 from megasync.data import load_dataset
-from megasync.imports import load_function
+from megasync.importing import load_function
 from megasync.models import MODELS
+from megasync.preflight.check import check_config
 from megasync.rewards import load_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from controller_rig import FakePublisher, FakeRewardModels, FakeTrainer, Rig
 
+from megasync.control.progress import Progress
 from megasync.errors import CheckpointError, DataError, MegasyncError, ServerError, TrainingError
-from megasync.progress import Progress
 
 
 async def test_it_trains_every_step_publishes_every_version_and_saves_at_the_end() -> None:

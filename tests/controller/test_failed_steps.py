@@ -10,10 +10,10 @@ import pytest
 from controller_rig import FakeTrainer, Rig
 
 from megasync.buffer.resume import begin_ledger, resume_ledger
-from megasync.buffer.trajectory import Group, Trajectory
+from megasync.control.failed_steps import record_failure
+from megasync.control.progress import Progress
 from megasync.errors import NotFinite, TrainingError
-from megasync.failed_steps import record_failure
-from megasync.progress import Progress
+from megasync.trajectory import Group, Trajectory
 
 POISON = "0:3"
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from controller_rig import FakeFleet, FakePublisher, FakeTrainer, Rig
 
+from megasync.control.watchdog import Watchdog
 from megasync.errors import TrainingError
-from megasync.watchdog import Watchdog
 
 
 class Clock:
@@ -92,7 +92,7 @@ def slow_once(call: Callable[..., Awaitable], clock: Clock, fleet: WatchedFleet)
 
 @pytest.mark.parametrize("part_and_call", ["trainer.step", "trainer.save", "trainer.restart", "publisher.publish"])
 async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, part_and_call: str) -> None:
-    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.001)
+    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.001)
     clock, fleet = Clock(), WatchedFleet()
     rig = Rig(
         trainer=FakeTrainer(lose={"step 2": 1}),
@@ -110,7 +110,7 @@ async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, pa
 
 
 async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None:
-    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.001)
+    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.001)
     clock, fleet = Clock(), WatchedFleet()
     rig = Rig(rollout={"stall_after": 0}, fleet=fleet, clock=clock, no_progress=100.0)
     counts = rig.buffer.counts
@@ -131,7 +131,7 @@ async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None
 
 async def test_a_wait_for_servers_that_never_come_is_silence(monkeypatch) -> None:
     """A sync without a server to go to has no deadline of its own."""
-    monkeypatch.setattr("megasync.controller.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.01)
     rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)
     rig.controller.config.timeouts.shutdown = 0.1
     with pytest.raises(TrainingError, match="no group was finished"):

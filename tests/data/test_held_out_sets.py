@@ -10,8 +10,8 @@ from tiny_models import byte_tokenizer
 from megasync.config import load_config
 from megasync.data import Renderer
 from megasync.errors import ConfigError
-from megasync.held_out_sets import held_out_sets
-from megasync.scoring import Scoring
+from megasync.evaluation.held_out_sets import held_out_sets
+from megasync.rewards.scoring import Scoring
 
 TOKENIZER = byte_tokenizer()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from megasync.cli import app
+from megasync.cli.commands import app
 from megasync.config.load import schema_keys
 
 ROOT = Path(__file__).parents[2]

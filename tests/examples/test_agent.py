@@ -9,7 +9,7 @@ from deepresearch.prompts import UNMARKED
 from trajectories import trajectory
 
 from megasync.errors import ContextFull
-from megasync.rollout.failures import is_infrastructure
+from megasync.failures import is_infrastructure
 from megasync.rollout.tools import ToolCall
 
 SAMPLE = {"prompt": "Where was Ada born?", "answers": ["Torilaholm", "the town of Torilaholm"]}

@@ -11,7 +11,7 @@ from tiny_models import byte_tokenizer
 
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
+from megasync.serving.control import ServerControl
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -3,10 +3,10 @@
 import pytest
 from tiny_models import byte_tokenizer
 
+from megasync.app.workload import Custom, _workflow
 from megasync.config import Config
 from megasync.errors import ConfigError
 from megasync.gateway import AgentWorkflow
-from megasync.workload import Custom, _workflow
 
 
 @pytest.fixture

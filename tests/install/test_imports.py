@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megasync.imports import quick_imports
-from megasync.rollout.router import Router
+from megasync.importing import quick_imports
+from megasync.serving.router import Router
 
 
 def test_the_collector_rests_within_the_block_and_works_again_after_it():

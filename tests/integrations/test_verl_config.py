@@ -14,7 +14,7 @@ from megasync.errors import ConfigError
 from megasync.integrations import verl_versions
 from megasync.integrations.verl import MegasyncEngine, MegasyncEngineConfig, MegasyncValueEngine
 from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer, verls_names
-from megasync.sync.topology import Topology
+from megasync.layout.topology import Topology
 
 
 @pytest.fixture(scope="module")

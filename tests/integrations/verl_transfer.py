@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from megasync.errors import SyncError
 from megasync.integrations.verl import checkpoint_engine
 from megasync.integrations.verl.weights import Weights
-from megasync.sync.layout import Layout
-from megasync.sync.shards import load_shards
+from megasync.layout.layout import Layout
+from megasync.layout.shards import load_shards
+from megasync.layout.topology import Topology
 from megasync.sync.stream import Shards
-from megasync.sync.topology import Topology
 
 TRAINERS = 2
 # Many tensors fit into one bucket, the vocabulary's do not.

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from namespaces import permitted
 
-from megasync.chaos import Chaos, check_patience
+from megasync.chaos.inject import FILLER, Disk, Link, slowed
+from megasync.chaos.run import Chaos, check_patience
 from megasync.config import Config
 from megasync.errors import ConfigError
-from megasync.inject import FILLER, Disk, Link, slowed
 
 PATIENCE = 30.0
 as_root = pytest.mark.skipif(not permitted(), reason="needs root, namespaces, and iproute2 and util-linux")
@@ -148,7 +148,7 @@ def test_a_disk_that_something_else_uses_is_not_filled(small_disk: Path, tmp_pat
     (small_disk / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"holds thesis\.tex besides run_root"):
         Disk.of(small_disk, small_disk / "runs")
-    monkeypatch.setattr("megasync.inject.LARGEST_DISK", 2**20)
+    monkeypatch.setattr("megasync.chaos.inject.LARGEST_DISK", 2**20)
     with pytest.raises(ConfigError, match="at most 0 are filled"):
         Disk.of(small_disk, small_disk / "runs")
 

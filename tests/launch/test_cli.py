@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megasync import cli
+from megasync.cli import commands as cli
 from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
@@ -35,7 +35,7 @@ def at_the_root(monkeypatch):
 
 
 def run(*arguments, **environment):
-    command = [sys.executable, "-c", "from megasync.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from megasync.cli.commands import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
 
 
@@ -205,7 +205,8 @@ def test_an_interrupted_run_ends_with_status_130(capsys):
 
 
 def test_an_error_during_training_is_not_swallowed(here, monkeypatch, tmp_path):
-    from megasync import async_trainer, models
+    from megasync import models
+    from megasync.app import async_trainer
 
     models.fetch("digits", tmp_path / "digits")
     monkeypatch.setattr(async_trainer, "AsyncTrainer", lambda _: FakeTrainer(TrainingError("server 1 died")))

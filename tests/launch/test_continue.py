@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from killed import cut_short
 
-from megasync.async_trainer import CUSTOM_FILE, AsyncTrainer
+from megasync.app.async_trainer import CUSTOM_FILE, AsyncTrainer
+from megasync.app.continuing import name_run, settings
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.resume import begin_ledger
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
-from megasync.continuing import name_run, settings
 from megasync.errors import CheckpointError, ConfigError
 from megasync.trainer.checkpoint import MARKER, step_path
 
@@ -84,7 +84,7 @@ def test_a_run_whose_folder_is_gone_is_an_error(config: Config, name: Path, tmp_
 def test_a_full_disk_leaves_the_name_of_the_run_as_it_was(tmp_path: Path, name: Path) -> None:
     setup = """
 from pathlib import Path
-from megasync.continuing import name_run
+from megasync.app.continuing import name_run
 
 def begin(folder):
     (folder / "name").write_text("/runs/one\\n")
@@ -93,7 +93,7 @@ def work(folder):
     name_run(folder / "name", Path("/runs/another"))
 """
     (tmp_path / "cases").mkdir()
-    for case in cut_short(setup, tmp_path / "cases", ("megasync/continuing.py", "megasync/files.py"), (0, 5)):
+    for case in cut_short(setup, tmp_path / "cases", ("megasync/app/continuing.py", "megasync/files.py"), (0, 5)):
         assert (case.folder / "name").read_text() in ("/runs/one\n", "/runs/another\n")
         if case.ended == "failed":
             assert "ConfigError: --continue" in case.error and "free some space" in case.error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megasync.cli import app
+from megasync.cli.commands import app
 from megasync.launch import command as launch_command
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megasync.app.mailbox import Mailbox, ask
+from megasync.app.run_lock import RunLock
 from megasync.errors import ConfigError, MegasyncError, ServerError
-from megasync.mailbox import Mailbox, ask
-from megasync.run_lock import RunLock
 
 
 @pytest.fixture

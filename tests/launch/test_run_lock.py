@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megasync.app.run_lock import RunLock, holder
 from megasync.errors import ConfigError
-from megasync.run_lock import RunLock, holder
 
-HOLD = "import sys, time; from megasync.run_lock import RunLock; lock = RunLock(sys.argv[1]); lock.__enter__(); print('held', flush=True); time.sleep(600)"
+HOLD = "import sys, time; from megasync.app.run_lock import RunLock; lock = RunLock(sys.argv[1]); lock.__enter__(); print('held', flush=True); time.sleep(600)"
 
 
 def test_a_second_driver_is_refused_by_name_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from megasync.observe.evaluation import EvaluationView, scores_table, write_scores
-from megasync.rollout.evaluate import Answer, Evaluation
+from megasync.evaluation.evaluate import Answer, Evaluation
+from megasync.evaluation.show import EvaluationView, scores_table, write_scores
 
 ANSWERS = [Answer("", 0.0, 0, 0, "1+1=", "2", 1.0), Answer("", 0.0, 1, 0, "2+2=", error="ServerError: gone")]
 FOUND = [Evaluation("", 0.0, 0.5, 1.0, 2, 1, {}), Evaluation("hard", 1.0, 0.25, 0.3, 8, 0, {1: 0.25, 4: 0.5})]

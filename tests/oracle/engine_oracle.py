@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megasync.rollout.sglang_plugin import Plugin, ServingRank
-from megasync.sync.engine_layout import EngineRank
-from megasync.sync.trace import trace_load
+from megasync.layout.engine_layout import EngineRank
+from megasync.layout.trace import trace_load
+from megasync.sync.sglang_plugin import Plugin, ServingRank
 
 log = logging.getLogger(__name__)
 

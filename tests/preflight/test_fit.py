@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megasync import cli
+from megasync.cli import commands as cli
 from megasync.config import load_config
-from megasync.config.check import check_config
+from megasync.preflight.check import check_config
 from megasync.preflight.fit import FILL
 from megasync.preflight.plan import resolve_plan
 

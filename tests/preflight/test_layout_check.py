@@ -8,13 +8,13 @@ import pytest
 from engine_models import make_model
 from fake_engine import fake_engine, traced
 
-from megasync import cli
+from megasync.cli import commands as cli
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 from megasync.preflight.layout_check import check_layout
 from megasync.preflight.render_layout import report_data
-from megasync.rollout import engine_blueprint
-from megasync.sync import check_layout as carrier
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.serving import engine_blueprint
+from megasync.sync.shard import rehearsal as carrier
 
 DENSE = {
     "model_type": "llama",

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from megasync.config import load_config
-from megasync.config.check import check_config, model_layout
 from megasync.errors import ConfigError
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import print_plan
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "plans"

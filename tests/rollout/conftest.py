@@ -7,13 +7,13 @@ import pytest
 from trajectories import trajectory
 
 from megasync.buffer import BufferClosed
-from megasync.buffer.trajectory import Prompt
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Prompt
 
 
 class FakeClient:

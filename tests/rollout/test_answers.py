@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import InvalidAnswer
-from megasync.rollout.answers import AnsweredError, Asked, read_generated, read_scored
 from megasync.rollout.parts import Parts
+from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
 
 VOCAB, ASKED = 50, Asked(vocab_size=50, tokens=6, stop=("END",), newest=lambda: 3)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer.trajectory import Prompt
 from megasync.errors import DataError, ServerError
+from megasync.evaluation.evaluate import HeldOutSet, evaluate
+from megasync.evaluation.held_out import HeldOut, metrics_of
+from megasync.evaluation.pass_at_k import counted, pass_at_k
 from megasync.rewards import RewardRunner
-from megasync.rollout.evaluate import HeldOutSet, evaluate
-from megasync.rollout.held_out import HeldOut, metrics_of
-from megasync.rollout.pass_at_k import counted, pass_at_k
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Prompt
 
 
 def prompts(count):

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.trajectory import Prompt
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
+from megasync.trajectory import Prompt
 
 PATIENCE = 20  # seconds; a hang is a failure, not a long test
 STEPS = 4

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.rollout.health import HealthPolicy, ServerHealth, State
-from megasync.rollout.restarts import FIRST_WAIT, LONGEST_WAIT, Restarts
+from megasync.serving.health import HealthPolicy, ServerHealth, State
+from megasync.serving.restarts import FIRST_WAIT, LONGEST_WAIT, Restarts
 
 POLICY = HealthPolicy(probe_failures=3, request_failures=2, sync_failures=2, restarts=3, restart_window=100.0)
 EVENTS = {

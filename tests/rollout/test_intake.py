@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megasync.buffer.payload import decode_group, encode
-from megasync.buffer.trajectory import Group, Trajectory
 from megasync.errors import DataError
 from megasync.observe.metrics import MetricsLog, read_metrics
 from megasync.rollout.intake import Intake
 from megasync.rollout.tally import RolloutTally
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Group, Trajectory
 
 
 class Trap:

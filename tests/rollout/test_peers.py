@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.rollout.peers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, Peers
+from megasync.serving.peers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, Peers
 
 
 class FakeClock:

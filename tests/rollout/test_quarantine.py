@@ -11,10 +11,10 @@ from fake_sglang import FakeSGLang, complete
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import KillsServers, ServerError
+from megasync.evaluation.evaluate import HeldOutSet, evaluate
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.evaluate import HeldOutSet, evaluate
 from megasync.rollout.generation import Generation
 from megasync.rollout.quarantine import Quarantine
 
@@ -239,8 +239,8 @@ async def single(client, sample):
 
 @pytest.fixture
 def by_length():
-    from megasync.buffer.trajectory import Prompt
     from megasync.rewards import RewardRunner
+    from megasync.trajectory import Prompt
 
     def reward(completions, **columns):
         return [1.0 for _ in completions]

@@ -10,7 +10,6 @@ import pytest
 
 from megasync.buffer import AsyncBuffer, BufferClosed
 from megasync.buffer.resume import begin_ledger, resume_ledger
-from megasync.buffer.trajectory import Trajectory
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
@@ -18,6 +17,7 @@ from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Trajectory
 
 ROWS = 5
 SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer.trajectory import Trajectory
 from megasync.errors import DataError, ServerError
 from megasync.rollout.inflight import InflightCap
+from megasync.trajectory import Trajectory
 
 PATIENCE = 20  # seconds; a hang is a failure, not a long test
 

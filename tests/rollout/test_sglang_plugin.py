@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megasync.rollout.sglang_plugin import MOST_SAID, _gather
+from megasync.sync.sglang_plugin import MOST_SAID, _gather
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.config.schema import HealthConfig
-from megasync.rollout.health import HealthPolicy, ServerHealth, State
 from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS, MATCH_SECONDS, REMEMBER_SECONDS, Standing, Suspects
+from megasync.serving.health import HealthPolicy, ServerHealth, State
 
 
 class FakeClock:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megasync.threads import AllStuck, DaemonThreads, Late
+from megasync.concurrency.threads import AllStuck, DaemonThreads, Late
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def test_only_run_time_counts_against_the_deadline(release):
 async def test_a_function_that_never_returns_starves_no_other_and_is_reported(release, caplog):
     threads = DaemonThreads(2)
     calls = [threads.call(lambda: release.wait(60), "stuck", 0.05) for _ in range(5)]
-    with caplog.at_level(logging.WARNING, "megasync.threads"):
+    with caplog.at_level(logging.WARNING, "megasync.concurrency.threads"):
         ended = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(each) for each in ended] == [Late, Late, AllStuck, AllStuck, AllStuck]
     assert "2 of its 2 threads are held" in caplog.text

@@ -8,14 +8,14 @@ import pytest
 from fake_sglang import FakeSGLang
 from tiny_models import byte_tokenizer
 
+from megasync.app.workload import _configured_workflow
 from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
 from megasync.errors import ContextFull, DataError, ServerError
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.requests import RequestGate, SampleClient
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
-from megasync.workload import _configured_workflow
+from megasync.serving.control import ServerControl
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

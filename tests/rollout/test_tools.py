@@ -9,10 +9,10 @@ from typing import Literal
 
 import pytest
 
+from megasync.concurrency.threads import DaemonThreads
 from megasync.errors import ConfigError, ServerError
 from megasync.rollout import tools
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
-from megasync.threads import DaemonThreads
 
 
 def add(a: int, b: int = 1) -> int:

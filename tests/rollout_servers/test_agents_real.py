@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.requests import RequestGate, SampleClient
 from megasync.rollout.tools import Toolbox
+from megasync.serving.control import ServerControl
 from megasync.sync.served import flush_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

@@ -16,9 +16,9 @@ from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.parts import Parts
-from megasync.rollout.router import ROUTING_KEY_HEADER
+from megasync.serving.control import ServerControl
+from megasync.serving.router import ROUTING_KEY_HEADER
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from megasync.errors import ServerError
-from megasync.rollout.control import ServerControl
+from megasync.serving.control import ServerControl
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from aiohttp import web
 from torch import nn
 
 from megasync.errors import ServerError
-from megasync.rollout import sglang_plugin
-from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
-from megasync.rollout.engine_protocol import decode, encode
-from megasync.rollout.sglang_plugin import Plugin
-from megasync.sync.trace import trace_load
+from megasync.layout.trace import trace_load
+from megasync.serving.control import ServerControl
+from megasync.serving.engine_control import EngineControl
+from megasync.serving.engine_protocol import decode, encode
+from megasync.sync import sglang_plugin
+from megasync.sync.sglang_plugin import Plugin
 
 SPECS = [("w", (4, 3))]
 

@@ -14,11 +14,11 @@ from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
-from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_blueprint import engine_ranks
-from megasync.rollout.engine_control import EngineControl
-from megasync.rollout.engine_protocol import LOAD_FORMAT, encode
-from megasync.rollout.server import SGLangServer
+from megasync.serving.control import ServerControl
+from megasync.serving.engine_blueprint import engine_ranks
+from megasync.serving.engine_control import EngineControl
+from megasync.serving.engine_protocol import LOAD_FORMAT, encode
+from megasync.serving.server import SGLangServer
 
 pytestmark = pytest.mark.real
 

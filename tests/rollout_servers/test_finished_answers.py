@@ -14,9 +14,9 @@ from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
 from megasync.rollout.partials import Partials
 from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.serving.control import ServerControl
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

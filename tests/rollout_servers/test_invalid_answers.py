@@ -14,16 +14,16 @@ from megasync.rewards import model_client
 from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.verdict import ClassifierScore, NumberWritten, YesOrNo
 from megasync.rollout import client as client_module
-from megasync.rollout import control as control_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
-from megasync.rollout.engine_control import EngineControl
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
-from megasync.rollout.router import Router
-from megasync.rollout.router_members import RouterMembers
-from megasync.sync.disk_sync import DiskServer
+from megasync.serving import control as control_module
+from megasync.serving.control import ServerControl
+from megasync.serving.engine_control import EngineControl
+from megasync.serving.router import Router
+from megasync.serving.router_members import RouterMembers
+from megasync.sync.disk.sync import DiskServer
 
 SECONDS = 0.05
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

@@ -16,7 +16,7 @@ from processes import command_line, living
 from processes import family as family_of
 
 from megasync.errors import ServerError
-from megasync.rollout.process import ManagedProcess
+from megasync.serving.process import ManagedProcess
 
 # A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM. The child
 # has much memory, so that it takes a while to go when it is killed.
@@ -81,7 +81,7 @@ async def test_a_child_does_not_outlive_a_command_that_ends_by_itself(tmp_path):
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from megasync.rollout.process import ManagedProcess
+from megasync.serving.process import ManagedProcess
 process = ManagedProcess([sys.executable, "-c", sys.argv[2], sys.argv[1], "mild"], dict(os.environ), sys.argv[1] + ".log")
 process.start()
 time.sleep(600)

@@ -23,13 +23,13 @@ from tiny_models import make_tiny_model
 from megasync.cluster.server_slot import CHECK, nonsense, throughput
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
-from megasync.rollout.answers import Asked
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
-from megasync.rollout.keys import Keys
-from megasync.rollout.router import Router
-from megasync.rollout.server import SGLangServer
-from megasync.rollout.server_guard import GENERATION, PROBES
+from megasync.serving.answers import Asked
+from megasync.serving.control import ServerControl
+from megasync.serving.keys import Keys
+from megasync.serving.router import Router
+from megasync.serving.server import SGLangServer
+from megasync.serving.server_guard import GENERATION, PROBES
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -360,7 +360,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path):
 OWNER = """
 import asyncio, sys
 from megasync.config.schema import RolloutConfig
-from megasync.rollout.server import SGLangServer
+from megasync.serving.server import SGLangServer
 
 async def main():
     rollout = RolloutConfig(max_total_tokens=4096, max_running_requests=8, mem_fraction=0.3)

@@ -12,10 +12,10 @@ from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
-from megasync.rollout.ports import free_port
-from megasync.rollout.router import POLICIES, Router
-from megasync.rollout.router_members import RouterMembers
+from megasync.serving.control import ServerControl
+from megasync.serving.ports import free_port
+from megasync.serving.router import POLICIES, Router
+from megasync.serving.router_members import RouterMembers
 
 
 @asynccontextmanager

@@ -19,10 +19,10 @@ from megasync.config.access import router_trust
 from megasync.config.schema import ClusterConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.control import ServerControl
-from megasync.rollout.keys import Keys
-from megasync.rollout.router import Router
-from megasync.rollout.router_members import RouterMembers
+from megasync.serving.control import ServerControl
+from megasync.serving.keys import Keys
+from megasync.serving.router import Router
+from megasync.serving.router_members import RouterMembers
 
 KEYS = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
 OPEN_GENERATION = Keys(KEYS.admin, KEYS.router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.rollout.server_guard import CLOSED_ROUTE, GENERATION, PROBES, ServerGuard
+from megasync.serving.server_guard import CLOSED_ROUTE, GENERATION, PROBES, ServerGuard
 
 ADMIN, MAKER = "the-admin-key", "the-generation-key"
 CLOSED = [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megasync.config.schema import RewardModelConfig, RolloutConfig
-from megasync.rollout.reward_server import RewardModelServer
-from megasync.rollout.server import MODEL_PACKAGE, SGLangServer, stand_ins_path
-from megasync.rollout.server_guard import KEYS_VARIABLE
+from megasync.serving.reward_server import RewardModelServer
+from megasync.serving.server import MODEL_PACKAGE, SGLangServer, stand_ins_path
+from megasync.serving.server_guard import KEYS_VARIABLE
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:

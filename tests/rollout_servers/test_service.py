@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megasync.errors import ServerError
-from megasync.rollout.control import ServerControl
-from megasync.rollout.service import Service
+from megasync.serving.control import ServerControl
+from megasync.serving.service import Service
 
 SERVER = "import http.server, sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasync.rollout.server import MODEL_PACKAGE, stand_ins_path
+from megasync.serving.server import MODEL_PACKAGE, stand_ins_path
 
 ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -32,7 +32,7 @@ def test_sglang_still_does_not_start_without_the_stand_ins():
 
 LAUNCH = """
 import inspect, multiprocessing, sys
-from megasync.imports import quick_imports
+from megasync.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
     from sglang.srt.entrypoints import engine, http_server
@@ -41,7 +41,7 @@ with quick_imports():
     from sglang.srt.models.registry import ModelRegistry
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-    from megasync.sync.families import FAMILIES
+    from megasync.layout.families import FAMILIES
     from megasync_patches.sglang_cpu_launch import PATCH
 
 PATCH.needed()

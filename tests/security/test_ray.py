@@ -22,8 +22,8 @@ from megasync_patches import ray_bind
 from processes import family, listening
 
 from megasync.launch.node import ray_command
-from megasync.rollout.ports import free_port
-from megasync.rollout.process import ManagedProcess
+from megasync.serving.ports import free_port
+from megasync.serving.process import ManagedProcess
 
 ADDRESS = "127.0.0.2"
 # Ray's agent listens there for its own machine.

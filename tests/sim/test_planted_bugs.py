@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-import megasync.restore
+import megasync.control.restore
 from megasync.buffer.handle import AsyncBuffer
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.record import Standing
 from megasync.buffer.state import TrajectoryBuffer
-from megasync.buffer.trajectory import Partial
-from megasync.controller import Controller
-from megasync.progress import Progress
-from megasync.recovery import Recovery
-from megasync.rollout import answers
+from megasync.control.controller import Controller
+from megasync.control.progress import Progress
+from megasync.control.recovery import Recovery
+from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.health import ServerHealth, State
 from megasync.rollout.partials import Partials
 from megasync.rollout.parts import Parts
+from megasync.serving import answers
+from megasync.serving.health import ServerHealth, State
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
-from megasync.watchdog import Watchdog
+from megasync.trajectory import Partial
 
 # Schedules within which each bug is found.
 SEEDS = 300
@@ -167,7 +167,13 @@ BUGS = [
     (Partials, "restore", gives_the_neighbours, "does not follow", ""),
     (answers, "_check_tokens", lambda *_: None, "does not follow", "server lies"),
     (RolloutClient, "_request", aborts_everywhere, "is to abort", ""),
-    (megasync.restore, "begin_ledger", begins_in_place, "does not hold how its run began|damaged", "disk is full"),
+    (
+        megasync.control.restore,
+        "begin_ledger",
+        begins_in_place,
+        "does not hold how its run began|damaged",
+        "disk is full",
+    ),
     (
         TrajectoryBuffer,
         "admission_blocker",

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.sync.broadcast_plan import ITEM_BYTES, plan_broadcast
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.sync.broadcast.plan import ITEM_BYTES, plan_broadcast
 
 CONFIG = {
     "model_type": "qwen2",

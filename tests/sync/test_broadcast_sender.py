@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from megasync.errors import SyncError
-from megasync.sync.broadcast_plan import group_name, plan_broadcast
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.sync.broadcast.plan import group_name, plan_broadcast
 
 RECEIVER = """
 import hashlib, importlib.util, json, sys
@@ -121,8 +121,8 @@ async def test_sending_without_a_group_and_foreign_parameters_are_refused(
 
 def test_a_model_that_is_not_the_layouts_is_refused_by_name(make_model, save_model, tmp_path):
     from megasync.device import Device
-    from megasync.sync.broadcast_sender import BroadcastSender
-    from megasync.sync.shards import load_shards
+    from megasync.layout.shards import load_shards
+    from megasync.sync.broadcast.sender import BroadcastSender
 
     layout = Layout(save_model(make_model(), tmp_path), Topology())
     params = load_shards(tmp_path, layout, 0)

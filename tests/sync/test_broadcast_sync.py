@@ -8,11 +8,12 @@ from fake_control import FakeControl
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import ServerError, SyncError
-from megasync.sync import broadcast_sync, served
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.sync import served
+from megasync.sync.broadcast import sync as broadcast_sync
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync
 
 CONFIG = {
     "model_type": "llama",

@@ -6,12 +6,12 @@ import pytest
 import torch
 from fake_engine import fake_engine, traced
 
+from megasync.layout.engine_layout import Fill
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 from megasync.preflight.layout_check import made_up
-from megasync.sync.check_layout import carry_out
-from megasync.sync.engine_layout import Fill
-from megasync.sync.layout import Layout
-from megasync.sync.shard_plan import ShardPlan, plan_shards
-from megasync.sync.topology import Topology
+from megasync.sync.shard.plan import ShardPlan, plan_shards
+from megasync.sync.shard.rehearsal import carry_out
 
 CONFIG = {
     "model_type": "llama",

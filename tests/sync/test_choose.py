@@ -5,13 +5,13 @@ import pytest
 from megasync.config import Config
 from megasync.device import Device
 from megasync.errors import RankLost, ServerError
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 from megasync.sync.attempt import Attempt, PhaseFailed, PublishError
-from megasync.sync.broadcast_sync import BroadcastSync
+from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.choose import choose_sync
-from megasync.sync.disk_sync import DiskSync
-from megasync.sync.layout import Layout
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.topology import Topology
+from megasync.sync.disk.sync import DiskSync
+from megasync.sync.shard.sync import ShardSync
 
 CONFIG = {
     "model_type": "qwen3",

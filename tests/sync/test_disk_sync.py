@@ -9,15 +9,16 @@ from fake_control import FakeControl
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
-from megasync.sync import disk_sync, served
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.disk_sync import NOT_LOADED, DiskSync
-from megasync.sync.disk_writer import write_bucket
+from megasync.layout.layout import Layout
+from megasync.layout.shards import part_name
+from megasync.layout.topology import Topology
+from megasync.sync import served
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.disk import sync as disk_sync
+from megasync.sync.disk.sync import NOT_LOADED, DiskSync
+from megasync.sync.disk.version_folders import VersionFolders
+from megasync.sync.disk.writer import write_bucket
 from megasync.sync.groups import Deadline
-from megasync.sync.layout import Layout
-from megasync.sync.shards import part_name
-from megasync.sync.topology import Topology
-from megasync.sync.version_folders import VersionFolders
 
 LOAD = "/update_weights_from_disk"
 

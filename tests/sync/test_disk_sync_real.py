@@ -9,12 +9,12 @@ from serving import check_answers, check_serves, checksums, generate, serving, s
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
-from megasync.rollout.control import ServerControl
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.disk_sync import DiskSync
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
-from megasync.sync.version_folders import VersionFolders
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.disk.sync import DiskSync
+from megasync.sync.disk.version_folders import VersionFolders
 
 pytestmark = pytest.mark.real
 

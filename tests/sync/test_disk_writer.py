@@ -8,11 +8,11 @@ from safetensors import safe_open
 
 from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.disk_writer import DiskWriter
-from megasync.sync.layout import Layout
-from megasync.sync.shards import load_shards, part_name
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.shards import load_shards, part_name
+from megasync.layout.topology import Topology
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.disk.writer import DiskWriter
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megasync.errors import ConfigError
-from megasync.sync import shards as shards_module
-from megasync.sync.families import FAMILIES, Split
-from megasync.sync.families.experts import SPARSE
-from megasync.sync.families.latent import LATENT
-from megasync.sync.layout import Layout, padded_vocab
-from megasync.sync.shards import assemble, load_shards
-from megasync.sync.topology import Topology
+from megasync.layout import shards as shards_module
+from megasync.layout.families import FAMILIES, Split
+from megasync.layout.families.experts import SPARSE
+from megasync.layout.families.latent import LATENT
+from megasync.layout.layout import Layout, padded_vocab
+from megasync.layout.shards import assemble, load_shards
+from megasync.layout.topology import Topology
 
 SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 

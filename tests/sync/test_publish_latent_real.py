@@ -11,13 +11,13 @@ from engine_models import make_model
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
-from megasync.rollout.control import ServerControl
-from megasync.rollout.server import SGLangServer
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
-from megasync.sync.layout import Layout
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.serving.server import SGLangServer
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync
+from megasync.sync.shard.sync import ShardSync
 
 pytestmark = pytest.mark.real
 

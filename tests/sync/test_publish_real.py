@@ -9,11 +9,11 @@ from serving import check_answers, check_serves, generate, serving, steady_traff
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.rollout.control import ServerControl
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.broadcast_sync import BroadcastSync
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.sync import BroadcastSync
 
 pytestmark = pytest.mark.real
 

@@ -9,10 +9,10 @@ import pytest
 from serving import SIZES, check_serves, checksums, serving
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
-from megasync.rollout.control import ServerControl
-from megasync.sync.layout import Layout
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.sync.shard.sync import ShardSync
 
 pytestmark = pytest.mark.real
 

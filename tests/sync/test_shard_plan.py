@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tiny_shards import random_weights, shards_of
 
 from megasync.errors import SyncError
-from megasync.sync import shard_plan
-from megasync.sync.engine_layout import EngineRank
-from megasync.sync.layout import Box, Layout
-from megasync.sync.shard_plan import intersect, plan_shards
-from megasync.sync.shards import box_of
-from megasync.sync.topology import Topology
+from megasync.layout.engine_layout import EngineRank
+from megasync.layout.layout import Box, Layout
+from megasync.layout.shards import box_of
+from megasync.layout.topology import Topology
+from megasync.sync.shard import plan as shard_plan
+from megasync.sync.shard.plan import intersect, plan_shards
 
 SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 

@@ -9,11 +9,11 @@ from serving import check_answers, check_serves, checksums, generate, make_serve
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
-from megasync.rollout.control import ServerControl
-from megasync.sync.engine import Engine
-from megasync.sync.layout import Layout
-from megasync.sync.shard_sync import ShardSync
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.serving.control import ServerControl
+from megasync.sync.shard.engine import Engine
+from megasync.sync.shard.sync import ShardSync
 
 pytestmark = pytest.mark.real
 

@@ -14,14 +14,15 @@ from tiny_shards import random_weights, shards_of
 
 from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.sync import receiver as receiving
-from megasync.sync import shard_plan, shard_sender
-from megasync.sync.digest import combine
-from megasync.sync.layout import Layout
-from megasync.sync.receiver import Receiver
-from megasync.sync.shard_plan import ShardPlan, plan_shards, receive_program
-from megasync.sync.shard_sender import ShardSender
-from megasync.sync.topology import Topology
+from megasync.layout.digest import combine
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+from megasync.sync.shard import plan as shard_plan
+from megasync.sync.shard import receiver as receiving
+from megasync.sync.shard import sender as shard_sender
+from megasync.sync.shard.plan import ShardPlan, plan_shards, receive_program
+from megasync.sync.shard.receiver import Receiver
+from megasync.sync.shard.sender import ShardSender
 
 CONFIG = {
     "model_type": "llama",

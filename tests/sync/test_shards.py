@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megasync.errors import CheckpointError
-from megasync.sync import shards
-from megasync.sync.layout import Layout
-from megasync.sync.shards import describe, export_checkpoint, load_shards, save_written, shard_file
-from megasync.sync.topology import Topology
+from megasync.layout import shards
+from megasync.layout.layout import Layout
+from megasync.layout.shards import describe, export_checkpoint, load_shards, save_written, shard_file
+from megasync.layout.topology import Topology
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megasync.config.schema import TrainerConfig
 from megasync.errors import ConfigError
-from megasync.sync.topology import Coords, Topology
+from megasync.layout.topology import Coords, Topology
 
 sizes = st.integers(1, 5)
 

@@ -10,9 +10,9 @@ from oracle.engine_oracle import compare
 from torch import nn
 
 from megasync.errors import TraceError
-from megasync.sync.engine_layout import EngineRank, Fill, Slot
-from megasync.sync.layout import Box
-from megasync.sync.trace import trace_load
+from megasync.layout.engine_layout import EngineRank, Fill, Slot
+from megasync.layout.layout import Box
+from megasync.layout.trace import trace_load
 
 
 def check(model: nn.Module, specs, post_load=lambda model: None) -> EngineRank:

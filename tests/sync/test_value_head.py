@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from tiny_models import make_tiny_model, make_tiny_value_model
 from transformers import AutoModelForTokenClassification
 
-from megasync.sync.families import FAMILIES
-from megasync.sync.families.value_head import BIAS, WEIGHT
-from megasync.sync.layout import Layout
-from megasync.sync.shards import describe, export_checkpoint, layout_of, load_shards, save_written
-from megasync.sync.topology import Topology
+from megasync.layout.families import FAMILIES
+from megasync.layout.families.value_head import BIAS, WEIGHT
+from megasync.layout.layout import Layout
+from megasync.layout.shards import describe, export_checkpoint, layout_of, load_shards, save_written
+from megasync.layout.topology import Topology
 from megasync.trainer.value_head import fresh_value_head
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)

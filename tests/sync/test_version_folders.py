@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megasync.errors import SyncError
-from megasync.sync import version_folders
-from megasync.sync.broadcast_plan import plan_broadcast
-from megasync.sync.disk_writer import write_bucket
+from megasync.layout.layout import Layout
+from megasync.layout.shards import HfFolder, load_shards, part_name
+from megasync.layout.topology import Topology
+from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.disk import version_folders
+from megasync.sync.disk.version_folders import VersionFolders
+from megasync.sync.disk.writer import write_bucket
 from megasync.sync.groups import Deadline
-from megasync.sync.layout import Layout
-from megasync.sync.shards import HfFolder, load_shards, part_name
-from megasync.sync.topology import Topology
-from megasync.sync.version_folders import VersionFolders
 
 
 @pytest.fixture

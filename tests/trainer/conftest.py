@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 
 WORKER = Path(__file__).with_name("worker.py")
 # Seconds for one request; many times what any needs, even on a crowded machine.

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasync.sync.layout import Layout
-from megasync.sync.shards import assemble, export_checkpoint
-from megasync.sync.topology import Topology
+from megasync.layout.layout import Layout
+from megasync.layout.shards import assemble, export_checkpoint
+from megasync.layout.topology import Topology
 
 WHOLE = {"distributed_optimizer": False}
 INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline": 2, "tokens_per_microbatch": 64}

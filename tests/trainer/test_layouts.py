@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasync.sync.shards import export_checkpoint
+from megasync.layout.shards import export_checkpoint
 
 LAYOUTS = {
     1: {"one": {}, "small-microbatches": {"tokens_per_microbatch": 64}, "recompute": {"recompute": "full"}},

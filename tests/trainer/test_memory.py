@@ -16,9 +16,9 @@ from megasync.config.schema import (
     SamplingConfig,
     TrainerConfig,
 )
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
 from megasync.preflight.memory import checkpoint_bytes, in_flight, stage_memory
-from megasync.sync.layout import Layout
-from megasync.sync.topology import Topology
 
 RUNS = {
     "tp2-float32": ("float32", {"tensor_parallel": 2}),

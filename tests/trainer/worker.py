@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasync.buffer.trajectory import Group, Trajectory
 from megasync.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
+from megasync.trajectory import Group, Trajectory
 
 STORES = Path(sys.argv[3])
 MEETINGS = itertools.count()

@@ -24,10 +24,10 @@ from verl.utils.device import get_device_name
 from megasync.device import resolve_device
 from megasync.errors import ConfigError, SyncError
 from megasync.integrations.verl.weights import Weights
-from megasync.sync.broadcast_plan import BroadcastPlan, plan_broadcast
-from megasync.sync.digest import digest, signed
+from megasync.layout.digest import digest, signed
+from megasync.layout.shards import describe, layout_of
+from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 from megasync.sync.groups import Deadline, Group, join_store, open_store
-from megasync.sync.shards import describe, layout_of
 from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part
 
 # Key of the store under which the first trainer rank tells what the plan is made of.

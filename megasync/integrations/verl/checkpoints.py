@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megasync.sync.shards import export_checkpoint
+from megasync.layout.shards import export_checkpoint
 from megasync.trainer.checkpoint import together
 from megasync.trainer.engine import MegatronEngine
 

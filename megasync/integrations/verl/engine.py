@@ -20,7 +20,7 @@ from megasync.device import resolve_device
 from megasync.errors import ConfigError
 from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer, verls_names
 from megasync.integrations.verl.weights import LiveWeights, Weights
-from megasync.sync.topology import Topology
+from megasync.layout.topology import Topology
 
 DEVICES = ["cuda", "cpu"]
 

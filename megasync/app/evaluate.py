@@ -1,0 +1,231 @@
+"""`megasync eval`: the held-out sets of a configuration, answered by a checkpoint. Servers only, no trainer.
+
+The parts are those of a run (`servers`, `workload`); the weights come from a folder, so a server that is started again
+serves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Collection, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megasync.app.servers import Servers, reserve
+from megasync.app.workload import Task, prepare_task
+from megasync.cluster.roles import check_capabilities
+from megasync.config import CONFIG_FILE, Config, load_config, save_config
+from megasync.config.pools import pool_specs
+from megasync.config.schema import TrainerConfig
+from megasync.device import check_machine, resolve_device
+from megasync.errors import CheckpointError, ConfigError
+from megasync.evaluation.evaluate import Evaluation, evaluate
+from megasync.evaluation.show import EvaluationView, write_scores
+from megasync.observe.logfile import log_to_file
+from megasync.observe.names import UNNAMED_SET
+from megasync.preflight.check import check_config
+
+# Seconds between two looks at the servers.
+WATCH_SECONDS = 1.0
+# Where a training checkpoint is written as a Hugging Face folder for the servers, for as long as they run.
+EXPORT_FOLDER = "model"
+
+
+def load_target(target: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of a YAML file or of a run directory, without its trainer.
+
+    Raises ConfigError, also for a run whose reward, rollout function or held-out rows came from Python.
+    """
+    if not target.is_dir():
+        config = load_config(target, overrides)
+    elif not (target / CONFIG_FILE).is_file():
+        raise ConfigError(f"{target} is neither a configuration file nor a run directory: it has no {CONFIG_FILE}")
+    else:
+        config = load_config(target / CONFIG_FILE, overrides)
+        custom = target / "custom.json"
+        brought = json.loads(custom.read_text()) if custom.is_file() else []
+        if missing := [name for name in brought if name != "train_dataset"]:
+            raise ConfigError(
+                f"{target} was started from Python with its own {', '.join(missing)}, which `megasync eval` cannot know; "
+                f"name them in a configuration (rollout.reward, rollout.workflow, eval.sets) and evaluate that with --model"
+            )
+    config.trainer = TrainerConfig()
+    return config
+
+
+@contextmanager
+def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Path]:
+    """Makes the output folder: `out`, or a new one in the run's directory or below run_root. Gone again if it stays empty.
+
+    Raises ConfigError when it holds something already, or cannot be made.
+    """
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or (
+        target / f"eval-{stamp}" if target.is_dir() else Path(config.run_root) / f"{config.name}-eval-{stamp}"
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; name another folder with --out")
+    except OSError as error:
+        raise ConfigError(f"the output folder {folder} cannot be made: {error}") from error
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def model_folder(
+    target: Path, config: Config, out: Path, model: Path | None, checkpoint: Path | None
+) -> Iterator[tuple[Path, str]]:
+    """The Hugging Face folder that is served, and what it is in words.
+
+    `model` itself; else the training checkpoint, a run's newest one when none is given, written out below `out` and removed
+    at the end; else the configuration's own model. Raises CheckpointError for a checkpoint that cannot be read.
+    """
+    if model is None and checkpoint is None and not target.is_dir():
+        model = Path(config.model.path)
+    if model is not None:
+        yield model, str(model)
+        return
+    from megasync.layout.shards import export_checkpoint
+    from megasync.trainer.checkpoint import latest
+
+    checkpoint = checkpoint or latest(target)
+    if checkpoint is None:
+        raise CheckpointError(f"{target} has no complete checkpoint yet; name a Hugging Face folder with --model")
+    folder = out / EXPORT_FOLDER
+    try:
+        export_checkpoint(checkpoint, Path(config.model.path), folder)
+        yield folder, str(checkpoint)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_evaluation(
+    config: Config, out: Path, served: Path, name: str, only: Collection[str], console: Console
+) -> list[Evaluation]:
+    """Starts servers of the folder `served`, asks, and ends them. `only` names the sets that are wanted; none means all.
+
+    Raises ConfigError or DataError before any process starts, KeyboardInterrupt on Ctrl-C once all have ended.
+    """
+    config.model.path = str(served)
+    _drop_unused_rewards(config, only)
+    check_config(config, training=False)
+    if config.cluster.address is None:
+        check_machine(config.cluster.device, trains=False)
+    task = prepare_task(config, only)
+    save_config(config, out / CONFIG_FILE)
+    handler = log_to_file(out / "logs" / "evaluation.log")
+    try:
+        return asyncio.run(_interruptible(_Evaluating(config, out, name, task, console)))
+    finally:
+        handler.close()
+
+
+def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
+    """Reward models need not be started for sets that all have a reward of their own."""
+    named = [held_out.reward for name, held_out in config.eval.sets.items() if not only or name in only]
+    unnamed = config.data.eval is not None and (not only or UNNAMED_SET in only)
+    if named and all(named) and not unnamed:
+        config.rollout.rewards, config.reward_models = {}, {}
+
+
+class _Evaluating:
+    def __init__(self, config: Config, out: Path, name: str, task: Task, console: Console) -> None:
+        self._config = config
+        self._out = out
+        self._name = name
+        self._task = task
+        parts = [
+            (each.name, temperature, len(each.prompts) * each.repeats_at(temperature))
+            for each in task.eval_sets
+            for temperature in each.temperatures
+        ]
+        self._view = EvaluationView(out, parts, console)
+
+    async def run(self) -> list[Evaluation]:
+        check_capabilities()
+        config, task = self._config, self._task
+        device = resolve_device(config.cluster.device)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(task.close)
+            await task.open()
+            self._view.message(f"starting {config.rollout.servers} server(s) of {self._name}")
+            pools = await reserve(stack, config, pool_specs(config, training=False), device)
+            servers = Servers.of(stack, config, self._out, device, pools, task)
+            await servers.start()
+            controls = servers.fleet.joiners()
+            client = servers.client(stack, config, task, controls)
+            await servers.fleet.joined([control.url for control in controls])
+            start = time.monotonic()
+            seed = config.seed if config.rollout.deterministic else None
+            with self._view:
+                asking = evaluate(
+                    *(client, task.eval_sets, task.workflow, config.eval.max_inflight, seed), self._view.answer
+                )
+                found = await _unless(_care(servers), asking)
+            write_scores(self._out, self._name, found, time.monotonic() - start)
+            return found
+
+
+async def _care(servers: Servers) -> None:
+    """Lets servers that were started again serve: they hold the weights already. Raises when too few are left."""
+    while True:
+        await servers.fleet.watch()
+        await servers.reward_models.watch()
+        if joiners := servers.fleet.joiners():
+            await servers.fleet.joined([control.url for control in joiners])
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation]:
+    """The result of `asking`, unless `care` raises first."""
+    tasks = [asyncio.create_task(care, name="servers"), asyncio.create_task(asking, name="evaluation")]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _interruptible(evaluating: _Evaluating) -> list[Evaluation]:
+    """Ctrl-C or SIGTERM ends it cleanly: servers are put away first."""
+    task = asyncio.create_task(evaluating.run(), name="evaluating")
+    if threading.current_thread() is not threading.main_thread():
+        return await task
+    loop = asyncio.get_running_loop()
+    seen: list[str] = []
+
+    def on_signal(name: str) -> None:
+        # Once: a further cancellation would only break the cleaning up.
+        if not seen:
+            task.cancel()
+        seen.append(name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not seen:
+            raise
+        raise KeyboardInterrupt(f"stopped by {seen[0]}") from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,107 @@
+"""The serving side of a run or an evaluation: devices, rollout servers, reward models, and the client that asks them.
+
+What is opened is pushed on the caller's exit stack the moment it exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasync.app.workload import Task
+from megasync.cluster.fleet import Fleet
+from megasync.cluster.pools import Pools
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.reward_servers import RewardServers
+from megasync.concurrency.together import together
+from megasync.config import Config
+from megasync.config.access import router_trust
+from megasync.config.pools import PoolSpec
+from megasync.device import Device
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.quarantine import Quarantine
+from megasync.serving.control import ServerControl
+from megasync.serving.keys import Keys
+
+# Below the run directory: a file for each prompt that kills servers.
+POISON_FOLDER = "poison"
+
+
+async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
+    """Starts or joins Ray and reserves the pools. Raises MegasyncError when the cluster has no room for them."""
+    cluster = RayCluster(config, sum(spec.total_devices for spec in specs.values()))
+    # A thread cannot be cancelled: whoever leaves now waits until Ray is up, and then takes it down again.
+    connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
+
+    async def disconnect() -> None:
+        await asyncio.wait([connecting])
+        await asyncio.to_thread(cluster.close)
+
+    stack.push_async_callback(disconnect)
+    await asyncio.shield(connecting)
+    cluster.give_back_signals()
+    pools = Pools(dict(specs), device.kind)
+    stack.callback(pools.remove)
+    await pools.create(config.timeouts.server_start)
+    return pools
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    fleet: Fleet
+    reward_models: RewardServers
+    keys: Keys
+    # Of prompts that kill the fleet's servers.
+    quarantine: Quarantine
+
+    @classmethod
+    def of(
+        cls, stack: AsyncExitStack, config: Config, run_dir: Path, device: Device, pools: Pools, task: Task
+    ) -> Servers:
+        """Nothing is started yet, and all that will be is put away by the stack."""
+        keys = Keys.draw(config.cluster)
+        fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
+        stack.push_async_callback(fleet.stop)
+        reward_models = RewardServers(config, run_dir, device, pools, keys, task.scoring.models)
+        stack.push_async_callback(reward_models.stop)
+        health = config.rollout.health
+        hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
+        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
+        fleet.follow_deaths(quarantine.left)
+        stack.push_async_callback(quarantine.close)
+        return cls(fleet, reward_models, keys, quarantine)
+
+    async def start(self) -> None:
+        """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
+        await together(self._start_rollout_pool(), self.reward_models.start_own())
+
+    async def _start_rollout_pool(self) -> None:
+        await self.fleet.start()
+        await self.reward_models.start_shared(self.fleet.visible_devices)
+
+    def client(
+        self, stack: AsyncExitStack, config: Config, task: Task, controls: Sequence[ServerControl]
+    ) -> RolloutClient:
+        """For requests through the router; it hears of servers that come and go."""
+        client = RolloutClient(
+            self.fleet.router_url,
+            controls,
+            vocab_size=task.vocab_size,
+            context_length=task.context_length,
+            sampling=config.rollout.sampling,
+            request_timeout=config.timeouts.request,
+            tokenizer=task.tokenizer,
+            stream_interval=config.rollout.stream_interval,
+            chat=config.rollout.chat,
+            api_key=self.keys.generation,
+            trust=router_trust(config.cluster),
+            stop_ids=task.stop_ids,
+            quarantine=self.quarantine,
+            on_nonsense=self.fleet.doubt,
+        )
+        stack.push_async_callback(client.close)
+        self.fleet.follow(client.add_server, client.remove_server, known=controls)
+        return client

@@ -1,0 +1,209 @@
+"""What a run works on: rendered prompts, the reward, the rollout function. Everything a person can get wrong about data
+is refused here, before the first process starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasync.config import Config
+from megasync.config.schema import RolloutConfig
+from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_examples
+from megasync.data.tokenizer import load_tokenizer
+from megasync.environments import Play
+from megasync.errors import ConfigError
+from megasync.evaluation.evaluate import HeldOutSet
+from megasync.evaluation.held_out_sets import held_out_sets
+from megasync.gateway import AgentWorkflow
+from megasync.importing import load_function
+from megasync.rewards import RewardRunner
+from megasync.rewards.scoring import Scoring
+from megasync.rollout.tool_agent import tool_agent
+from megasync.rollout.workflow import single_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """What the caller brought from Python instead of naming it in the configuration."""
+
+    reward: Callable | Mapping[Callable, float] | None = None
+    rollout: Callable | None = None
+    agent: Callable | None = None
+    train_dataset: Sequence[dict] | None = None
+    eval_dataset: Sequence[dict] | None = None
+
+    def names(self) -> list[str]:
+        return [name for name in self.__slots__ if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What evaluation and training both need. `eval_sets` is empty without a held-out set."""
+
+    tokenizer: Any
+    vocab_size: int
+    # Longest prompt plus response, in tokens.
+    context_length: int
+    eval_sets: list[HeldOutSet]
+    workflow: Callable
+    scoring: Scoring
+    # Tokens that end any response.
+    stop_ids: frozenset[int] = frozenset()
+
+    async def open(self) -> None:
+        """Opens what can be refused before any process starts: the gateway's port."""
+        if isinstance(self.workflow, AgentWorkflow):
+            await self.workflow.open()
+
+    async def close(self) -> None:
+        """Ends what the rollout function and the rewards keep open: an environment's pool, an agent's gateway, processes."""
+        if isinstance(self.workflow, (Play, AgentWorkflow)):
+            await self.workflow.close()
+        await self.scoring.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload(Task):
+    source: PromptSource
+    rewards: RewardRunner
+
+    def probes(self, count: int) -> list[list[int]]:
+        """Token ids of a few prompts that can be scored: at least two tokens each."""
+        prompts = self.eval_sets[0].prompts if self.eval_sets else None
+        prompts = prompts or [self.source.get(f"0:{row}") for row in range(min(count, len(self.source)))]
+        return [list(p.prompt_ids) for p in prompts if len(p.prompt_ids) > 1][:count]
+
+
+def prepare_workload(config: Config, custom: Custom) -> Workload:
+    """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
+    scoring = Scoring(config, custom.reward)
+    rows, verifier = _rows(config.data.train, custom.train_dataset)
+    examples, rows = split_examples(rows, config.data.prompt)
+    tokenizer, vocab_size, context_length = _model(config)
+    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    reward = scoring.named or verifier
+    if reward is None and not _scores_itself(config, custom):
+        raise ConfigError(
+            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
+            "code or 'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a "
+            "rollout function that scores its trajectories itself"
+        )
+    return Workload(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        source=PromptSource(rows, renderer, config.data.shuffle, config.seed),
+        eval_sets=held_out_sets(
+            config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
+        ),
+        rewards=scoring.runner(reward),
+        workflow=_workflow(config, custom, tokenizer),
+        scoring=scoring,
+        stop_ids=stop_ids(config.model.path, tokenizer),
+    )
+
+
+def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
+    """What an evaluation without a trainer needs, of the held-out sets named in `only`, or all. Raises as above."""
+    custom = Custom()
+    tokenizer, vocab_size, context_length = _model(config)
+    examples: list[dict] = []
+    if config.data.prompt.examples:
+        if config.data.train is None:
+            raise ConfigError(
+                f"data.prompt.examples={config.data.prompt.examples} are shown from data.train, which is not set; name it"
+            )
+        examples, _ = split_examples(_rows(config.data.train, None)[0], config.data.prompt)
+    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    scoring = Scoring(config)
+    itself = _scores_itself(config, custom)
+    sets = held_out_sets(config, renderer, scoring, only=only, scores_itself=itself)
+    if not sets:
+        raise ConfigError("there is nothing to evaluate: name a held-out set in data.eval or eval.sets")
+    return Task(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        eval_sets=sets,
+        workflow=_workflow(config, custom, tokenizer),
+        scoring=scoring,
+        stop_ids=stop_ids(config.model.path, tokenizer),
+    )
+
+
+def _model(config: Config) -> tuple[Any, int, int]:
+    """Tokenizer, size of the vocabulary, and the longest prompt plus response in tokens."""
+    model = read_hf_config(config.model.path)
+    context_length = config.rollout.context_length or model["max_position_embeddings"]
+    if config.data.prompt.max_tokens + 1 > context_length:
+        raise ConfigError(
+            f"data.prompt.max_tokens={config.data.prompt.max_tokens} leaves no room for an answer within the context "
+            f"of {context_length} tokens; lower it or raise rollout.context_length"
+        )
+    return load_tokenizer(config.model.path), model["vocab_size"], context_length
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """The model folder's config.json, which `check_config` has looked at already."""
+    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+
+
+def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which SGLang ends a response of this model: of its configurations, and of its tokenizer."""
+    found = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
+    for name in ("config.json", "generation_config.json"):
+        if (file := Path(path) / name).exists():
+            config = json.loads(file.read_text(encoding="utf-8"))
+            ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+            found += ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in found if token is not None)
+
+
+def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
+    return (as_rows(own, "train_dataset"), None) if own is not None else load_dataset(dataset)
+
+
+def _scores_itself(config: Config, custom: Custom) -> bool:
+    rollout = config.rollout
+    return bool(custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment)
+
+
+def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+    if (agent := _agent(config, custom)) is not None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"agents talk in chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
+            )
+        name = Path(config.model.path).name
+        return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)
+    if custom.rollout is None and config.rollout.environment is not None:
+        return Play.of(config.rollout.environment, config.timeouts.environment)
+    workflow = custom.rollout or _configured_workflow(config.rollout)
+    if not inspect.iscoroutinefunction(workflow):
+        raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
+    return workflow
+
+
+def _agent(config: Config, custom: Custom) -> Callable | None:
+    if custom.agent is not None or custom.rollout is not None or config.rollout.agent is None:
+        return custom.agent
+    return load_function(config.rollout.agent)
+
+
+def _configured_workflow(rollout: RolloutConfig) -> Callable:
+    if rollout.workflow:
+        return load_function(rollout.workflow)
+    tools = rollout.tools
+    if not tools.functions:
+        return single_turn
+    return tool_agent(
+        [load_function(reference) for reference in tools.functions],
+        max_turns=tools.max_turns,
+        timeout=tools.timeout,
+        max_output=tools.max_output,
+    )

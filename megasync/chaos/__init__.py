@@ -1,0 +1,1 @@
+"""`megasync chaos`: injects faults into a real run from outside, and reports the outcome."""

@@ -1,0 +1,54 @@
+"""The model families as data: which Hugging Face tensors make up which Megatron parameter, and how it is split.
+
+One table per family serves every direction: loading, export, the sync plan. To add a family, add a table to the module
+of its kind; docs/adding_a_model.md shows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megasync.errors import ConfigError
+from megasync.layout.families.dense import DENSE
+from megasync.layout.families.experts import SPARSE
+from megasync.layout.families.latent import LATENT
+from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.sizes import Sizes, read_sizes
+
+__all__ = ["FAMILIES", "Family", "Rule", "Sizes", "Split", "Tensor", "family_of", "sizes_of"]
+
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The table of a config.json's ``model_type``, with the rules that its switches turn on.
+
+    Raises:
+        ConfigError: no table for that type, or an option that the table does not cover.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"model_type {kind!r} in config.json is not supported; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    config = {**family.defaults, **hf_config}
+    for key, value in family.fixed.items():
+        if config.get(key, value) != value:
+            raise ConfigError(f"{key}={config[key]} in config.json is not supported for {kind}; only {value} is")
+
+    def held(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return tuple(rule for rule in rules if rule.holds(config))
+
+    return replace(family, layer=held(family.layer), dense=held(family.dense), sparse=held(family.sparse))
+
+
+def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
+    """Dimensions of the model in a config.json.
+
+    Raises:
+        ConfigError: a size is missing.
+    """
+    family = family_of(hf_config)
+    given = {key: value for key, value in hf_config.items() if value is not None}
+    return read_sizes({**family.defaults, **given}, bool(family.sparse), family.latent)

@@ -1,0 +1,125 @@
+"""Families whose layers all have one MLP, and the rules that other families share with them.
+
+Transformer Engine's fused layers carry two norms under other names than the local layers; that is the only difference
+between the two flavours.
+"""
+
+from __future__ import annotations
+
+from megasync.layout.families.rules import Family, Rule, Split, Tensor
+
+
+def norm(hf: str, local: str, te: str | None = None, size: str = "hidden") -> Rule:
+    return Rule(Split.REPLICATED, (Tensor(hf, (size,)),), local, te)
+
+
+def qkv(kind: str, *columns: str, when: str | None = None) -> Rule:
+    rows = {"q": "q_rows", "k": "kv_rows", "v": "kv_rows"}
+    tensors = (Tensor(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
+    return Rule(Split.QKV, tuple(tensors), f"decoder.layers.{{layer}}.self_attention.linear_qkv.{kind}", when=when)
+
+
+EMBEDDING = Rule(
+    Split.VOCAB, (Tensor("model.embed_tokens.weight", ("vocab", "hidden")),), "embedding.word_embeddings.weight"
+)
+FINAL = norm("model.norm.weight", "decoder.final_layernorm.weight")
+HEAD = Rule(Split.VOCAB, (Tensor("lm_head.weight", ("vocab", "hidden")),), "output_layer.weight")
+
+INPUT_NORM = norm(
+    "model.layers.{layer}.input_layernorm.weight",
+    "decoder.layers.{layer}.input_layernorm.weight",
+    "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+)
+QKV_WEIGHT = qkv("weight", "hidden")
+QKV_BIAS = qkv("bias")
+QK_NORMS = tuple(
+    norm(
+        f"model.layers.{{layer}}.self_attn.{x}_norm.weight",
+        f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
+        size="head_dim",
+    )
+    for x in "qk"
+)
+OUTPUT = Rule(
+    Split.ROW,
+    (Tensor("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "q_rows")),),
+    "decoder.layers.{layer}.self_attention.linear_proj.weight",
+)
+POST_ATTENTION_NORM = norm(
+    "model.layers.{layer}.post_attention_layernorm.weight",
+    "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+    "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+)
+
+
+def gated(hf: str, megatron: str, size: str, te: str | None = None) -> tuple[Rule, Rule]:
+    """A gated MLP's two parameters: gate and up projections of ``size`` rows fused, and the down projection.
+
+    Args:
+        hf, megatron: what stands before ``gate_proj.weight`` and ``linear_fc1.weight``.
+        te: pattern of the whole name under Transformer Engine, with ``{fc}`` for fc1 or fc2.
+    """
+    names = tuple(Tensor(f"{hf}.{x}_proj.weight", (size, "hidden")) for x in ("gate", "up"))
+    down = Tensor(f"{hf}.down_proj.weight", ("hidden", size))
+    fused = tuple(te.replace("{fc}", fc) if te else None for fc in ("fc1", "fc2"))
+    return (
+        Rule(Split.GATED, names, f"{megatron}.linear_fc1.weight", fused[0]),
+        Rule(Split.ROW, (down,), f"{megatron}.linear_fc2.weight", fused[1]),
+    )
+
+
+MLP = (POST_ATTENTION_NORM, *gated("model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp", "intermediate"))
+GLM4_MLP = (
+    POST_ATTENTION_NORM,
+    Rule(
+        Split.GATED,
+        (Tensor("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate_up", "hidden")),),
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+    ),
+    MLP[-1],
+)
+# Norms of the outputs of attention and MLP, before they are added to the residual.
+GLM4_OUTPUT_NORMS = (
+    norm(
+        "model.layers.{layer}.post_self_attn_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
+    ),
+    norm(
+        "model.layers.{layer}.post_mlp_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight",
+    ),
+)
+ENDS = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
+
+DENSE: dict[str, Family] = {
+    "llama": Family(
+        **ENDS,
+        layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
+        dense=MLP,
+        fixed={"attention_bias": False, "mlp_bias": False},
+    ),
+    "mistral": Family(
+        **ENDS,
+        layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
+        dense=MLP,
+        fixed={"sliding_window": None},
+        # A config.json without the key means a window.
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family(**ENDS, layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT), dense=MLP),
+    "qwen3": Family(
+        **ENDS,
+        layer=(INPUT_NORM, QKV_WEIGHT, *QK_NORMS, OUTPUT),
+        dense=MLP,
+        fixed={"attention_bias": False},
+        defaults={"head_dim": 128},
+    ),
+    "glm4": Family(
+        **ENDS,
+        layer=(INPUT_NORM, QKV_WEIGHT, qkv("bias", when="attention_bias"), OUTPUT, *GLM4_OUTPUT_NORMS),
+        dense=GLM4_MLP,
+        defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},
+        interleaved_rotary=True,
+        partial_rotary=True,
+    ),
+}

@@ -1,0 +1,84 @@
+"""Families with multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+
+Queries, and keys together with values, are projected down to a narrow latent, normed, and projected up to the heads; one
+rotated key is shared by all heads. Megatron's local layers cut the rows of the down projections over tensor ranks,
+Transformer Engine's keep them whole.
+"""
+
+from __future__ import annotations
+
+from megasync.layout.families.dense import ENDS, MLP, norm
+from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, shared_expert
+from megasync.layout.families.rules import Family, Rule, Split, Tensor
+
+HF = "model.layers.{layer}.self_attn"
+MEGATRON = "decoder.layers.{layer}.self_attention"
+
+
+def projection(hf: str, megatron: str, rows: str, columns: str, **options: object) -> Rule:
+    tensor = Tensor(f"{HF}.{hf}.weight", (rows, columns))
+    return Rule(Split.COLUMN, (tensor,), f"{MEGATRON}.{megatron}.weight", **options)
+
+
+def latent_norm(x: str, size: str, **options: object) -> Rule:
+    return Rule(
+        Split.REPLICATED,
+        (Tensor(f"{HF}.{x}_a_layernorm.weight", (size,)),),
+        f"{MEGATRON}.{x}_layernorm.weight",
+        f"{MEGATRON}.linear_{x}_up_proj.layer_norm_weight",
+        **options,
+    )
+
+
+INPUT_NORM = norm("model.layers.{layer}.input_layernorm.weight", "decoder.layers.{layer}.input_layernorm.weight")
+ATTENTION = (
+    projection("q_proj", "linear_q_proj", "q_rows", "hidden", unless="q_lora_rank"),
+    projection("q_a_proj", "linear_q_down_proj", "q_lora", "hidden", te_split=Split.REPLICATED, when="q_lora_rank"),
+    # SGLang fuses it with q_a_proj.
+    projection(
+        "kv_a_proj_with_mqa", "linear_kv_down_proj", "kv_a_rows", "hidden", te_split=Split.REPLICATED, joined=True
+    ),
+    latent_norm("q", "q_lora", when="q_lora_rank"),
+    projection("q_b_proj", "linear_q_up_proj", "q_rows", "q_lora", when="q_lora_rank"),
+    latent_norm("kv", "kv_lora"),
+    projection("kv_b_proj", "linear_kv_up_proj", "kv_b_rows", "kv_lora"),
+    Rule(Split.ROW, (Tensor(f"{HF}.o_proj.weight", ("hidden", "value_rows")),), f"{MEGATRON}.linear_proj.weight"),
+)
+# Moves the choice of experts, not their weights; no gradient reaches it.
+ROUTER_BIAS = Rule(
+    Split.REPLICATED,
+    (Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",)),),
+    "decoder.layers.{layer}.mlp.router.expert_bias",
+    dtype="float32",
+)
+
+LATENT: dict[str, Family] = {
+    "deepseek_v3": Family(
+        **ENDS,
+        layer=(INPUT_NORM, *ATTENTION),
+        dense=MLP,
+        sparse=(PRE_MLP_NORM, ROUTER, ROUTER_BIAS, *EXPERTS, *shared_expert("shared_experts")),
+        fixed={
+            "attention_bias": False,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            # Hugging Face norms the latents with this epsilon whatever the config says, SGLang with the config's.
+            "rms_norm_eps": 1e-6,
+        },
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        # Layers that predict tokens further ahead stand behind the last one and serve speculative decoding alone: the
+        # policy's log-probs do not depend on them. They are neither loaded nor trained, so an export has none.
+        exported={"num_nextn_predict_layers": 0},
+        rope_types=("default", "yarn"),
+        latent=True,
+    ),
+}

@@ -1,0 +1,350 @@
+"""Megatron shards and Hugging Face tensors as rectangles of each other.
+
+A `Piece` says: these rows and columns of that Hugging Face tensor are those rows and columns of that local parameter.
+The pieces of a rank cover each element of each of its parameters exactly once, vocabulary padding excepted
+(`Layout.pieces`); the pieces of `Layout.holders` cover each Hugging Face tensor exactly once. Loading, export and the
+sync plan are loops over pieces and know nothing about families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from megasync.errors import ConfigError
+from megasync.layout.families import Rule, Sizes, Split, family_of, sizes_of
+from megasync.layout.families.value_head import VALUE_HEAD
+from megasync.layout.topology import Topology
+
+# Megatron pads vocabularies so that each tensor rank holds a multiple of this many rows.
+VOCAB_MULTIPLE = 64
+
+
+class Box(NamedTuple):
+    """A rectangle: first row, rows, first column, columns. A vector of n elements is n rows of one column."""
+
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+class Piece(NamedTuple):
+    """The same numbers at two places; both boxes have the same size."""
+
+    hf_name: str
+    hf_box: Box
+    param: str
+    param_box: Box
+
+
+class Holder(NamedTuple):
+    """A piece, and all global ranks that hold it in the same box of a parameter of the same name, ascending."""
+
+    piece: Piece
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule applied to one stage: the local parameter's name, and its Hugging Face tensors with their shapes.
+
+    ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
+    ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
+    ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
+    """
+
+    split: Split
+    param: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: str | None = None
+    joined: bool = False
+    all_tokens: bool = False
+    ep: int | None = None
+    copy: bool = False
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all ``tp`` ranks: the smallest multiple of 64 * tp that holds the vocabulary."""
+    multiple = VOCAB_MULTIPLE * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+class Layout:
+    """The rectangles of one model on one topology.
+
+    Args:
+        hf_config: the model's config.json.
+        topology: the trainer's ranks.
+        spec: "local" or "te", the flavour of Megatron's layers (their parameter names differ).
+        value_head: the model ends in one value for each token (`families.value_head`), not in logits.
+
+    Raises:
+        ConfigError: an unsupported model, or sizes that Megatron cannot split over this topology.
+    """
+
+    def __init__(
+        self, hf_config: Mapping[str, Any], topology: Topology, spec: str = "local", value_head: bool = False
+    ) -> None:
+        if spec not in ("local", "te"):
+            raise ConfigError(f"layer spec {spec!r} is unknown; it is 'local' or 'te'")
+        self.hf_config = dict(hf_config)
+        self.topology = topology
+        self.spec = spec
+        self.value_head = value_head
+        self.family = family_of(hf_config)
+        self.sizes = sizes_of(hf_config)
+        _check_divisible(self.sizes, topology.tensor)
+        _check_experts(self.sizes, topology)
+        self.stages = topology.stage_layers(self.sizes.layers)
+        self._placed: dict[int, list[Placed]] = {}
+
+    @property
+    def tied(self) -> bool:
+        """The embedding is the output layer, too."""
+        return self.sizes.tied and not self.value_head
+
+    @property
+    def padded_vocab(self) -> int:
+        return padded_vocab(self.sizes.vocab, self.topology.tensor)
+
+    @cached_property
+    def hf_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the Hugging Face checkpoint, stage by stage; no head when it is tied."""
+        return {name: shape for item in self._exported() for name, shape in item.tensors}
+
+    @cached_property
+    def _own_dtypes(self) -> dict[str, str]:
+        return {name: item.dtype for item in self._exported() if item.dtype for name, _ in item.tensors}
+
+    def _exported(self) -> Iterator[Placed]:
+        return (item for pp in range(self.topology.pipeline) for item in self.placed(pp) if not item.copy)
+
+    def hf_dtype(self, name: str, dtype: str) -> str:
+        """Name of the dtype that a Hugging Face export of a ``dtype`` model gives a tensor."""
+        if name not in self.hf_tensors:
+            raise KeyError(f"{name!r} is no tensor of this model")
+        return self._own_dtypes.get(name, dtype)
+
+    # Parameters
+
+    def placed(self, pp: int) -> list[Placed]:
+        """The parameters of one stage's ranks. Tensors of one entry are fused in Megatron, and belong together."""
+        if pp not in self._placed:
+            self._placed[pp] = list(self._place_stage(pp))
+        return self._placed[pp]
+
+    def _place_stage(self, pp: int) -> Iterator[Placed]:
+        last = self.topology.pipeline - 1
+        chunks = len(self.stages[pp])
+        for chunk, layers in enumerate(self.stages[pp]):
+            prefix = f"{chunk}." if self.topology.virtual > 1 else ""
+            if pp == 0 and chunk == 0:
+                yield self._place(self.family.embedding, prefix)
+            for local, layer in enumerate(layers):
+                sparse = layer in self.sizes.sparse_layers
+                for rule in (*self.family.layer, *(self.family.sparse if sparse else self.family.dense)):
+                    yield from self._place_in_layer(rule, prefix, layer, local)
+            if pp == last and chunk == chunks - 1:
+                yield self._place(self.family.final, prefix)
+                if self.value_head:
+                    yield from (self._place(rule, prefix) for rule in VALUE_HEAD)
+                elif not self.tied:
+                    yield self._place(self.family.head, prefix)
+                elif last > 0:
+                    embedding = self._place(self.family.embedding, prefix)
+                    yield replace(embedding, param=prefix + self.family.head.param(self.spec), copy=True)
+
+    def _place_in_layer(self, rule: Rule, prefix: str, layer: int, local: int) -> Iterator[Placed]:
+        if not rule.per_expert:
+            yield self._place(rule, prefix, layer, local)
+            return
+        share = self.sizes.experts // self.topology.expert
+        for expert in range(self.sizes.experts):
+            item = self._place(rule, prefix, layer, local, expert, expert % share)
+            yield replace(item, ep=expert // share)
+
+    def _place(
+        self, rule: Rule, prefix: str, layer: int = 0, local: int = 0, expert: int = 0, local_expert: int = 0
+    ) -> Placed:
+        tensors = tuple(
+            (tensor.name.format(layer=layer, expert=expert), self.sizes.shape(tensor.shape)) for tensor in rule.tensors
+        )
+        param = rule.param(self.spec).format(layer=local, expert=local_expert)
+        return Placed(rule.cut(self.spec), prefix + param, tensors, rule.dtype, rule.joined, rule.all_tokens)
+
+    def of_rank(self, rank: int) -> list[Placed]:
+        """The parameters of one rank."""
+        ep = self.topology.expert_coords(rank).ep
+        return [item for item in self.placed(self.topology.coords(rank).pp) if item.ep in (None, ep)]
+
+    def params(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Local shape of each parameter on a global rank, under the names of Megatron's ``named_parameters()``.
+
+        With virtual stages a name begins with the number of its model chunk: ``1.decoder.layers.0...``.
+        """
+        return {item.param: self._local_shape(item) for item in self.of_rank(rank)}
+
+    def _parts(self, item: Placed) -> int:
+        """Over how many ranks a parameter is cut."""
+        return self.topology.tensor if item.ep is None else self.topology.expert_tensor_size
+
+    def _local_shape(self, item: Placed) -> tuple[int, ...]:
+        parts = self._parts(item)
+        first = item.tensors[0][1]
+        rows = sum(shape[0] for _, shape in item.tensors)
+        match item.split:
+            case Split.REPLICATED:
+                return first
+            case Split.ROW:
+                return (rows, first[1] // parts)
+            case Split.VOCAB:
+                return (self.padded_vocab // parts, *first[1:])
+            case Split.COLUMN | Split.GATED | Split.QKV:
+                return (rows // parts, *first[1:])
+
+    # Who holds what
+
+    def replicas(self, item: Placed, pp: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks of stage ``pp`` that hold an entry of its `placed`: a tuple for each part, of those with equal shards."""
+        return _replicas(self.topology, pp, item.ep, item.split is Split.REPLICATED)
+
+    def writers(self, rank: int) -> dict[str, int]:
+        """For each parameter of a rank, the first of all ranks that hold the same shard under the same name."""
+        pp = self.topology.coords(rank).pp
+        return {
+            item.param: next(ranks[0] for ranks in self.replicas(item, pp) if rank in ranks)
+            for item in self.of_rank(rank)
+        }
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[Holder, ...]]:
+        """For each Hugging Face tensor, the pieces that cover it exactly once, and all ranks that hold each.
+
+        Tied embeddings are those of the first stage.
+        """
+        found: dict[str, list[Holder]] = {name: [] for name in self.hf_tensors}
+        for pp in range(self.topology.pipeline):
+            for item in self.placed(pp):
+                if item.copy:
+                    continue
+                for part, ranks in enumerate(self.replicas(item, pp)):
+                    for piece in self._pieces(item, part):
+                        found[piece.hf_name].append(Holder(piece, ranks))
+        return {name: tuple(holders) for name, holders in found.items()}
+
+    # Rectangles
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Every rectangle of a global rank: all of each parameter's elements once, but for vocabulary padding."""
+        tp, etp = self.topology.coords(rank).tp, self.topology.expert_coords(rank).etp
+        return [piece for item in self.of_rank(rank) for piece in self._pieces(item, tp if item.ep is None else etp)]
+
+    def _pieces(self, item: Placed, part: int) -> Iterator[Piece]:
+        for index, hf, local in self._rectangles(item, part):
+            yield Piece(item.tensors[index][0], hf, item.param, local)
+
+    def _rectangles(self, item: Placed, part: int) -> Iterator[tuple[int, Box, Box]]:
+        """(index of the Hugging Face tensor, its box, the local box) of one part of one parameter."""
+        parts = self._parts(item)
+        shape = item.tensors[0][1]
+        rows, cols = shape[0], (*shape, 1)[1]
+        match item.split:
+            case Split.REPLICATED:
+                yield 0, Box(0, rows, 0, cols), Box(0, rows, 0, cols)
+            case Split.ROW:
+                share = cols // parts
+                yield 0, Box(0, rows, part * share, share), Box(0, rows, 0, share)
+            case Split.COLUMN:
+                share = rows // parts
+                yield 0, Box(part * share, share, 0, cols), Box(0, share, 0, cols)
+            case Split.VOCAB:
+                share = self.padded_vocab // parts
+                held = min(share, rows - part * share)
+                if held > 0:
+                    yield 0, Box(part * share, held, 0, cols), Box(0, held, 0, cols)
+            case Split.GATED:
+                fused = len(item.tensors) == 1
+                half = rows // 2 if fused else rows
+                share = half // parts
+                for turn in range(2):
+                    index, first = (0, turn * half) if fused else (turn, 0)
+                    yield index, Box(first + part * share, share, 0, cols), Box(turn * share, share, 0, cols)
+            case Split.QKV:
+                share = self._local_shape(item)[0]
+                for index, hf_row, local_row, count in _qkv_rows(self.sizes, part * share, share):
+                    yield index, Box(hf_row, count, 0, cols), Box(local_row, count, 0, cols)
+
+
+@lru_cache(maxsize=4096)
+def _replicas(topology: Topology, pp: int, ep: int | None, replicated: bool) -> tuple[tuple[int, ...], ...]:
+    """Ranks of a stage (those with coordinate ``ep`` when it is given), by their part of a parameter."""
+    found: dict[int, list[int]] = {}
+    for rank in topology.stage_ranks(pp):
+        expert = topology.expert_coords(rank)
+        if ep in (None, expert.ep):
+            part = topology.coords(rank).tp if ep is None else expert.etp
+            found.setdefault(0 if replicated else part, []).append(rank)
+    return tuple(tuple(found[part]) for part in sorted(found))
+
+
+@lru_cache(maxsize=64)
+def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows ``start .. start + count`` of the fused q..q k v parameter: (tensor, its row, local row, rows) each.
+
+    The cut is contiguous whatever the number of groups, so with fewer groups than tensor ranks it falls inside a group:
+    Megatron gathers the projection's output there and picks each rank's heads from it.
+    """
+    per_group = sizes.heads // sizes.groups * sizes.head_dim
+    lengths = (per_group, sizes.head_dim, sizes.head_dim)
+    found = []
+    fused = 0
+    for group in range(sizes.groups):
+        for index, length in enumerate(lengths):
+            begin, end = max(fused, start), min(fused + length, start + count)
+            if begin < end:
+                found.append((index, group * length + begin - fused, begin - start, end - begin))
+            fused += length
+    return tuple(found)
+
+
+def _check_divisible(sizes: Sizes, tensor: int) -> None:
+    """Refuses what Megatron's own layers would refuse, naming both sides.
+
+    Raises:
+        ConfigError: heads, groups or widths that do not divide.
+    """
+    if sizes.heads % sizes.groups:
+        raise ConfigError(f"num_attention_heads={sizes.heads} is no multiple of num_key_value_heads={sizes.groups}")
+    for key, size in {"num_attention_heads": sizes.heads, **sizes.widths}.items():
+        if size % tensor:
+            raise ConfigError(f"{key}={size} is not divisible by trainer.tensor_parallel={tensor}")
+    if sizes.groups % tensor and tensor % sizes.groups:
+        raise ConfigError(
+            f"num_key_value_heads={sizes.groups} is neither a multiple nor a divisor of "
+            f"trainer.tensor_parallel={tensor}; Megatron cannot split the key-value groups"
+        )
+    fused = sizes.q_rows + 2 * sizes.kv_rows
+    if fused % tensor:
+        raise ConfigError(
+            f"the fused qkv projection has {fused} rows, not divisible by trainer.tensor_parallel={tensor}"
+        )
+
+
+def _check_experts(sizes: Sizes, topology: Topology) -> None:
+    """Raises ConfigError for experts that cannot be dealt out or cut evenly, or for a split of experts without any."""
+    expert, etp = topology.expert, topology.expert_tensor_size
+    if not sizes.experts:
+        for key, size in (("expert_parallel", expert), ("expert_tensor_parallel", topology.expert_tensor or 1)):
+            if size > 1:
+                raise ConfigError(f"trainer.{key}={size} deals out experts, but the model has none; set it to 1")
+        return
+    if sizes.experts % expert:
+        raise ConfigError(f"the model's {sizes.experts} experts are not divisible by trainer.expert_parallel={expert}")
+    if sizes.moe_intermediate % etp:
+        raise ConfigError(
+            f"moe_intermediate_size={sizes.moe_intermediate} is not divisible by trainer.expert_tensor_parallel={etp}"
+            + ("" if topology.expert_tensor else " (as trainer.tensor_parallel)")
+        )

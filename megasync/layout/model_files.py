@@ -1,0 +1,105 @@
+"""Finds and reads what is known of a model before it is loaded: its config.json, and whether its folder is complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megasync.config.limits import path_trouble
+from megasync.config.schema import ModelConfig
+from megasync.errors import ConfigError
+from megasync.layout.families.sizes import EXPERT_KEYS
+
+# Names that `megasync fetch` can make; a missing folder of one of these gets the exact command in its error.
+FETCHABLE = ("digits", "smollm2")
+# The dimensions in a config.json of the supported families.
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    *EXPERT_KEYS,
+)
+LARGEST_SIZE = 2**31 - 1
+TYPED = (
+    ("model_type", str, "text"),
+    ("rms_norm_eps", float, "a fraction"),
+    ("rope_scaling", dict, "an object"),
+    ("rope_parameters", dict, "an object"),
+)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def read_hf_config(model: ModelConfig, *, planning: bool = False) -> tuple[dict[str, Any], Path]:
+    """The config.json of the model folder and its path.
+
+    With `planning` the file `model.config` is taken while the folder is not there; a run always needs the folder.
+    Raises ConfigError for a missing folder or file, a quantised model, or a file that is no JSON object.
+    """
+    path = _config_path(model, planning)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    if values.get("quantization_config"):
+        raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
+    return values, path
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what in a config.json is not of its type. What is missing is the layout's matter."""
+    for key in SIZES:
+        value = values.get(key)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 0 < value <= LARGEST_SIZE):
+            raise ConfigError(f"{key}={value!r} in config.json must be a whole number from 1 to {LARGEST_SIZE}")
+    for key, kind, words in TYPED:
+        value = values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{key}={value!r} in config.json must be {words}")
+
+
+def check_model_folder(model: ModelConfig) -> None:
+    """Raises ConfigError unless weights and a tokenizer lie beside the config.json."""
+    folder = Path(model.path).expanduser()
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={model.path!r} has a config.json but no *.safetensors weights; add them")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={model.path!r} has no tokenizer files (tokenizer.json); add them")
+
+
+def _config_path(model: ModelConfig, planning: bool) -> Path:
+    folder = Path(model.path).expanduser()
+    if planning and model.config is not None and not folder.is_dir():
+        path = Path(model.config).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"model.config={model.config!r} is no file; give the path of a Hugging Face config.json")
+        return path
+    if not folder.is_dir():
+        only = " (model.config serves `megasync plan` alone)" if model.config is not None else ""
+        raise ConfigError(f"model.path={model.path!r} is no folder on this machine{only}; {_how_to_get(folder)}")
+    path = folder / "config.json"
+    if (trouble := path_trouble(str(path))) is not None:
+        raise ConfigError(f"{path} cannot be looked at: {trouble}; give the folder to the user that runs this")
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path={model.path!r} has no config.json; give a Hugging Face model folder (config.json, *.safetensors "
+            f"and tokenizer files)"
+        )
+    return path
+
+
+def _how_to_get(folder: Path) -> str:
+    if folder.name in FETCHABLE:
+        return f"make it with `megasync fetch {folder.name}`"
+    return "download the model there, or set model.path to a Hugging Face model folder"

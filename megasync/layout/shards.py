@@ -1,0 +1,392 @@
+"""Shards in and out of safetensors files: load a rank's slices, put tensors together, export a checkpoint.
+
+Loading reads only the rectangles that the rank holds, each once; the only elements written otherwise are the zeros of
+vocabulary padding. Export writes the same bytes that a Hugging Face save of the same weights would hold.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megasync.errors import CheckpointError
+from megasync.files import atomic_write, rename_to_disk, to_disk, tree_to_disk
+from megasync.layout.families import family_of
+from megasync.layout.families.value_head import value_model_options
+from megasync.layout.layout import Box, Layout, Piece
+from megasync.layout.topology import Topology
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LAYOUT = "layout.json"
+# Hugging Face's own limit; larger files are awkward to move and to map.
+MAX_FILE_BYTES = 5 * 10**9
+# Everything besides weights that a server or a tokenizer needs from the source folder.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+
+Tensors = Mapping[str, torch.Tensor]
+# Reads one box of a Hugging Face tensor, by the tensor's name.
+Read = Callable[[str, Box], torch.Tensor]
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` ([rows, cols], or [n] taken as n rows) that a box names; no copy."""
+    rows = tensor[box.row : box.row + box.rows]
+    return rows if tensor.dim() == 1 else rows[:, box.col : box.col + box.cols]
+
+
+class HfFolder:
+    """The tensors of a Hugging Face folder, one file or many, read by rectangle. Files stay mapped until closed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._where = self._index()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.path / INDEX
+        if index.is_file():
+            return read_json(index).get("weight_map", {})
+        if (self.path / WEIGHTS).is_file():
+            return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.path / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {INDEX} refers to it")
+            try:
+                self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+    def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
+        """A function that reads a box of one tensor.
+
+        Raises:
+            CheckpointError: the tensor is missing or has another shape than the config says.
+        """
+        if name not in self._where:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json calls for")
+        handle = self._open(self._where[name])
+        try:
+            tensor = handle.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.path / self._where[name]} has no tensor {name!r}, but {INDEX} says so"
+            ) from error
+        found = tuple(tensor.get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"{name!r} in {self.path} has shape {list(found)}, but its config.json calls for {list(shape)}"
+            )
+
+        def read(box: Box) -> torch.Tensor:
+            rows = slice(box.row, box.row + box.rows)
+            return tensor[rows] if len(shape) == 1 else tensor[rows, box.col : box.col + box.cols]
+
+        return read
+
+    def reading(self, shapes: Mapping[str, tuple[int, ...]], absent: Tensors | None = None) -> Read:
+        """Reads boxes of all tensors of these shapes, those that the folder lacks from ``absent``; raises as `reader`
+        when one is first asked for.
+        """
+        absent = {name: tensor for name, tensor in (absent or {}).items() if name not in self._where}
+        readers: dict[str, Callable[[Box], torch.Tensor]]
+        readers = {name: partial(box_of, tensor) for name, tensor in absent.items()}
+
+        def read(name: str, box: Box) -> torch.Tensor:
+            if name not in readers:
+                readers[name] = self.reader(name, shapes[name])
+            return readers[name](box)
+
+        return read
+
+
+def load_shards(
+    hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32, absent: Tensors | None = None
+) -> dict[str, torch.Tensor]:
+    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes, of ``dtype`` but for
+    those that have one of their own (`Placed.dtype`). ``absent`` stands in for tensors that the folder may lack.
+
+    Raises:
+        CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
+    """
+    own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
+    pieces = pieces_by_param(layout, rank)
+    with HfFolder(hf_dir) as folder:
+        read = folder.reading(layout.hf_tensors, absent)
+        return {
+            name: fill_param(shape, pieces[name], read, own.get(name, dtype))
+            for name, shape in layout.params(rank).items()
+        }
+
+
+def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
+    """The rectangles of a global rank, for each of its parameters; none for one that is vocabulary padding only."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in layout.pieces(rank):
+        found[piece.param].append(piece)
+    return found
+
+
+def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtype: torch.dtype) -> torch.Tensor:
+    """A local parameter made of its rectangles, on the CPU."""
+    param = torch.empty(shape, dtype=dtype)
+    filled = 0
+    for piece in pieces:
+        target = box_of(param, piece.param_box)
+        target.copy_(read(piece.hf_name, piece.hf_box))
+        filled += target.numel()
+    if filled < param.numel():
+        # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
+        param[filled // param[0].numel() :] = 0
+    return param
+
+
+def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """One whole Hugging Face tensor from the shards of the ranks that hold it; of equal ones, the first rank's.
+
+    Args:
+        shards_of: global rank -> that rank's parameters by local name.
+    """
+    holders = layout.holders[hf_name]
+    sample = shards_of(holders[0].ranks[0])[holders[0].piece.param]
+    whole = torch.empty(layout.hf_tensors[hf_name], dtype=sample.dtype)
+    for piece, ranks in holders:
+        box_of(whole, piece.hf_box).copy_(box_of(shards_of(ranks[0])[piece.param], piece.param_box))
+    return whole
+
+
+# Sharded checkpoints
+
+
+def shard_file(rank: int) -> str:
+    """Name of a global rank's model file inside a checkpoint: the parameters of which it is the first holder."""
+    return f"model-{rank:05d}.safetensors"
+
+
+def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
+    """Writes those of a rank's parameters of which it is the first holder, if there are any, down to the disk."""
+    mine = {
+        name: params[name].detach().cpu().contiguous()
+        for name, writer in layout.writers(rank).items()
+        if writer == rank
+    }
+    if mine:
+        file = Path(checkpoint_dir) / shard_file(rank)
+        save_file(mine, file)
+        to_disk(file)
+
+
+class ShardFiles:
+    """The model files of a checkpoint, opened when they are asked for and mapped until closed."""
+
+    def __init__(self, checkpoint_dir: str | Path) -> None:
+        self._path = Path(checkpoint_dir)
+        self._stack = ExitStack()
+        self._files: dict[int, _ShardFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def of(self, rank: int) -> Mapping[str, torch.Tensor]:
+        """What a global rank wrote, by parameter name. Raises CheckpointError for a missing or damaged file."""
+        if rank not in self._files:
+            path = self._path / shard_file(rank)
+            if not path.is_file():
+                raise CheckpointError(f"checkpoint file {path} is missing")
+            try:
+                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+            self._files[rank] = _ShardFile(path, handle)
+        return self._files[rank]
+
+    def load(self, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+        """All parameters of a global rank, each from the file of its first holder."""
+        return {name: self.of(writer)[name] for name, writer in layout.writers(rank).items()}
+
+
+def describe(layout: Layout, dtype: str) -> dict[str, Any]:
+    """What `read_layout` needs to know a checkpoint's shards again; goes into its layout.json."""
+    return {
+        "topology": asdict(layout.topology),
+        "spec": layout.spec,
+        "dtype": dtype,
+        "hf_config": layout.hf_config,
+        "value_head": layout.value_head,
+    }
+
+
+def layout_of(found: Mapping[str, Any]) -> tuple[Layout, str]:
+    """The layout and the dtype name that `describe` was given."""
+    topology, value_head = Topology(**found["topology"]), found.get("value_head", False)
+    return Layout(found["hf_config"], topology, found["spec"], value_head), found["dtype"]
+
+
+def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
+    """The layout and the dtype name of a checkpoint.
+
+    Raises:
+        CheckpointError: layout.json is missing or incomplete.
+    """
+    path = Path(checkpoint_dir) / LAYOUT
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint_dir} is not a checkpoint of this program: it has no {LAYOUT}")
+    try:
+        return layout_of(read_json(path))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path) -> None:
+    """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files.
+
+    The folder appears under its name only when it is complete. A tied head is left out, as Hugging Face does. Tensors
+    and config.json carry the checkpoint's dtype.
+
+    Raises:
+        CheckpointError: an incomplete checkpoint, an output folder that holds something, or a write that failed.
+    """
+    source, out = Path(hf_source_dir), Path(out_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json to export with")
+    layout, dtype = read_layout(checkpoint_dir)
+    draft = out.with_name(out.name + ".incomplete")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        write_companions(source, draft, dtype, layout.value_head)
+        with ShardFiles(checkpoint_dir) as files:
+            _write_weights(draft, layout, files.of, dtype)
+        if out.exists():
+            out.rmdir()
+        tree_to_disk(draft)
+        rename_to_disk(draft, out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"export to {out} failed: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    log.info("exported %s to %s", checkpoint_dir, out)
+
+
+class _ShardFile(Mapping[str, torch.Tensor]):
+    """A rank's checkpoint file as a mapping; a tensor is read when it is asked for."""
+
+    def __init__(self, path: Path, handle: Any) -> None:
+        self._path = path
+        self._handle = handle
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path} has no parameter {name!r}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handle.keys())
+
+    def __len__(self) -> int:
+        return len(self._handle.keys())
+
+
+def _write_weights(out: Path, layout: Layout, shards_of: Callable[[int], Tensors], dtype: str) -> None:
+    """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
+    dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
+    nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
+    parts = _split_by_bytes(nbytes)
+    names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
+    for file, part in zip(names, parts, strict=True):
+        tensors = {name: assemble(name, layout, shards_of).to(dtypes[name]) for name in part}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(parts) > 1:
+        where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        atomic_write(out / INDEX, index_text(where, sum(nbytes.values())))
+
+
+def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    room = MAX_FILE_BYTES
+    for name, size in nbytes.items():
+        if size > room and parts[-1]:
+            parts.append([])
+            room = MAX_FILE_BYTES
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def index_text(where: Mapping[str, str], nbytes: int) -> str:
+    """The JSON of an index: tensor name -> file name, and the bytes of all tensors."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(where)}, indent=2)
+
+
+def part_name(index: int, count: int) -> str:
+    """Name of the ``index``-th (from 0) of ``count`` weight files."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:
+    """What a Hugging Face folder holds besides weights: the source's config.json with ``dtype`` and what its family
+    states of every export, a value model's too, and its tokenizer.
+    """
+    config = read_json(source / "config.json")
+    config |= family_of(config).exported
+    config |= value_model_options(config) if value_head else {}
+    config["dtype"] = dtype
+    if "torch_dtype" in config:
+        config["torch_dtype"] = dtype
+    atomic_write(out / "config.json", json.dumps(config, indent=2) + "\n")
+    for pattern in COMPANIONS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, out / path.name)

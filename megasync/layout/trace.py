@@ -1,0 +1,394 @@
+"""Learns where a serving engine puts each Hugging Face tensor, by running its own loader on stand-ins.
+
+The stand-ins are tensors without memory. While the model's `load_weights` runs, a dispatch mode sees each operation on
+them and on the parameters: views pass, copies and fills into parameters are written down instead of done, and anything
+that needs numbers is refused. So nothing is allocated for the tensors, no parameter changes (`_Recorder.__torch_dispatch__` has
+no branch that executes a write), and whatever the loader does to place them (fused projections, experts, padding) is known
+without knowing the model.
+
+Values that a model derives after loading (`post_load_weights`, as DeepSeek's split of kv_b_proj) are no part of a trace:
+whoever writes the slots calls that hook afterwards, as SGLang's own loaders do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megasync.errors import TraceError
+from megasync.layout.engine_layout import EngineRank, Fill, Slot
+from megasync.layout.strided import (
+    NotRectangular,
+    Run,
+    align,
+    clip,
+    coalesce,
+    fill_rectangles,
+    overlap,
+    position,
+    rectangles,
+    unrolled,
+)
+
+
+class _Source(NamedTuple):
+    """The storage of a stand-in."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+class _Made(NamedTuple):
+    """The storage of what the loader made of other tensors: ``parts`` (first, length, tensor) along ``dim``."""
+
+    dim: int
+    parts: list[tuple[int, int, torch.Tensor]]
+    tensor: torch.Tensor
+
+
+class _Target(NamedTuple):
+    """The storage of a parameter or buffer."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]]) -> EngineRank:
+    """Where ``model.load_weights`` puts each tensor of a checkpoint with these names and shapes, in this order.
+
+    Parameters count, and buffers that loading writes. Casts are left out: a copy into a slot casts.
+
+    Raises:
+        TraceError: the loader does what slots and fills cannot express, or refuses the specs.
+    """
+    held, buffers = _parameters(model), _buffers(model)
+    recorder = _Recorder(held | buffers, type(model).__name__)
+    dtype = next((tensor.dtype for tensor in held.values() if tensor.is_floating_point()), torch.float32)
+    recorder.add(specs, dtype)
+    with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_post_load(model), recorder:
+        try:
+            model.load_weights(recorder.checkpoint())
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"{recorder.loader}: {type(error).__name__} while it loaded {recorder.loading}: {error}"
+            ) from error
+    return recorder.found(held, buffers)
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under the names that slots and fills give them."""
+    return _parameters(model) | _buffers(model)
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.data for name, buffer in model.named_buffers()}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, targets: Mapping[str, torch.Tensor], model: str) -> None:
+        super().__init__()
+        self.loader = f"{model}.load_weights"
+        self.loading = "its first tensor"
+        self._slots: dict[str, list[Slot]] = {}
+        self._fills: list[Fill] = []
+        self._sources: dict[int, _Source | _Made] = {}
+        self._targets: dict[int, list[_Target]] = {}
+        for name, tensor in targets.items():
+            self._targets.setdefault(_storage(tensor), []).append(_Target(name, tensor))
+        self._handlers = {
+            "copy_": self._copy,
+            "fill_": self._fill,
+            "zero_": self._fill,
+            "clone": self._same,
+            "_to_copy": self._same,
+            "cat": self._cat,
+            "stack": self._stack,
+            "constant_pad_nd": self._pad,
+        }
+
+    def add(self, specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype) -> None:
+        """Stand-ins of a checkpoint's tensors."""
+        for name, shape in specs:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            self._sources[_storage(tensor)] = _Source(name, tensor)
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for source in list(self._sources.values()):
+            self.loading = source.name
+            yield source.name, source.tensor
+
+    def found(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> EngineRank:
+        loaded = [slot for slots in self._slots.values() for slot in slots]
+        # A place that is loaded twice keeps what came last.
+        last = {(slot.param, slot.offset, slot.hf_box[1::2], slot[4:]): slot for slot in loaded}
+        slots = coalesce(last.values())
+        written = {slot.param for slot in slots} | {fill.param for fill in self._fills}
+        kept = parameters | {name: buffer for name, buffer in buffers.items() if name in written}
+        return EngineRank(
+            slots=tuple(slots),
+            fills=tuple(dict.fromkeys(self._fills)),
+            dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept.items()},
+            sizes={name: tensor.numel() for name, tensor in kept.items()},
+            unwritten=tuple(name for name in parameters if name not in written),
+        )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("zeros", "new_zeros", "zeros_like"):
+            return _zeros(func(*args, **kwargs))
+        tracked = [tensor for tensor in _tensors(args) if self._origin(tensor)]
+        if not tracked or name in ("empty_like", "new_empty"):
+            return func(*args, **kwargs)
+        if name in self._handlers:
+            return self._handlers[name](*args, **kwargs)
+        if _composite(func):
+            # They arrive whole in inference mode, where SGLang's scheduler lives.
+            with self:
+                return func.decompose(*args, **kwargs)
+        if (func.is_view or name in ("_unsafe_view", "_reshape_alias")) and func != torch.ops.aten.view.dtype:
+            return func(*args, **kwargs)
+        raise TraceError(
+            f"{self.loader} uses {func} on {self._describe(tracked[0])}: only moving and filling can be repeated"
+        )
+
+    def _origin(self, tensor: torch.Tensor) -> _Source | _Made | _Target | None:
+        storage = _storage(tensor)
+        if storage in self._sources:
+            return self._sources[storage]
+        targets = self._targets.get(storage, ())
+        first = tensor.storage_offset()
+        inside = (t for t in targets if t.tensor.storage_offset() <= first < _end(t.tensor))
+        return next(inside, targets[0] if targets else None)
+
+    def _describe(self, tensor: torch.Tensor) -> str:
+        match self._origin(tensor):
+            case _Source(name):
+                return f"tensor {name!r}"
+            case _Target(name):
+                return f"parameter {name!r}"
+            case _Made(_, parts):
+                return self._describe(parts[0][2])
+        return f"a tensor of shape {list(tensor.shape)} made while loading {self.loading!r}"
+
+    # What the loader may make of stand-ins.
+
+    def _same(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        if isinstance(self._origin(tensor), _Target):
+            raise TraceError(f"{self.loader} reads {self._describe(tensor)}, whose numbers a trace does not have")
+        made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+        part = tensor if tensor.dim() else tensor.unsqueeze(0)
+        self._sources[_storage(made)] = _Made(0, [(0, len(part), part)], made if tensor.dim() else made.unsqueeze(0))
+        return made
+
+    def _cat(self, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        # A vector without elements may be concatenated with anything.
+        tensors = [tensor for tensor in tensors if tensor.shape != (0,)] or list(tensors[:1])
+        dim %= tensors[0].dim()
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        made = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
+        parts, first = [], 0
+        for tensor in tensors:
+            parts.append((first, tensor.shape[dim], tensor))
+            first += tensor.shape[dim]
+        self._sources[_storage(made)] = _Made(dim, parts, made)
+        return made
+
+    def _stack(self, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        return self._cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+    def _pad(self, tensor: torch.Tensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
+        if min(pad) < 0:
+            raise TraceError(f"{self.loader} pads {self._describe(tensor)} by {list(pad)}: negative padding")
+        for i in range(0, len(pad), 2):
+            dim = tensor.dim() - 1 - i // 2
+            sides = []
+            for width in pad[i : i + 2]:
+                shape = list(tensor.shape)
+                shape[dim] = width
+                sides.append(torch.full((), value, dtype=tensor.dtype).expand(shape))
+            tensor = self._cat([sides[0], tensor, sides[1]], dim)
+        return tensor
+
+    # What it may do to parameters.
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        source = source.expand(to.shape)
+        if to.numel():
+            target, runs, at = self._place(to, source)
+            self._write(target.name, at, runs, source, source.storage_offset())
+        return to
+
+    def _fill(self, to: torch.Tensor, value: torch.Tensor | float = 0) -> torch.Tensor:
+        if isinstance(value, torch.Tensor) and self._origin(value):
+            return self._copy(to, value)
+        if to.numel():
+            target, runs, at = self._place(to, to)
+            self._record_fill(target.name, at, runs, float(value))
+        return to
+
+    def _place(self, to: torch.Tensor, source: torch.Tensor) -> tuple[_Target, list[Run], int]:
+        target = self._origin(to)
+        if not isinstance(target, _Target):
+            raise TraceError(
+                f"{self.loader} writes {self._describe(source)} into {self._describe(to)}, "
+                "which is neither a parameter nor a buffer of the model"
+            )
+        runs = [Run(*loop) for loop in zip(to.shape, source.stride(), to.stride(), strict=True)]
+        return target, runs, to.storage_offset() - target.tensor.storage_offset()
+
+    def _write(self, param: str, at: int, runs: list[Run], source: torch.Tensor, offset: int) -> None:
+        """Record a copy to element ``at`` of ``param`` of what lies at ``offset`` of ``source``'s storage."""
+        origin = self._origin(source)
+        if origin is None:
+            self._record_fill(param, at, runs, self._constant(source, param))
+            return
+        repeated = [run for run in runs if run.source == 0 and run.count > 1]
+        runs = [run for run in runs if run.source]
+        for _, further in unrolled(repeated):
+            try:
+                match origin:
+                    case _Source(name, tensor):
+                        shape = (tensor.shape[0], prod(tensor.shape[1:])) if tensor.dim() else (1, 1)
+                        slots = rectangles(runs, offset, shape, name, param, at + further)
+                        self._slots.setdefault(param, []).extend(slots)
+                    case _Made():
+                        self._write_parts(param, at + further, runs, origin, offset)
+                    case _Target():
+                        raise TraceError(f"{self.loader} copies {self._describe(source)} into parameter {param!r}")
+            except NotRectangular:
+                raise TraceError(
+                    f"{self.loader} copies elements of {self._describe(source)} into parameter {param!r} "
+                    f"that are no rectangle of it: loops {[tuple(run[:2]) for run in runs]} from element {offset} on"
+                ) from None
+
+    def _write_parts(self, param: str, at: int, runs: list[Run], made: _Made, offset: int) -> None:
+        shape = made.tensor.shape
+        walks, start = align(runs, offset, shape), position(offset, shape)
+        for first, length, part in made.parts:
+            for behind, clipped, further in clip(walks[made.dim], start[made.dim], first, length):
+                place = [*start[: made.dim], behind, *start[made.dim + 1 :]]
+                loops = [*walks[: made.dim], clipped, *walks[made.dim + 1 :]]
+                begin = part.storage_offset() + sum(i * step for i, step in zip(place, part.stride(), strict=True))
+                inner = [
+                    Run(run.count, run.source * step, run.target)
+                    for walk, step in zip(loops, part.stride(), strict=True)
+                    for run in walk
+                ]
+                self._write(param, at + further, inner, part, begin)
+
+    def _constant(self, tensor: torch.Tensor, param: str) -> float:
+        if tensor.device.type != "meta":
+            # An expanded scalar is looked at once, not as often as it is repeated.
+            values = tensor.as_strided(
+                [n if s else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
+            )
+            first = values.reshape(-1)[0]
+            if bool((values == first).all()):
+                return float(first)
+        raise TraceError(
+            f"{self.loader} writes {self._describe(tensor)} into parameter {param!r}, which are no constants"
+        )
+
+    def _record_fill(self, param: str, at: int, runs: list[Run], value: float) -> None:
+        for fill in fill_rectangles(runs, param, at, value):
+            for slot in self._slots.get(param, ()):
+                box = slot.hf_box
+                place = Fill(param, slot.offset, box.rows, box.cols, slot.row_stride, slot.col_stride, 0)
+                if overlap(fill, place):
+                    raise TraceError(f"{self.loader} fills a part of {param!r} that it loaded from {slot.hf_name!r}")
+            self._fills.append(fill)
+
+
+@cache
+def _composite(func: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The first element of the storage behind the tensor."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() + (extent + 1 if tensor.numel() else 0)
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+def _zeros(made: torch.Tensor) -> torch.Tensor:
+    """Zeros that can be looked at, although they were asked for beside stand-ins; one element of memory."""
+    return torch.zeros((), dtype=made.dtype).expand(made.shape) if made.device.type == "meta" else made
+
+
+@contextmanager
+def _work_in_place() -> Iterator[None]:
+    """Executors run what this thread submits at once and here: dispatch modes do not reach into other threads."""
+    tracing, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def run(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
+        if threading.get_ident() != tracing:
+            return submit(self, fn, *args, **kwargs)
+        done: Future = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+    ThreadPoolExecutor.submit = run
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit
+
+
+@contextmanager
+def _without_post_load(model: torch.nn.Module) -> Iterator[None]:
+    """Loaders that call the model's post-load hook themselves leave it out."""
+    if not hasattr(model, "post_load_weights"):
+        yield
+        return
+    model.post_load_weights = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del model.post_load_weights
+
+
+@contextmanager
+def _unreplaced(model: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Puts back what a loader replaced instead of filling, and refuses it."""
+    owners = dict(model.named_parameters()) | dict(model.named_buffers())
+    try:
+        yield
+    finally:
+        replaced = []
+        for name, tensor in held.items():
+            now = owners[name].data
+            if _storage(now) != _storage(tensor) or (now.shape, now.stride()) != (tensor.shape, tensor.stride()):
+                owners[name].data = tensor
+                replaced.append(name)
+    if replaced:
+        raise TraceError(
+            f"{type(model).__name__}.load_weights replaces parameter {replaced[0]!r} instead of filling it"
+        )

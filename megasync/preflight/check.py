@@ -1,0 +1,349 @@
+"""Refuses configurations that contradict themselves, their model or their machine, before any process starts.
+
+`check_config` looks at each key alone first (`limits`), so every check here may rely on sane single values. A check is
+one function that raises with the names and values of all keys involved and the change that would resolve it.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from megasync.config.access import check_access
+from megasync.config.deadlines import check_deadlines
+from megasync.config.host import is_loopback, is_wildcard
+from megasync.config.limits import check_limits
+from megasync.config.pacing import Pacing
+from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.schema import Config, DatasetConfig, SyncConfig
+from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
+from megasync.errors import ConfigError
+from megasync.layout.families import Sizes
+from megasync.layout.layout import Layout
+from megasync.layout.model_files import check_model_folder, check_values, read_hf_config
+from megasync.layout.topology import Topology
+from megasync.preflight.check_agent import check_agent
+from megasync.preflight.check_chat import check_chat
+from megasync.preflight.check_evaluation import check_evaluation
+from megasync.preflight.check_reward_models import check_reward_models
+from megasync.preflight.check_rollout import check_environment, check_groups, check_rewards
+from megasync.trainer.architecture import check_architecture, check_experts
+
+
+def check_config(
+    config: Config,
+    *,
+    planning: bool = False,
+    own_rows: bool = False,
+    own_eval_rows: bool = False,
+    own_agent: bool = False,
+    training: bool = True,
+) -> None:
+    """Raises ConfigError for the first contradiction; returns None for a configuration that can be started.
+
+    With `planning` the model may be described by `model.config` alone and data files need not be here yet. `own_rows`
+    and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`, `own_agent` that
+    it brings an agent that replaces `rollout.agent`. Without `training` only servers are started.
+    """
+    check_limits(config)
+    _check_schedule(config)
+    _check_algorithm(config)
+    _check_optimizer(config)
+    _check_sync(config)
+    check_evaluation(config, own_eval_rows)
+    _check_prompt(config)
+    check_chat(config)
+    check_rewards(config)
+    check_groups(config)
+    check_environment(config)
+    check_agent(config, own_agent)
+    if training:
+        check_deadlines(config, own_agent)
+    _check_servers(config)
+    check_reward_models(config, planning)
+    _check_trainer(config)
+    _check_cluster(config, training)
+    check_access(config.cluster, planning=planning)
+    _check_model(config, planning)
+    _check_data(config, planning, own_rows or not training, own_eval_rows)
+    _check_run_root(config)
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, trainer = config.schedule, config.trainer
+    capacity = Pacing.of(schedule).capacity
+    inflight = schedule.max_inflight_groups
+    if inflight is not None and inflight > capacity:
+        raise ConfigError(
+            f"schedule.max_inflight_groups={inflight} can never be reached: the buffer holds {capacity} groups, "
+            f"(max_staleness + 1) x groups_per_step x weight_sync_steps; lower it or set it to null"
+        )
+    responses = schedule.groups_per_step * schedule.samples_per_group
+    if responses < trainer.data_parallel * trainer.minibatches:
+        raise ConfigError(
+            f"schedule.groups_per_step={schedule.groups_per_step} x samples_per_group={schedule.samples_per_group} "
+            f"gives {responses} responses a step, too few for trainer.data_parallel={trainer.data_parallel} x "
+            f"trainer.minibatches={trainer.minibatches}; every rank needs at least one per minibatch"
+        )
+    if schedule.weight_sync_steps > schedule.total_steps:
+        raise ConfigError(
+            f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
+            f"{schedule.total_steps}: no sync would ever fall due; lower it"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, samples = config.algorithm, config.schedule.samples_per_group
+    if algorithm.advantage == "grpo" and samples < 2:
+        raise ConfigError(
+            f"algorithm.advantage=grpo compares the responses of one prompt, but schedule.samples_per_group={samples}; "
+            f"raise it to 2 or more"
+        )
+    if algorithm.ratio == "behaviour" and algorithm.correction != "none":
+        raise ConfigError(
+            f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="
+            f"{algorithm.correction} would do it twice; set algorithm.correction=none or algorithm.ratio=trainer"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, steps = config.trainer.optimizer, config.schedule.total_steps
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(
+            f"trainer.optimizer.betas={list(optimizer.betas)} must be two numbers, each at least 0 and below 1"
+        )
+    if optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} exceeds schedule.total_steps={steps}; lower it"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"trainer.optimizer.min_lr={optimizer.min_lr} exceeds trainer.optimizer.lr={optimizer.lr}; lower it"
+        )
+    if optimizer.min_lr > 0 and optimizer.decay == "constant":
+        raise ConfigError(
+            f"trainer.optimizer.min_lr={optimizer.min_lr} is never reached with trainer.optimizer.decay=constant; "
+            f"choose decay=linear or cosine, or set min_lr=0"
+        )
+
+
+def _check_sync(config: Config) -> None:
+    sync = config.sync
+    if sync.parity_every == 0 and sync.parity_threshold is not None:
+        raise ConfigError(
+            f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
+            f"1 or more, or parity_threshold to null"
+        )
+    if sync.transport in ("broadcast", "disk"):
+        defaults = SyncConfig()
+        for key in ("arena", "arena_mb", "wave", "delta", "delta_full_every"):
+            if (value := getattr(sync, key)) != getattr(defaults, key):
+                raise ConfigError(
+                    f"sync.{key}={value} does nothing with sync.transport={sync.transport}; set transport=p2p or auto, "
+                    f"or leave {key} at {getattr(defaults, key)}"
+                )
+    if sync.delta and sync.wave is not None:
+        raise ConfigError(
+            f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to send deltas against, "
+            f"and waves would hold different ones; set wave to null or delta to false"
+        )
+    if sync.disk_dir is None:
+        return
+    if sync.transport != "disk":
+        raise ConfigError(
+            f"sync.disk_dir={sync.disk_dir!r} is for weights that go through a folder, but sync.transport="
+            f"{sync.transport}; set transport=disk, or disk_dir to null"
+        )
+    _check_folder("sync.disk_dir", sync.disk_dir)
+
+
+def _check_prompt(config: Config) -> None:
+    prompt = config.data.prompt
+    for key, template in (("template", prompt.template), ("example_template", prompt.example_template)):
+        try:
+            columns = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise ConfigError(
+                f"data.prompt.{key}={template!r} is not a valid format string ({error}); write {{{{ and }}}} for "
+                f"literal braces"
+            ) from None
+        if not columns or not all(columns):
+            raise ConfigError(
+                f"data.prompt.{key}={template!r} must name the columns it shows, such as {{prompt}}; write {{{{ and "
+                f"}}}} for literal braces"
+            )
+    if prompt.examples and prompt.format == "chat":
+        raise ConfigError(
+            f"data.prompt.examples={prompt.examples} is for raw prompts, but data.prompt.format=chat; set examples=0 "
+            f"or format=raw"
+        )
+
+
+def _check_servers(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.min_servers > rollout.servers:
+        raise ConfigError(
+            f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}: the run would end "
+            f"before it began; lower it"
+        )
+    if rollout.save_partials_seconds and not rollout.stream_interval:
+        raise ConfigError(
+            f"rollout.save_partials_seconds={rollout.save_partials_seconds:g} would find nothing to save with "
+            f"rollout.stream_interval=0, as requests send nothing before their end; set it to 0, or stream_interval to 1 "
+            f"or more"
+        )
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        if (value := getattr(rollout.sampling, name)) != neutral:
+            raise ConfigError(
+                f"rollout.sampling.{name}={value} would sample training rollouts from a part of the distribution, while "
+                f"the trainer scores all of it: every importance ratio would be wrong. Set rollout.sampling.{name}="
+                f"{neutral:g}; evaluation may truncate (eval.sampling.{name})"
+            )
+    if "" in rollout.sampling.stop:
+        raise ConfigError("rollout.sampling.stop holds an empty text, which would end every response at once; drop it")
+    check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
+    check_trained_args("rollout", rollout.server_args)
+    longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
+    for key in ("context_length", "max_total_tokens"):
+        room = getattr(rollout, key)
+        if room is not None and longest > room:
+            raise ConfigError(
+                f"data.prompt.max_tokens={config.data.prompt.max_tokens} + rollout.sampling.max_new_tokens="
+                f"{rollout.sampling.max_new_tokens} do not fit into rollout.{key}={room}; raise it or lower one of them"
+            )
+
+
+def _check_trainer(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ConfigError(
+            "trainer.sequence_parallel=true splits activations over tensor-parallel ranks, but trainer.tensor_parallel=1;"
+            " set sequence_parallel=false or raise tensor_parallel"
+        )
+    for key in ("first_stage_layers", "last_stage_layers"):
+        if getattr(trainer, key) is not None and trainer.pipeline_parallel == 1:
+            raise ConfigError(
+                f"trainer.{key}={getattr(trainer, key)} needs several pipeline stages, but trainer.pipeline_parallel=1; "
+                f"set it to null or raise pipeline_parallel"
+            )
+
+
+def _check_cluster(config: Config, training: bool) -> None:
+    cluster = config.cluster
+    if is_wildcard(cluster.host):
+        raise ConfigError(
+            f"cluster.host={cluster.host} binds to every interface and is no address that others can reach; name one, or "
+            f"set auto for each node's own"
+        )
+    specs = pool_specs(config, training=training)
+    nodes = nodes_needed(specs, cluster.devices_per_node)
+    if nodes == 1:
+        return
+    need = " + ".join(f"{spec.total_devices} for the {name}" for name, spec in specs.items())
+    if cluster.address is None:
+        raise ConfigError(
+            f"the pools need {need} devices, more than one node has (cluster.devices_per_node="
+            f"{cluster.devices_per_node}), and cluster.address=null starts Ray on this machine alone; lower "
+            f"trainer.data_parallel or rollout.servers, or join a cluster of {nodes} nodes with cluster.address=auto"
+        )
+    if cluster.host != "auto":
+        only = "reachable from one machine only" if is_loopback(cluster.host) else "the address of one node"
+        raise ConfigError(
+            f"the pools span {nodes} nodes, but cluster.host={cluster.host} is {only}; set cluster.host=auto, and every "
+            f"process binds to its own node's address"
+        )
+
+
+def _check_model(config: Config, planning: bool) -> None:
+    layout, source = model_layout(config, planning=planning)
+    _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
+    _check_server_split(config.rollout.tensor_parallel, layout.sizes, source)
+    if not planning:
+        check_model_folder(config.model)
+
+
+def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
+    """The model's layout over the trainer's ranks, and the config.json it was read from.
+
+    Raises ConfigError for a missing or unsupported model, for options that its layers do not implement, and for a split
+    that Megatron would refuse.
+    """
+    values, source = read_hf_config(config.model, planning=planning)
+    try:
+        check_values(values)
+        layout = Layout(values, Topology.from_config(config.trainer))
+        check_architecture(values)
+        check_experts(layout, config.trainer)
+        return layout, source
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _check_context(config: Config, limit: int | None, source: Path) -> None:
+    if limit is None:
+        raise ConfigError(f"{source} has no max_position_embeddings; the model folder is incomplete")
+    asked = config.rollout.context_length
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"rollout.context_length={asked} exceeds the model's max_position_embeddings={limit} ({source}); lower it"
+        )
+    prompt, response = config.data.prompt.max_tokens, config.rollout.sampling.max_new_tokens
+    if prompt + response > limit:
+        raise ConfigError(
+            f"data.prompt.max_tokens={prompt} + rollout.sampling.max_new_tokens={response} exceed the model's "
+            f"max_position_embeddings={limit} ({source}); lower one of them"
+        )
+
+
+def _check_server_split(tensor: int, sizes: Sizes, source: Path) -> None:
+    """SGLang's rules for cutting a decoder over the tensor-parallel ranks of one server."""
+    experts = {"moe_intermediate_size": sizes.moe_intermediate} if sizes.sparse_layers else {}
+    for name, count in {"num_attention_heads": sizes.heads, **sizes.widths, **experts}.items():
+        if count % tensor:
+            raise ConfigError(
+                f"rollout.tensor_parallel={tensor} does not divide the model's {name}={count} ({source}); choose a "
+                f"divisor of it"
+            )
+    if sizes.groups % tensor and tensor % sizes.groups:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor} and the model's num_key_value_heads={sizes.groups} ({source}) must "
+            f"divide one another; choose a divisor or a multiple of {sizes.groups}"
+        )
+
+
+def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: bool) -> None:
+    data = config.data
+    if data.train is None and not own_rows:
+        raise ConfigError(
+            "data.train is not set; name a dataset with data.train.kind and data.train.source, or hand rows to "
+            "AsyncTrainer(train_dataset=...)"
+        )
+    for name, dataset, replaced in (("train", data.train, own_rows), ("eval", data.eval, own_eval_rows)):
+        if dataset is not None and not replaced:
+            _check_dataset(f"data.{name}", dataset, planning)
+    for name, held_out in config.eval.sets.items():
+        _check_dataset(f"eval.sets.{name}.data", held_out.data, planning)
+
+
+def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
+    if dataset.kind not in ("jsonl", "parquet"):
+        return
+    if dataset.options:
+        raise ConfigError(
+            f"{key}.options={dict(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
+            f"{dataset.kind}; remove it"
+        )
+    if not planning and not Path(dataset.source).expanduser().exists():
+        raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
+
+
+def _check_run_root(config: Config) -> None:
+    _check_folder("run_root", config.run_root)
+
+
+def _check_folder(key: str, path: str) -> None:
+    """Refuses a folder that could not be made."""
+    folder = Path(path).expanduser()
+    blocked = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    if not blocked.is_dir():
+        raise ConfigError(f"{key}={path!r} cannot be made: {blocked} is a file; choose another folder")

@@ -1,0 +1,155 @@
+"""Where a server would keep each tensor of a checkpoint, found without a server, without weights and without memory.
+
+    python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
+
+SGLang's own model class is built on the meta device, once for each tensor-parallel rank and one rank after the other,
+and `sync.trace` runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is
+needed. What a server would do to weights after they are loaded (packing for a kernel) is not seen.
+
+Next to the plugin this is the only file that knows SGLang's insides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megasync.config.schema import RolloutConfig
+from megasync.errors import MegasyncError, ServerError, TraceError
+from megasync.layout.engine_layout import EngineRank
+from megasync.serving.process import ManagedProcess
+from megasync.serving.server import SGLangServer
+
+Specs = Sequence[tuple[str, Sequence[int]]]
+
+# The dimensions of a server's ranks that layers ask for a group of.
+_GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
+
+# Importing SGLang takes 10 s, and a large model's loader some more; a crowded machine many times that.
+SECONDS = 600.0
+
+
+def engine_ranks(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
+    """What each rank of a server of this model folder (its config.json is enough) keeps; in a process of its own.
+
+    Args:
+        dtype: that the server serves in.
+        device: cpu or cuda; SGLang pads and packs differently on them.
+
+    Raises:
+        TraceError: the loader does what cannot be repeated, or refuses the specs.
+        ServerError: SGLang cannot build the model; with its last words.
+    """
+    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs))
+
+
+async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
+    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args={"--skip-tokenizer-init": True})
+    with tempfile.TemporaryDirectory(prefix="megasync-blueprint-") as folder:
+        request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
+        # Nothing listens on the port.
+        server = SGLangServer(model, rollout, dtype, device, "127.0.0.1", 30000, log)
+        request.write_text(json.dumps({"arguments": server.command()[3:], "specs": specs}))
+        command = [sys.executable, "-m", "megasync.serving.engine_blueprint", str(request), str(answer)]
+        process = ManagedProcess(command, server.environment() | {"TMPDIR": folder}, log)
+        process.start()
+        try:
+            status = await process.wait(SECONDS)
+        finally:
+            await process.stop(timeout=1.0)
+        if status is None:
+            raise ServerError(f"SGLang did not build {model} within {SECONDS:g} s")
+        if status != 0 or not answer.is_file():
+            raise ServerError(
+                f"SGLang cannot build {model} for {tensor_parallel} tensor-parallel rank(s) in {dtype} on {device}; "
+                f"its last words:\n{process.tail(12)}"
+            )
+        found = json.loads(answer.read_text())
+    if "error" in found:
+        raise TraceError(found["error"])
+    return [EngineRank.from_json(rank) for rank in found["ranks"]]
+
+
+# Inside that process
+
+
+def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
+    """What each rank of a server with these command line arguments keeps of a checkpoint with these names and shapes.
+
+    Raises:
+        TraceError: the loader does what cannot be repeated, or refuses the specs.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    from megasync.layout.trace import trace_load
+
+    settings = prepare_server_args(list(arguments))
+    found = []
+    for tp in range(settings.tp_size):
+        with _in_place_of(settings, tp):
+            found.append(trace_load(_build(settings), specs))
+    return found
+
+
+@contextmanager
+def _in_place_of(settings: Any, tp: int) -> Iterator[None]:
+    """SGLang's runtime context as it is in the scheduler process of one rank, with groups that only know their size."""
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
+
+    context = create_context(settings, role="scheduler", ranks=SpawnRanks(world_rank=tp, gpu_id=0))
+    parallel = context.parallel
+    groups = {}
+    for name in _GROUPS:
+        rank, size = getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
+        groups[f"{name}_group"] = SimpleNamespace(
+            rank_in_group=rank,
+            world_size=size,
+            is_first_rank=rank == 0,
+            is_last_rank=rank == size - 1,
+            device_group=None,
+            cpu_group=None,
+        )
+    with use_context(context), parallel.override(**groups):
+        initialize_dp_attention(settings)
+        initialize_moe_config()
+        yield
+
+
+def _build(settings: Any) -> Any:
+    import torch
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.runtime_context import get_device, get_parallel
+
+    load = LoadConfig()
+    config = ModelConfig.from_server_args(settings)
+    if get_device().device == "cpu":
+        config = adjust_config_with_unaligned_cpu_tp(config, load, get_parallel().tp_size)
+    with set_default_torch_dtype(config.dtype), torch.device("meta"):
+        return _initialize_model(config, load)
+
+
+def main(request: str, answer: str) -> None:
+    """Errors that a person is meant to read come back as data; all others end the process."""
+    given = json.loads(Path(request).read_text())
+    try:
+        found: dict[str, Any] = {"ranks": [r.to_json() for r in trace_ranks(given["arguments"], given["specs"])]}
+    except MegasyncError as error:
+        found = {"error": str(error)}
+    Path(answer).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The broadcast transport: whole tensors in flattened buckets, over stock SGLang endpoints."""

@@ -1,0 +1,144 @@
+"""What travels in which bucket, from whom: a pure function of layout, bucket size and dtype.
+
+Each Hugging Face tensor is in exactly one bucket, and the contributions of a bucket cover its bytes exactly once, so
+every rank and the driver derive the same plan without talking. Of the ranks that hold the same piece the first hands it
+to the sender of their pipeline stage; buckets of different senders alternate, so that one packs while another transmits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from megasync.layout.layout import Layout, Piece, Placed
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One whole tensor inside a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Consecutive tensors of one stage and one dtype, as one message of ``nbytes`` bytes from ``sender`` (a global
+    trainer rank).
+
+    ``contributions`` maps each rank that holds something to its pieces, in the order in which it hands them over.
+    """
+
+    stage: int
+    sender: int
+    tensors: tuple[Entry, ...]
+    nbytes: int
+    dtype: str
+    contributions: dict[int, tuple[Piece, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastPlan:
+    """All buckets in wire order. ``dtype`` is the served dtype's torch name; `Layout.hf_dtype` knows the exceptions."""
+
+    buckets: tuple[Bucket, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one full set of weights."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The sending rank of each pipeline stage."""
+        return tuple(dict(sorted((bucket.stage, bucket.sender) for bucket in self.buckets)).values())
+
+    def members(self, stage: int) -> tuple[int, ...]:
+        """The ranks that take part in sending a pipeline stage, ascending; the sender is the first."""
+        found = {rank for bucket in self.of_stage(stage) for rank in (bucket.sender, *bucket.contributions)}
+        return tuple(sorted(found))
+
+    def of_stage(self, stage: int) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.stage == stage)
+
+
+def plan_broadcast(layout: Layout, bucket_bytes: int, dtype: str) -> BroadcastPlan:
+    """Fills buckets of at most ``bucket_bytes`` in checkpoint order, stage by stage.
+
+    A fused group (q, k, v; gate, up; what is `joined`) stays in one bucket; when it alone is above the limit it gets one
+    of its own.
+    """
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {dtype!r} cannot be served; known are {', '.join(ITEM_BYTES)}")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
+    stages = [_stage_buckets(layout, stage, bucket_bytes, dtype) for stage in range(layout.topology.pipeline)]
+    rounds = zip_longest(*stages)
+    return BroadcastPlan(tuple(bucket for turn in rounds for bucket in turn if bucket is not None), dtype)
+
+
+def group_name(name: str, stage: int) -> str:
+    """Name of the process group in which the sender of a pipeline stage talks to the servers."""
+    return f"{name}-stage{stage}"
+
+
+def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[Bucket]:
+    """Tensors of the model's dtype first; the few of another dtype have buckets of their own."""
+    kinds: dict[str, list[Placed]] = {dtype: []}
+    for item in layout.placed(stage):
+        if not item.copy:
+            kinds.setdefault(item.dtype or dtype, []).append(item)
+    return [bucket for kind, items in kinds.items() for bucket in _fill(layout, stage, items, limit, kind)]
+
+
+def _fill(layout: Layout, stage: int, items: list[Placed], limit: int, dtype: str) -> list[Bucket]:
+    buckets, names, size = [], [], 0
+    for group in _groups(items):
+        nbytes = sum(_nbytes(shape, dtype) for _, shape in group)
+        if names and size + nbytes > limit:
+            buckets.append(_bucket(layout, stage, names, dtype))
+            names, size = [], 0
+        names += [name for name, _ in group]
+        size += nbytes
+    return [*buckets, _bucket(layout, stage, names, dtype)]
+
+
+def _groups(items: list[Placed]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the tensors that must travel together."""
+    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    for item in items:
+        if not (item.joined and groups):
+            groups.append([])
+        groups[-1] += item.tensors
+    return groups
+
+
+def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:
+    topology = layout.topology
+    entries, offset = [], 0
+    contributions: dict[int, list[Piece]] = {}
+    for name in names:
+        shape = layout.hf_tensors[name]
+        entries.append(Entry(name, shape, offset))
+        offset += _nbytes(shape, dtype)
+        for piece, ranks in layout.holders[name]:
+            contributions.setdefault(ranks[0], []).append(piece)
+    return Bucket(
+        stage=stage,
+        sender=topology.rank(0, 0, stage),
+        tensors=tuple(entries),
+        nbytes=offset,
+        dtype=dtype,
+        contributions={rank: tuple(contributions[rank]) for rank in sorted(contributions)},
+    )
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    count = ITEM_BYTES[dtype]
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,128 @@
+"""The versions of a run in a shared folder. A folder under its final name is complete: it got the name last.
+
+    v7.incomplete ── ranks write ──▶ seal: sizes, index, config, manifest, fsync, rename ──▶ v7 ──▶ pruned
+
+Each sealed version is a whole Hugging Face folder, so that a server may also be started from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megasync.errors import SyncError
+from megasync.files import atomic_write, rename_to_disk, to_disk
+from megasync.layout.shards import INDEX, index_text, part_name, write_companions
+from megasync.sync.broadcast.plan import BroadcastPlan
+
+MANIFEST = "manifest.json"
+_DRAFT = ".incomplete"
+_DOOMED = "removed-"
+# A version that is written again gets a name of its own: a server may still be reading the first folder.
+_SEALED = re.compile(r"v\d+(\.\d+)?")
+
+
+class VersionFolders:
+    """All methods block on the disk.
+
+    Args:
+        root: the shared folder, made when it is missing. One run at a time writes to it.
+        source: Hugging Face folder with the model's config.json and tokenizer.
+        keep: sealed versions that `prune` leaves.
+    """
+
+    def __init__(self, root: Path, source: Path, plan: BroadcastPlan, keep: int) -> None:
+        self.root = root.expanduser().absolute()
+        self._source = source
+        self._plan = plan
+        self._keep = keep
+
+    def prepare(self) -> None:
+        """Makes the root and removes what an earlier process left unfinished. Raises SyncError."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SyncError(f"sync.disk_dir={self.root} cannot be made: {error}") from error
+        for stale in self.root.glob(f"v*{_DRAFT}"):
+            self.discard(stale)
+        for removed in self.root.glob(f"{_DOOMED}v*"):
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def draft(self, version: int) -> Path:
+        """An empty folder to write a version into. Raises SyncError."""
+        try:
+            names = (f"v{version}" + (f".{again}" if again else "") for again in count())
+            free = next(name for name in names if not (self.root / name).exists())
+            draft = self.root / (free + _DRAFT)
+            draft.mkdir()
+        except OSError as error:
+            raise SyncError(f"no version can be written to sync.disk_dir={self.root}: {error}") from error
+        return draft
+
+    def seal(self, draft: Path, version: int, files: Mapping[str, Mapping[str, Any]]) -> Path:
+        """Completes a draft and gives it its final name.
+
+        Args:
+            files: name -> ``bytes`` and ``sha256`` of each weight file, as the ranks wrote them.
+
+        Raises:
+            SyncError: a file is missing or has another size here than its rank says; the disk is full.
+        """
+        expected = {part_name(i, len(self._plan.buckets)) for i in range(len(self._plan.buckets))}
+        if files.keys() != expected:
+            raise SyncError(f"the ranks wrote {sorted(files)} into {draft}, but the plan says {sorted(expected)}")
+        try:
+            for name, written in files.items():
+                self._check_size(draft / name, written["bytes"])
+            write_companions(self._source, draft, self._plan.dtype)
+            where = {
+                entry.name: part_name(index, len(self._plan.buckets))
+                for index, bucket in enumerate(self._plan.buckets)
+                for entry in bucket.tensors
+            }
+            atomic_write(draft / INDEX, index_text(where, self._plan.nbytes))
+            manifest = {
+                "version": version,
+                "dtype": self._plan.dtype,
+                "files": {n: dict(files[n]) for n in sorted(files)},
+            }
+            atomic_write(draft / MANIFEST, json.dumps(manifest, indent=2))
+            for path in draft.iterdir():
+                if path.name not in files:
+                    to_disk(path)
+            to_disk(draft)
+            sealed = draft.with_name(draft.name.removesuffix(_DRAFT))
+            rename_to_disk(draft, sealed)
+        except OSError as error:
+            raise SyncError(f"{draft} cannot be completed: {error}") from error
+        return sealed
+
+    def _check_size(self, path: Path, nbytes: int) -> None:
+        found = path.stat().st_size if path.exists() else None
+        if found != nbytes:
+            raise SyncError(
+                f"{path} has {found} bytes here, but {nbytes} on the rank that wrote it: sync.disk_dir must be one "
+                f"folder that all nodes share"
+            )
+
+    def discard(self, draft: Path) -> None:
+        """Removes a version or draft, as far as it can: its name first, so that nobody takes or seals what is left."""
+        doomed = draft.with_name(_DOOMED + draft.name.removesuffix(_DRAFT))
+        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(OSError):
+            draft.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def prune(self, busy: Collection[Path]) -> None:
+        """Removes the oldest sealed versions beyond ``keep``, but none that is ``busy``."""
+        sealed = [path for path in self.root.iterdir() if _SEALED.fullmatch(path.name) and (path / MANIFEST).is_file()]
+        sealed.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        for path in sealed[: -self._keep]:
+            if path not in busy:
+                self.discard(path)

@@ -1,0 +1,317 @@
+"""Who sends which rectangle to which serving rank: a pure function of the trainer's layout and the engine's slots.
+
+Every slot of every engine rank is cut where trainer ranks meet, and each cut goes to one of the ranks that hold it: the
+one with the fewest bytes so far, so that replicas share the work. A large cut that lies in one line in its sender's memory
+is a message by itself, sent without being copied; the others that the same rank sends into the same slot are merged into
+the largest rectangles and put into parcels of limited size. Nothing is gathered anywhere, and each byte travels once to
+every engine rank that keeps it.
+
+Trainer, engine and driver derive the same plan from the same inputs without talking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from math import prod
+
+from megasync.errors import SyncError
+from megasync.layout.engine_layout import EngineRank, Slot
+from megasync.layout.layout import Box, Holder, Layout, Piece
+from megasync.sync.broadcast.plan import ITEM_BYTES
+
+# Messages are whole words, over which digests are taken.
+WORD_BYTES = 8
+# From this size on a message of its own costs less than packing it with others.
+DIRECT_BYTES = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One rectangle on the wire: where the receiver puts it, and the sender's pieces that fill it exactly."""
+
+    slot: Slot
+    sources: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        return self.slot.hf_box.rows * self.slot.hf_box.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Regions that trainer rank ``source`` sends to tensor-parallel rank ``target`` of an engine as one message.
+
+    Regions lie behind each other, row by row, as elements of ``dtype``; the end is filled up to whole words. A ``direct``
+    parcel is a single region that its single source holds in one line.
+    """
+
+    source: int
+    target: int
+    dtype: str
+    regions: tuple[Region, ...]
+    direct: bool = False
+
+    @property
+    def elements(self) -> int:
+        return sum(region.elements for region in self.regions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message, a multiple of `WORD_BYTES`."""
+        return -(-self.elements * ITEM_BYTES[self.dtype] // WORD_BYTES) * WORD_BYTES
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All parcels, in the order in which every rank works on its own; a parcel's index is its tag on the wire."""
+
+    parcels: tuple[Parcel, ...]
+    engine_ranks: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parcel.nbytes for parcel in self.parcels)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The trainer ranks that send, ascending. In a group with the engine they come first, then its ranks."""
+        return tuple(sorted({parcel.source for parcel in self.parcels}))
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest message."""
+        return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+    @property
+    def largest_packed(self) -> int:
+        """Bytes of the largest parcel that is packed; a sender holds two."""
+        return max((parcel.nbytes for parcel in self.parcels if not parcel.direct), default=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal where the same plan was derived."""
+        return hashlib.sha256(repr((self.engine_ranks, self.parcels)).encode()).hexdigest()[:16]
+
+    def of_source(self, rank: int) -> list[tuple[int, Parcel]]:
+        return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.source == rank]
+
+    def of_target(self, tp: int) -> list[tuple[int, Parcel]]:
+        return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.target == tp]
+
+    def confirmed_to(self, source: int) -> list[int]:
+        """The engine ranks that tell this trainer rank, the lowest of their sources, when they hold a whole version."""
+        lowest: dict[int, int] = {}
+        for parcel in self.parcels:
+            lowest[parcel.target] = min(parcel.source, lowest.get(parcel.target, parcel.source))
+        return [tp for tp, rank in lowest.items() if rank == source]
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each sending trainer rank puts on the wire."""
+        found: dict[int, int] = defaultdict(int)
+        for parcel in self.parcels:
+            found[parcel.source] += parcel.nbytes
+        return dict(found)
+
+
+def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int, dtype: str) -> ShardPlan:
+    """Plans the way of a full set of weights into one engine.
+
+    Args:
+        engine: what each tensor-parallel rank of the engine keeps.
+        parcel_bytes: largest message; a single row above it gets one of its own.
+        dtype: the trainer's parameter dtype.
+
+    Raises:
+        SyncError: a tensor that no engine rank keeps, or one that the engine keeps and the trainer does not have.
+    """
+    check_coverage(layout, engine)
+    shapes = {rank: layout.params(rank) for rank in range(layout.topology.world)}
+    load: dict[int, int] = defaultdict(int)
+    lanes: dict[tuple[int, int], list[Parcel]] = {}
+    for target, rank in enumerate(engine):
+        regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
+        for slot in rank.slots:
+            wire = layout.hf_dtype(slot.hf_name, dtype)
+            for part in _chunks(slot, max(1, parcel_bytes // ITEM_BYTES[wire])):
+                for source, region in _assign(part, layout.holders[slot.hf_name], load, ITEM_BYTES[wire]):
+                    regions[source, wire].append(region)
+        for (source, wire), found in regions.items():
+            lanes.setdefault((source, target), []).extend(
+                _parcels(source, target, wire, found, parcel_bytes, shapes[source])
+            )
+    # Taking one parcel of each lane in turn keeps every link busy.
+    rounds = zip_longest(*(lanes[lane] for lane in sorted(lanes)))
+    parcels = tuple(parcel for turn in rounds for parcel in turn if parcel is not None)
+    return ShardPlan(parcels, len(engine))
+
+
+def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
+    """Each tensor of the layout must be kept by some engine rank whole, in a type to which a cast leads, and each engine
+    parameter must be written.
+
+    Raises:
+        SyncError: naming the tensor or the parameter.
+    """
+    kept: dict[str, set[Box]] = defaultdict(set)
+    for target, rank in enumerate(engine):
+        for slot in rank.slots:
+            kept[slot.hf_name].add(slot.hf_box)
+            if (dtype := rank.dtypes[slot.param]) not in ITEM_BYTES:
+                raise SyncError(
+                    f"the engine keeps {slot.param!r} in {dtype}, which takes more than a cast; serve the model unquantized, "
+                    f"or set sync.transport to broadcast or disk, where the engine loads weights by itself"
+                )
+        if rank.unwritten:
+            raise SyncError(
+                f"loading a checkpoint leaves {len(rank.unwritten)} parameters of engine rank {target} unwritten: "
+                f"{', '.join(rank.unwritten[:3])}"
+            )
+    unknown = sorted(kept.keys() - layout.hf_tensors.keys())
+    if unknown:
+        raise SyncError(f"the engine keeps {unknown[0]!r}, which the trainer's layout does not have")
+    for name, shape in layout.hf_tensors.items():
+        covered = sum(box.rows * box.cols for box in _disjoint(kept[name]))
+        if covered != prod(shape):
+            raise SyncError(f"the engine's ranks keep {covered} of the {prod(shape)} elements of {name!r}")
+
+
+def _disjoint(boxes: set[Box]) -> list[Box]:
+    """The boxes without those that lie inside another one (replicas keep equal boxes, which are one here already)."""
+    ordered = sorted(boxes, key=lambda box: -box.rows * box.cols)
+    found: list[Box] = []
+    for box in ordered:
+        if not any(intersect(box, other) == box for other in found):
+            found.append(box)
+    return found
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common rectangle of two boxes of the same tensor, if any."""
+    row, col = max(one.row, other.row), max(one.col, other.col)
+    rows = min(one.row + one.rows, other.row + other.rows) - row
+    cols = min(one.col + one.cols, other.col + other.cols) - col
+    return Box(row, rows, col, cols) if rows > 0 and cols > 0 else None
+
+
+def _chunks(slot: Slot, elements: int) -> Iterator[Slot]:
+    """The slot in slices of whole rows, of at most so many elements (at least one row) each."""
+    box = slot.hf_box
+    step = max(1, elements // box.cols)
+    for row in range(box.row, box.row + box.rows, step):
+        yield slot.part(box._replace(row=row, rows=min(step, box.row + box.rows - row)))
+
+
+def _assign(
+    slot: Slot, holders: Sequence[Holder], load: dict[int, int], item_bytes: int
+) -> Iterator[tuple[int, Region]]:
+    """(sending rank, region) for all of one slot; ``load`` is what each rank sends so far, in bytes."""
+    by_ranks: dict[tuple[int, ...], list[tuple[Box, Piece]]] = defaultdict(list)
+    for holder in holders:
+        if common := intersect(slot.hf_box, holder.piece.hf_box):
+            by_ranks[holder.ranks].append((common, holder.piece))
+    for ranks, found in by_ranks.items():
+        source = min(ranks, key=lambda rank: (load[rank], rank))
+        load[source] += item_bytes * sum(box.rows * box.cols for box, _ in found)
+        small = []
+        for box, piece in found:
+            if box.rows * box.cols * item_bytes >= DIRECT_BYTES:
+                yield source, Region(slot.part(box), (_clip(piece, box),))
+            else:
+                small.append((box, piece))
+        for box in _merge([box for box, _ in small]):
+            inside = ((common, piece) for common, piece in small if intersect(common, box))
+            yield source, Region(slot.part(box), tuple(_clip(piece, common) for common, piece in inside))
+
+
+def _merge(boxes: Sequence[Box]) -> list[Box]:
+    """The same rectangles, with those that touch along a whole side joined: first downwards, then sideways."""
+    downwards: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (box.col, box.cols, box.row)):
+        last = downwards[-1] if downwards else None
+        if last and (last.col, last.cols, last.row + last.rows) == (box.col, box.cols, box.row):
+            downwards[-1] = last._replace(rows=last.rows + box.rows)
+        else:
+            downwards.append(box)
+    sideways: list[Box] = []
+    for box in sorted(downwards, key=lambda box: (box.row, box.rows, box.col)):
+        last = sideways[-1] if sideways else None
+        if last and (last.row, last.rows, last.col + last.cols) == (box.row, box.rows, box.col):
+            sideways[-1] = last._replace(cols=last.cols + box.cols)
+        else:
+            sideways.append(box)
+    return sideways
+
+
+def _clip(piece: Piece, box: Box) -> Piece:
+    """The part of a piece that is ``box`` of its Hugging Face tensor."""
+    down, right = box.row - piece.hf_box.row, box.col - piece.hf_box.col
+    local = piece.param_box
+    return piece._replace(hf_box=box, param_box=Box(local.row + down, box.rows, local.col + right, box.cols))
+
+
+def _parcels(
+    source: int,
+    target: int,
+    dtype: str,
+    regions: Sequence[Region],
+    limit: int,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[Parcel]:
+    """Regions that go as they are first; then the others in order, in as few parcels as the limit allows."""
+    held: list[Region] = []
+    size = 0
+    for region in regions:
+        nbytes = region.elements * ITEM_BYTES[dtype]
+        if nbytes >= DIRECT_BYTES and _in_one_line(region, shapes, ITEM_BYTES[dtype]):
+            yield Parcel(source, target, dtype, (region,), direct=True)
+            continue
+        if held and size + nbytes > limit:
+            yield Parcel(source, target, dtype, tuple(held))
+            held, size = [], 0
+        held.append(region)
+        size += nbytes
+    if held:
+        yield Parcel(source, target, dtype, tuple(held))
+
+
+def _in_one_line(region: Region, shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> bool:
+    """Whether a region is one run of whole words in its only source's memory."""
+    if len(region.sources) > 1:
+        return False
+    (piece,) = region.sources
+    box, width = piece.param_box, prod(shapes[piece.param][1:])
+    start = (box.row * width + box.col) * item_bytes
+    whole = start % WORD_BYTES == 0 and region.elements * item_bytes % WORD_BYTES == 0
+    return whole and (box.cols == width or box.rows == 1)
+
+
+def receive_program(plan: ShardPlan, target: int) -> list[dict]:
+    """What engine rank ``target`` must know to receive and commit, as JSON: its parcels without the senders' pieces."""
+    return [
+        {
+            "tag": tag,
+            "source": parcel.source,
+            "dtype": parcel.dtype,
+            "elements": parcel.elements,
+            "nbytes": parcel.nbytes,
+            "places": [
+                [s.param, s.offset, s.hf_box.rows, s.hf_box.cols, s.row_stride, s.col_stride]
+                for s in (region.slot for region in parcel.regions)
+            ],
+        }
+        for tag, parcel in plan.of_target(target)
+    ]
+
+
+def destinations(plan: ShardPlan, target: int) -> Mapping[str, list[Slot]]:
+    """The slots that a full transfer writes on one engine rank, by parameter."""
+    found: dict[str, list[Slot]] = defaultdict(list)
+    for _, parcel in plan.of_target(target):
+        for region in parcel.regions:
+            found[region.slot.param].append(region.slot)
+    return found
