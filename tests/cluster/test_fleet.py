@@ -15,7 +15,7 @@ import ray
 import torch
 from processes import gone as all_gone
 from processes import living, with_word
-from serving import reference
+from real_servers import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 

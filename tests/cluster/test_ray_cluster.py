@@ -40,7 +40,7 @@ def started(folder: str, *words: str) -> tuple[int, list[list[str]]]:
     """The number of nodes, and who listens where."""
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
-        env=os.environ | {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
         capture_output=True,
         text=True,
         timeout=180,

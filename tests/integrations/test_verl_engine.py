@@ -13,8 +13,8 @@ from tiny_models import make_tiny_model, make_tiny_value_model
 
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
-from integrations.verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch
 
 RANK = Path(__file__).with_name("verl_rank.py")
 DRIVER = Path(__file__).with_name("verl_driver.py")

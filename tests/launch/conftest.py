@@ -1,21 +1,11 @@
-"""A configuration that could be started: the quickstart's, with a model of its own. A Slurm that knows any node."""
+"""A Slurm that knows any node."""
 
 from pathlib import Path
 
 import pytest
+from quickstart_config import config_file
 
-from megasync.config import load_config, save_config
-from megasync.models import fetch
-
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-
-
-@pytest.fixture(scope="session")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("launch")
-    model = fetch("digits", folder / "digits")
-    save_config(load_config(QUICKSTART, [f"model.path={model}", "cluster.device=cpu"]), folder / "run.yaml")
-    return folder / "run.yaml"
+__all__ = ["config_file", "fake_scontrol"]
 
 
 @pytest.fixture

@@ -1,71 +1,18 @@
-"""Tiny Hugging Face models, whole and in folders, and trainer ranks that hold shards of them."""
+"""Trainer ranks that hold shards of a model, as processes."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from serving import SIZES as SERVED_SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from hf_models import make_model, models, save_model
 
 # The benchmark of the same room starts its ranks the same way.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from local_ranks import LocalRanks
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
-
-
-def build_model(seed: int = 0, **config):
-    """A random float32 model; every tensor is random, norms and biases too, so that a mix-up shows."""
-    config = {"model_type": "qwen2", **SIZES, **config}
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dim() == 1:
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-    return model.eval()
-
-
-@pytest.fixture(scope="session")
-def make_model():
-    return build_model
-
-
-@pytest.fixture(scope="session")
-def save_model():
-    """Writes a model to a folder and returns its config.json as a dict."""
-
-    def save(model, path: Path, **options) -> dict:
-        model.save_pretrained(path, **options)
-        return json.loads((path / "config.json").read_text())
-
-    return save
-
-
-@pytest.fixture(scope="module")
-def models(make_model, save_model, tmp_path_factory):
-    """Three models of one shape, as (folder, model) by seed, and their config; real servers start with the first."""
-    found = []
-    for seed in range(3):
-        model = make_model(seed, **SERVED_SIZES)
-        folder = tmp_path_factory.mktemp(f"model{seed}")
-        config = save_model(model, folder)
-        found.append((folder, model))
-    return found, config
+__all__ = ["local_ranks", "make_model", "models", "save_model"]
 
 
 @pytest.fixture

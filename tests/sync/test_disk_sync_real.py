@@ -5,7 +5,7 @@ import hashlib
 import json
 
 import pytest
-from serving import check_answers, check_serves, checksums, generate, serving, steady_traffic
+from real_servers import check_answers, check_serves, checksums, generate, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError

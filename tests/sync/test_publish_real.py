@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from serving import check_answers, check_serves, generate, serving, steady_traffic
+from real_servers import check_answers, check_serves, generate, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device

@@ -6,7 +6,7 @@ Ranks only hold shards here; that a Megatron engine's parameters are these shard
 from itertools import product
 
 import pytest
-from serving import SIZES, check_serves, checksums, serving
+from real_servers import SIZES, check_serves, checksums, serving
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.layout.layout import Layout

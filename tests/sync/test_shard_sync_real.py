@@ -5,7 +5,7 @@ import time
 
 import pytest
 from processes import family, living, with_word
-from serving import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
+from real_servers import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from serving import make_server
+from real_servers import make_server
 from tiny_models import make_tiny_model
 
 from megasync.config.schema import SamplingConfig

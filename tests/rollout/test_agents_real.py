@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
-from serving import make_server
+from real_servers import make_server
 from tool_model import ADD, LOOK, QUESTION, add, look, make_tool_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

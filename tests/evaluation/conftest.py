@@ -1,0 +1,3 @@
+from rollout_bench import fake_client
+
+__all__ = ["fake_client"]
