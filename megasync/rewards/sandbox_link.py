@@ -486,7 +486,7 @@ def passes(descriptor, check):
     """Whether the check comes to its end, with the program still there."""
     wire = Referee(descriptor)
     try:
-        exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})  # noqa: S102 - what this process is for
+        exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})
         wire.ask("bool", [True])
     except BaseException as error:  # noqa: BLE001 - whatever ends a check before its end
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -616,7 +616,7 @@ def main():
     program.__file__ = path
     sys.modules["__main__"] = program
     sys.stdout = player.printed
-    exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)  # noqa: S102 - what this process is for
+    exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
     player.serve(program.__dict__)
 
 

@@ -101,7 +101,7 @@ def main(owner: int, scratch: list[str], command: list[str]) -> int:
         child = subprocess.Popen(
             command,
             start_new_session=True,
-            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread
+            preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )
     except OSError as error:
         print(f"cannot run {command[0]!r}: {error}", file=sys.stderr)

@@ -114,7 +114,7 @@ def family(url: str) -> list[psutil.Process]:
     raise AssertionError(f"nothing at {url}")
 
 
-async def interrupted(rig: Rig, harm: Callable[[], None | asyncio.Future]) -> list:
+async def interrupted(rig: Rig, harm: Callable[[], asyncio.Future | None]) -> list:
     """Eight long generations, with harm done once each of them has its first tokens; they must be whole all the same."""
     growing = [Parts() for _ in range(8)]
     requests = [

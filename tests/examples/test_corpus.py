@@ -31,7 +31,7 @@ def test_pages_have_names_of_their_own_and_answers_stand_in_them():
 def test_no_fact_is_both_trained_and_held_out():
     _, questions = encyclopaedia(0)
     held_out = {question.subject for question in questions if question.held_out}
-    assert 0 < len(held_out)
+    assert len(held_out) > 0
     assert not held_out & {question.subject for question in questions if not question.held_out}
 
 

@@ -31,7 +31,7 @@ def dangers(tree: ast.AST) -> Iterator[str]:
         name = ast.unparse(node.func)
         module, _, last = name.rpartition(".")
         keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
-        if module in PICKLERS and last in UNPICKLING or last in OBJECT_COLLECTIVES or name in ("eval", "exec"):
+        if (module in PICKLERS and last in UNPICKLING) or last in OBJECT_COLLECTIVES or name in ("eval", "exec"):
             yield name
         if name in ("torch.load", "np.load", "numpy.load") and (
             keywords.get("weights_only") != "True" and keywords.get("allow_pickle") != "False"
