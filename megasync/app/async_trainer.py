@@ -14,16 +14,13 @@ from pathlib import Path
 from megasync.app.continuing import has_begun, name_run, named_run
 from megasync.app.run import Run
 from megasync.app.workload import Custom, prepare_workload
-from megasync.config import CONFIG_FILE, Config, load_config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write
 from megasync.observe.result import RunResult
 from megasync.preflight.check import check_config
-
-# Names of what the caller passed from Python: a resumed run must be given the same again.
-CUSTOM_FILE = "custom.json"
 
 
 class AsyncTrainer:

@@ -23,7 +23,7 @@ from rich.console import Console
 from megasync.app.servers import Servers, reserve
 from megasync.app.workload import Task, prepare_task
 from megasync.cluster.roles import check_capabilities
-from megasync.config import CONFIG_FILE, Config, load_config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import TrainerConfig
 from megasync.device import check_machine, resolve_device
@@ -51,7 +51,7 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{target} is neither a configuration file nor a run directory: it has no {CONFIG_FILE}")
     else:
         config = load_config(target / CONFIG_FILE, overrides)
-        custom = target / "custom.json"
+        custom = target / CUSTOM_FILE
         brought = json.loads(custom.read_text()) if custom.is_file() else []
         if missing := [name for name in brought if name != "train_dataset"]:
             raise ConfigError(

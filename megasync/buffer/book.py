@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megasync.buffer.entry import LIVE, TRAINED, UNFINISHED, Entry, State, Stored
+from megasync.buffer.entry import LIVE, RENAMED_REASONS, TRAINED, UNFINISHED, Entry, State, Stored
 from megasync.buffer.numbers import NumberSet
 from megasync.trajectory import Group
 
@@ -27,7 +27,8 @@ class Book:
         self._changed = changed
         self.open: dict[str, Entry] = {}
         self.ended: dict[str, Entry] = {}
-        self.dropped = Counter(inherited.get("dropped", {}))
+        self.dropped: Counter[str] = Counter()
+        self._count_dropped(inherited.get("dropped", {}))
         self.trained: int = inherited.get("trained", 0)
         self.admitted = self.trained + self.dropped.total()
         # Open groups by number, their numbers, and those of each state.
@@ -160,7 +161,7 @@ class Book:
         """Takes over recorded entries, in any order, with the numbers of all groups ever recorded."""
         self.admitted += admitted
         self.trained += trained
-        self.dropped.update(dropped)
+        self._count_dropped(dropped)
         for entry in entries:
             if entry.state not in LIVE:
                 self.ended[entry.uid] = entry
@@ -169,6 +170,10 @@ class Book:
         self._forget_published()
 
     # Inside
+
+    def _count_dropped(self, dropped: Mapping[str, int]) -> None:
+        for reason, number in dropped.items():
+            self.dropped[RENAMED_REASONS.get(reason, reason)] += number
 
     def _enter(self, entry: Entry) -> None:
         """Into the open groups."""

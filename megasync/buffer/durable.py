@@ -51,7 +51,7 @@ class DurableBuffer:
         self.ledger = Ledger(ledger) if ledger is not None else None
         self.state = TrajectoryBuffer(
             Pacing.of(schedule),
-            over_age=schedule.over_age,
+            stale=schedule.stale,
             total_groups=total_groups,
             version=version,
             counters=counters,

@@ -21,6 +21,9 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
+# Reasons of drops as earlier ledgers and checkpoints name them, and their names now.
+RENAMED_REASONS = {"over_age": "stale"}
+
 LIVE = (State.GENERATING, State.RETURNED, State.FINISHED, State.LEASED)
 UNFINISHED = (State.GENERATING, State.RETURNED)
 TRAINED = (State.UNPUBLISHED, State.PUBLISHED)

@@ -3,7 +3,7 @@
 Two life cycles that are easily taken for one:
 
     a group   admit ─▶ generating ─commit─▶ finished ─lease─▶ leased ─ack─▶ trained     (the end of the group)
-                           ▲                   │ over-age
+                           ▲                   │ stale
                            └─reclaim─ returned ◀┘               any of these but leased ─▶ dropped(reason)
     a slot    taken by admit ─────────────────────────────────────────────▶ freed by publish, or by a drop
 
@@ -50,13 +50,14 @@ from megasync.trajectory import Group, Partial, Trajectory
 MIN_SURVIVORS = 2
 # Why groups are dropped on which steps raised an error again and again.
 FAILED_STEP = "failed_step"
-OVER_AGE = ("mask", "regenerate", "drop")
+# What `schedule.stale` may say.
+STALE_POLICIES = ("mask", "regenerate", "drop")
 
 
 class TrajectoryBuffer:
     """Nothing here waits: what cannot be done now returns False or None, what must not be done raises.
 
-    ``over_age`` says what happens to a finished group older than the bound: "mask" its over-age tokens, "regenerate" it,
+    ``stale`` says what happens to a finished group older than the bound: "mask" its stale tokens, "regenerate" it,
     or "drop" it. ``total_groups`` is how many groups the run trains in all its steps at this pacing (a multiple of
     ``groups_per_step``; None is unbounded): what remains is ``groups_per_step`` for each step that is not trained yet,
     also where earlier steps had batches of another size. ``version`` is the one that the servers have now; ``counters`` are those of an earlier run that goes on
@@ -68,7 +69,7 @@ class TrajectoryBuffer:
         self,
         pacing: Pacing,
         *,
-        over_age: str = "regenerate",
+        stale: str = "regenerate",
         total_groups: int | None = None,
         version: int = 0,
         counters: dict[str, Any] | None = None,
@@ -76,8 +77,8 @@ class TrajectoryBuffer:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
-        if over_age not in OVER_AGE:
-            raise ValueError(f"over_age={over_age!r} must be one of {', '.join(OVER_AGE)}")
+        if stale not in STALE_POLICIES:
+            raise ValueError(f"stale={stale!r} must be one of {', '.join(STALE_POLICIES)}")
         if total_groups is not None and total_groups % pacing.groups_per_step:
             raise ValueError(
                 f"total_groups={total_groups} must be a multiple of groups_per_step={pacing.groups_per_step}: the last "
@@ -85,7 +86,7 @@ class TrajectoryBuffer:
             )
         self.pacing = pacing
         self.standing = record.standing if record else Standing.first(0, version, counters or {})
-        self._over_age = over_age
+        self._stale = stale
         self._total_steps = None if total_groups is None else total_groups // pacing.groups_per_step
         self._clock = clock
         self._book = Book(changed, self.standing.inherited)
@@ -129,7 +130,7 @@ class TrajectoryBuffer:
 
         False, changing nothing, when the buffer is closed, when the group was dropped meanwhile, or when it waits to be
         generated again and these responses are too old or too few. False also when too few trajectories survive (those
-        without a reward or a trained token do not): the group is dropped and counted. And False when it is over-age
+        without a reward or a trained token do not): the group is dropped and counted. And False when it is stale
         already and therefore dropped or returned. Raises BufferStateError for a group that was never admitted.
         """
         entry = self._book.find(group.uid)
@@ -413,12 +414,12 @@ class TrajectoryBuffer:
         least = self.least_version
         if entry.oldest_version >= least:
             return True
-        if self._over_age == "regenerate":
+        if self._stale == "regenerate":
             self._book.give_back(entry, self._clock())
             self.standing.regenerated += 1
             return False
-        if self._over_age == "drop":
-            self._drop(entry, "over_age")
+        if self._stale == "drop":
+            self._drop(entry, "stale")
             return False
         group = entry.loaded()
         masked = [t.masked(least) for t in group.trajectories]
@@ -436,7 +437,7 @@ class TrajectoryBuffer:
             self.standing.failed_attempts = {other: times for other, times in failed.items() if other != uid}
 
     def _put_back(self) -> None:
-        """The batch that is out is finished as before, or, where it has grown too old, treated as over-age."""
+        """The batch that is out is finished as before, or, where it has grown too old, treated as stale."""
         batch = self._lease[1] if self._lease is not None else []
         self._lease = None
         for entry in batch:

@@ -5,7 +5,7 @@ for, `reference` writes docs/configuration.md. No module here imports torch or R
 anything heavy is loaded.
 """
 
-from megasync.config.load import CONFIG_FILE, load_config, remember, save_config
+from megasync.config.load import CONFIG_FILE, CUSTOM_FILE, load_config, remember, save_config
 from megasync.config.schema import Config
 
-__all__ = ["CONFIG_FILE", "Config", "load_config", "remember", "save_config"]
+__all__ = ["CONFIG_FILE", "CUSTOM_FILE", "Config", "load_config", "remember", "save_config"]

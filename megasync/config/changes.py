@@ -54,10 +54,10 @@ FREE = frozenset(
         "model.config",
         "data.eval",
         *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
-        # The buffer counts what remains in groups of the present size, and treats what is too old now as `over_age` says.
+        # The buffer counts what remains in groups of the present size, and treats what is too old now as `stale` says.
         *(f"schedule.{key}" for key in ("total_steps", "groups_per_step", "samples_per_group", "max_staleness")),
         *(f"schedule.{key}" for key in ("weight_sync_steps", "max_inflight_groups", "partial_rollout")),
-        *(f"schedule.{key}" for key in ("window_fraction", "over_age", "stop_at_score")),
+        *(f"schedule.{key}" for key in ("window_fraction", "stale", "stop_at_score")),
         # Servers, and what is run on them, are started anew. Finished groups keep their rewards.
         "rollout",
         *(f"rollout.sampling.{key}" for key in ("max_new_tokens", "stop")),

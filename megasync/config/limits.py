@@ -167,7 +167,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.train.kind": DATASET_KINDS,
     "data.eval.kind": DATASET_KINDS,
     "data.prompt.format": ("raw", "chat"),
-    "schedule.over_age": ("mask", "regenerate", "drop"),
+    "schedule.stale": ("mask", "regenerate", "drop"),
     "rollout.groups.keep": ("first", "spread"),
     "rollout.groups.overlong": ("keep", "mask", "punish"),
     "rollout.environment.isolation": ("thread", "process"),

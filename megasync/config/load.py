@@ -25,8 +25,14 @@ from megasync.errors import ConfigError
 from megasync.files import atomic_write
 
 BASE_KEY = "base"
-# The resolved configuration of a run, in its directory.
+# The resolved configuration of a run, in its directory, and beside it the names of what the caller passed from Python,
+# which a resumed run must be given again.
 CONFIG_FILE = "config.yaml"
+CUSTOM_FILE = "custom.json"
+
+# Keys by the names that they once had. A user is told the new name; the configuration of a run saved under the old name
+# is read as if it had the new one.
+RENAMED_KEYS = {"schedule.over_age": "schedule.stale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ class Layer:
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file (or a mapping of the same form), its bases, and `overrides` such as `trainer.data_parallel=2`.
 
-    Raises ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type or a required key left open.
+    The saved configuration of a run may use the names that keys had when it was saved (`RENAMED_KEYS`). Raises
+    ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type or a required key left open.
     The result is well-typed, not yet free of contradictions: `check_config` sees to those.
     """
     if isinstance(source, Mapping):
@@ -97,6 +104,8 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
         raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
     raw = OmegaConf.to_container(_read(path, above), resolve=False)
+    if path.name == CONFIG_FILE and path.with_name(CUSTOM_FILE).is_file():
+        _rename_keys(raw)
     base = raw.pop(BASE_KEY, None)
     own = [Layer(str(path), OmegaConf.create(raw))]
     if base is None:
@@ -104,6 +113,17 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if not isinstance(base, str) or "${" in base:
         raise ConfigError(f"{path}: base={base!r} must be the path of one YAML file, relative to this file")
     return _file_layers(_located(base, path.parent), (*above, path)) + own
+
+
+def _rename_keys(values: dict[Any, Any]) -> None:
+    """Gives renamed keys of a saved configuration their present names."""
+    for old, new in RENAMED_KEYS.items():
+        section, _, name = old.rpartition(".")
+        holder = values
+        for part in filter(None, section.split(".")):
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and name in holder:
+            holder[new.rpartition(".")[2]] = holder.pop(name)
 
 
 def _located(text: str | Path, folder: Path = Path()) -> Path:
@@ -174,6 +194,8 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
     hints = get_type_hints(section)
     for name, value in values.items():
         key = f"{prefix}{name}"
+        if key in RENAMED_KEYS:
+            raise ConfigError(f"{place}: {key!r} was renamed; write {RENAMED_KEYS[key]!r} instead")
         if name not in hints:
             raise ConfigError(f"{place}: unknown key {key!r}{_nearest(str(name), section, prefix)}")
         if value is None or (isinstance(value, str) and value.startswith("${")):

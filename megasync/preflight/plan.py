@@ -112,10 +112,10 @@ class Plan:
     # Groups that may be active at once, and of those being generated at once.
     capacity: int
     inflight: int
-    # Versions that a trained token may be behind: max_staleness, and what the window adds. Beyond: `over_age`.
+    # Versions that a trained token may be behind: max_staleness, and what the window adds. Beyond: `stale`.
     staleness_bound: int
     window_slack: int
-    over_age: str
+    stale: str
     sync: Sync
     fleet: Fleet
     stages: tuple[RankMemory, ...]
@@ -169,7 +169,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         inflight=schedule.max_inflight_groups or pacing.capacity,
         staleness_bound=pacing.staleness_bound,
         window_slack=pacing.window_slack,
-        over_age=schedule.over_age,
+        stale=schedule.stale,
         fleet=Fleet(
             least=config.rollout.min_servers,
             restarts=config.rollout.health.restarts,

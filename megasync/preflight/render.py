@@ -70,7 +70,7 @@ def _summary(plan: Plan) -> Table:
         "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens a rank",
         "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
         "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
-        f"look-ahead window; older ones: {plan.over_age}",
+        f"look-ahead window; older ones: {plan.stale}",
         "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} {_way(sync)}",
         "fleet": f"goes on with {fleet.least} of {plan.rollout.spec.slots} server(s); each is started again up to "
         f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "

@@ -7,7 +7,7 @@
     loop      consumes            produces          waits for                        who unblocks it
     --------  ------------------  ----------------  -------------------------------  ------------------------------
     draw      prompts             groups under way  a free place, a slot             finished groups; training, drops
-    redo      uids to regenerate  groups under way  an over-age group, a free place  training; finished groups
+    redo      uids to regenerate  groups under way  a stale group, a free place     training; finished groups
     save      growing responses   saved partials    its own tick                     the clock
     cap       the servers' loads  the gate's limit  its own tick                     the clock
 

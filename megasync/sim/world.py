@@ -36,7 +36,7 @@ RESUMABLE = (
     "schedule.max_staleness",
     "schedule.weight_sync_steps",
     "schedule.window_fraction",
-    "schedule.over_age",
+    "schedule.stale",
     "schedule.partial_rollout",
     "schedule.max_inflight_groups",
     "rollout.servers",
@@ -201,7 +201,7 @@ def _config(choice: Any) -> Config:
     schedule.max_staleness = choice.randint(0, 2)
     schedule.weight_sync_steps = choice.choice([1, 1, 2, 3])
     schedule.window_fraction = choice.choice([None, 0.3, 1.0])
-    schedule.over_age = choice.choice(["mask", "regenerate", "drop"])
+    schedule.stale = choice.choice(["mask", "regenerate", "drop"])
     schedule.partial_rollout = choice.random() < 0.7
     schedule.max_inflight_groups = choice.choice([None, 2])
     config.rollout.servers = choice.randint(1, 3)

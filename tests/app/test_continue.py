@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from killed import cut_short
 
-from megasync.app.async_trainer import CUSTOM_FILE, AsyncTrainer
+from megasync.app.async_trainer import AsyncTrainer
 from megasync.app.continuing import name_run, settings
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.resume import begin_ledger
-from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.trainer.checkpoint import MARKER, step_path
 
@@ -128,6 +128,19 @@ def test_what_cannot_change_in_the_middle_of_a_run_is_refused_before_anything_st
     (checkpoint / MARKER).touch()
     with pytest.raises(ConfigError, match="schedule.total_steps=5 is less than the 7 steps that are trained"):
         AsyncTrainer.resume(run_dir, ["schedule.total_steps=5"])
+
+
+def test_a_run_saved_under_old_names_of_keys_is_resumed(name: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "mini"
+    saved = run_dir / CONFIG_FILE
+    saved.write_text(saved.read_text().replace("  stale: regenerate\n", "  over_age: mask\n"))
+    assert "over_age: mask" in saved.read_text()
+    (run_dir / CUSTOM_FILE).write_text("[]")
+    assert AsyncTrainer.resume(run_dir).config.schedule.stale == "mask"
+    assert AsyncTrainer.resume(run_dir, ["schedule.stale=drop"]).config.schedule.stale == "drop"
+    assert AsyncTrainer.begin_or_resume(load_config(saved), name).config.schedule.stale == "mask"
+    with pytest.raises(ConfigError, match=r"'schedule.over_age' was renamed; write 'schedule.stale' instead"):
+        AsyncTrainer.resume(run_dir, ["schedule.over_age=drop"])
 
 
 def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ async def test_lease_waits_until_a_drop_moves_the_window(group):
 
 
 async def test_reclaim_waits_for_a_group_that_grew_too_old(group):
-    buffer = AsyncBuffer(schedule(max_staleness=0, over_age="regenerate"))
+    buffer = AsyncBuffer(schedule(max_staleness=0, stale="regenerate"))
     waiting = asyncio.create_task(buffer.reclaim())
     await fill(buffer, "a", "b")
     await buffer.commit(group("a"))
@@ -274,7 +274,7 @@ async def test_two_calls_for_the_same_both_get_the_answer(group):
     await buffer.ack(1)
     await buffer.publish(1)
     await asyncio.wait_for(asyncio.gather(*admits), 1)
-    assert not await buffer.commit(group("b", 0, 0)), "over-age"
+    assert not await buffer.commit(group("b", 0, 0)), "stale"
     assert await asyncio.wait_for(asyncio.gather(*reclaims), 1) == ["b", "b"]
 
 
@@ -392,7 +392,7 @@ async def test_loops_that_only_meet_in_the_buffer_finish_the_run(group, seed):
         rng.randint(0, 2),
         weight_sync_steps=sync_steps,
         window_fraction=rng.choice([None, 0.3, 1.0]),
-        over_age=rng.choice(["mask", "regenerate", "drop"]),
+        stale=rng.choice(["mask", "regenerate", "drop"]),
     )
     steps = 4 * sync_steps
     total = steps * config.groups_per_step

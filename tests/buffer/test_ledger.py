@@ -78,7 +78,7 @@ class Life:
             r.randint(0, 2),
             weight_sync_steps=r.randint(1, 2),
             window_fraction=r.choice([None, 0.3, 1.0]),
-            over_age=r.choice(["mask", "regenerate", "drop"]),
+            stale=r.choice(["mask", "regenerate", "drop"]),
         )
         self.buffer = open_buffer(path, self.config)
         self.admitted, self.working, self.step, self.version = 0, [], 0, 0
@@ -268,6 +268,15 @@ def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_i
 
 
 # What goes wrong
+
+
+def test_an_old_name_of_a_reason_is_counted_under_its_present_name(path, buffer, group):
+    for uid in "abc":
+        do(buffer, "admit", uid)
+        do(buffer, "drop", uid, "over_age" if uid == "a" else "stale")
+    assert do(crash(buffer), "counts")["dropped"] == {"stale": 3}
+    inherited = DurableBuffer(ONE_BY_ONE, None, lambda: 0.0, counters={"trained": 1, "dropped": {"over_age": 2}})
+    assert do(inherited, "counts")["dropped"] == {"stale": 2} and do(inherited, "counts")["admitted"] == 3
 
 
 def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path, buffer, group):

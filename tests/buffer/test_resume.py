@@ -129,7 +129,7 @@ async def test_a_run_may_go_on_with_another_schedule_each_time(tmp_path, seed):
             max_staleness=rng.randint(0, 2),
             weight_sync_steps=rng.randint(1, 2),
             window_fraction=rng.choice([None, 0.3, 1.0]),
-            over_age=rng.choice(["mask", "regenerate", "drop"]),
+            stale=rng.choice(["mask", "regenerate", "drop"]),
             max_inflight_groups=rng.choice([None, 3]),
         )
         steps = max(step, rng.randint(8, STEPS)) if start < 6 else max(step, STEPS)

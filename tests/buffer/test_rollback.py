@@ -163,11 +163,11 @@ def test_a_trained_group_whose_payload_is_gone_is_generated_again(group):
     assert [g.uid for g in buffer.lease(1, 1)] == ["a", "b"]
 
 
-def test_groups_that_come_back_too_old_are_over_age_like_any_other(group):
-    buffer = buffer_of(max_staleness=0, over_age="drop")
+def test_groups_that_come_back_too_old_are_stale_like_any_other(group):
+    buffer = buffer_of(max_staleness=0, stale="drop")
     step(buffer, 1, group("a"), group("b"))
     buffer.rollback(0, 1, {uid: group(uid) for uid in "ab"})
-    assert buffer.counts()["dropped"] == {"over_age": 2} and balanced(buffer)
+    assert buffer.counts()["dropped"] == {"stale": 2} and balanced(buffer)
 
 
 def test_nobody_is_admitted_while_a_rollback_holds_more_than_the_capacity(group):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
 from megasync.buffer.entry import LIVE, UNFINISHED, State
-from megasync.buffer.state import OVER_AGE
+from megasync.buffer.state import STALE_POLICIES
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
 
@@ -29,7 +29,7 @@ class Run:
         )
         self.steps = r.randint(1, 6) * self.pacing.weight_sync_steps
         self.total = self.steps * self.pacing.groups_per_step
-        self.buffer = TrajectoryBuffer(self.pacing, over_age=r.choice(OVER_AGE), total_groups=self.total)
+        self.buffer = TrajectoryBuffer(self.pacing, stale=r.choice(STALE_POLICIES), total_groups=self.total)
         self.lag, self.failures, self.mischief = lag, failures, mischief
         self.version = self.step = 0
         self.admitted = []
@@ -233,18 +233,18 @@ def test_a_run_ends_whatever_the_servers_do(block):
         seen += Counter(counts["dropped"]) + Counter(regenerated=counts["regenerated"], masked=counts["masked_tokens"])
     assert all(
         seen[thing]
-        for thing in ("over_age", "no_survivor", "lone_survivor", "failed", "failed_step", "regenerated", "masked")
+        for thing in ("stale", "no_survivor", "lone_survivor", "failed", "failed_step", "regenerated", "masked")
     )
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_pacing_alone_keeps_every_group_within_the_bound(block):
-    """Servers that serve what is published never produce an over-age group, so the check finds nothing to do."""
+    """Servers that serve what is published never produce a stale group, so the check finds nothing to do."""
     reached = Counter()
     for seed in range(block * 400, (block + 1) * 400):
         run = Run(seed, failures=0.1 * (seed % 2)).play()
         counts = run.buffer.counts()
-        assert counts["regenerated"] == counts["masked_tokens"] == counts["dropped"].get("over_age", 0) == 0
+        assert counts["regenerated"] == counts["masked_tokens"] == counts["dropped"].get("stale", 0) == 0
         if run.pacing.window == 1:
             assert max(run.staleness) <= run.pacing.max_staleness
         reached[max(run.staleness) > run.pacing.max_staleness] += 1

@@ -268,12 +268,12 @@ def test_a_uid_is_admitted_once(group, ending):
         buffer.admit("a")
 
 
-# Over-age
+# Stale groups
 
 
-def stale(over_age, *groups):
+def stale_buffer(policy, *groups):
     """A synchronous buffer at version 1 to which groups with tokens of version 0 are committed."""
-    buffer = buffer_of(groups_per_step=len(groups), max_staleness=0, over_age=over_age, version=1)
+    buffer = buffer_of(groups_per_step=len(groups), max_staleness=0, stale=policy, version=1)
     for g in groups:
         buffer.admit(g.uid)
     accepted = [buffer.commit(g) for g in groups]
@@ -281,7 +281,7 @@ def stale(over_age, *groups):
 
 
 def test_regenerate_sends_the_group_back_and_keeps_its_slot_and_place(group):
-    buffer, accepted = stale("regenerate", group("a", 0, 1), group("b", 1, 1))
+    buffer, accepted = stale_buffer("regenerate", group("a", 0, 1), group("b", 1, 1))
     assert accepted == [False, True] and buffer.reclaimable() == ["a"] == buffer.live_uids()[:1]
     assert not buffer.admit("c") and buffer.lease(1, 1) is None
     assert buffer.reclaim() == "a" and buffer.reclaim() is None
@@ -291,14 +291,14 @@ def test_regenerate_sends_the_group_back_and_keeps_its_slot_and_place(group):
 
 
 def test_drop_counts_it_and_frees_the_slot(group):
-    buffer, accepted = stale("drop", group("a", 0, 1))
-    assert accepted == [False] and buffer.counts()["dropped"] == {"over_age": 1} and balanced(buffer)
+    buffer, accepted = stale_buffer("drop", group("a", 0, 1))
+    assert accepted == [False] and buffer.counts()["dropped"] == {"stale": 1} and balanced(buffer)
     assert buffer.admit("b")
 
 
-def test_mask_leaves_over_age_tokens_out_of_the_loss(trajectory):
+def test_mask_leaves_stale_tokens_out_of_the_loss(trajectory):
     old = Group("a", [trajectory([0, 1, 1]), trajectory([1, 1]), trajectory([0, 0])])
-    buffer, accepted = stale("mask", old)
+    buffer, accepted = stale_buffer("mask", old)
     (leased,) = buffer.lease(1, 1)
     assert accepted == [True]
     assert [t.loss_mask for t in leased.trajectories] == [[0, 1, 1], [1, 1]]
@@ -309,30 +309,49 @@ def test_mask_leaves_over_age_tokens_out_of_the_loss(trajectory):
 
 @pytest.mark.parametrize("versions, reason", [([[0], [0]], "no_survivor"), ([[0], [1]], "lone_survivor")])
 def test_a_group_that_masking_leaves_without_company_is_dropped(trajectory, versions, reason):
-    buffer, accepted = stale("mask", Group("a", [trajectory(v) for v in versions]))
+    buffer, accepted = stale_buffer("mask", Group("a", [trajectory(v) for v in versions]))
     assert accepted == [False] and buffer.counts()["dropped"] == {reason: 1} and balanced(buffer)
 
 
 def test_tokens_that_are_not_trained_have_no_age(trajectory):
     two = [trajectory([0, 1], mask=[0, 1]) for _ in range(2)]
-    _, accepted = stale("drop", Group("a", two))
+    _, accepted = stale_buffer("drop", Group("a", two))
     assert accepted == [True]
 
 
-@pytest.mark.parametrize("over_age", ["mask", "regenerate", "drop"])
-def test_a_group_that_grows_too_old_while_it_waits_is_found_at_publication(group, over_age):
-    buffer = buffer_of(groups_per_step=2, max_staleness=0, over_age=over_age)
+@pytest.mark.parametrize("policy", ["mask", "regenerate", "drop"])
+def test_a_group_that_grows_too_old_while_it_waits_is_found_at_publication(group, policy):
+    buffer = buffer_of(groups_per_step=2, max_staleness=0, stale=policy)
     admit(buffer, *"ab")
     assert buffer.commit(group("a", 0, 0))
     buffer.publish(1)
     counts = buffer.counts()
     assert counts["slots"]["finished"] == 0 and balanced(buffer)
-    assert counts["slots"]["returned"] == (over_age == "regenerate")
+    assert counts["slots"]["returned"] == (policy == "regenerate")
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="over_age='keep'"):
-        buffer_of(over_age="keep")
+    with pytest.raises(ValueError, match="stale='keep'"):
+        buffer_of(stale="keep")
+
+
+def test_the_bound_is_reached_so_it_could_not_be_tighter(group):
+    """One group a step, two slots, a window of two: the straggler `f` is passed once more than FIFO would allow."""
+    pacing = Pacing(groups_per_step=1, max_staleness=1, window_fraction=1.0)
+    buffer = TrajectoryBuffer(pacing)
+    for uid in ("a", "f"):
+        buffer.admit(uid)
+    buffer.commit(group("a", 0, 0))
+    for step, admitted in ((1, "b"), (2, "c")):
+        buffer.lease(step, step - 1)
+        buffer.ack(step)
+        buffer.publish(step)
+        buffer.admit(admitted)
+        buffer.commit(group(admitted, step, step))
+    assert buffer.lease(3, 2) is None  # c is the second to overtake f, outside of the window of two
+    buffer.commit(group("f", 0, 0))
+    (leased,) = buffer.lease(3, 2)
+    assert leased.uid == "f" and 2 - leased.oldest_version == pacing.staleness_bound == 2
 
 
 # The end

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.buffer import TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.config.schema import ScheduleConfig
 
@@ -36,25 +35,6 @@ def test_a_schedule_gives_its_pacing():
     schedule = ScheduleConfig(groups_per_step=16, max_staleness=1, weight_sync_steps=2, window_fraction=0.3)
     pacing = Pacing.of(schedule)
     assert (pacing.capacity, pacing.window, pacing.window_slack, pacing.staleness_bound) == (64, 19, 1, 2)
-
-
-def test_the_bound_is_reached_so_it_could_not_be_tighter(group):
-    """One group a step, two slots, a window of two: the straggler `f` is passed once more than FIFO would allow."""
-    pacing = Pacing(groups_per_step=1, max_staleness=1, window_fraction=1.0)
-    buffer = TrajectoryBuffer(pacing)
-    for uid in ("a", "f"):
-        buffer.admit(uid)
-    buffer.commit(group("a", 0, 0))
-    for step, admitted in ((1, "b"), (2, "c")):
-        buffer.lease(step, step - 1)
-        buffer.ack(step)
-        buffer.publish(step)
-        buffer.admit(admitted)
-        buffer.commit(group(admitted, step, step))
-    assert buffer.lease(3, 2) is None  # c is the second to overtake f, outside of the window of two
-    buffer.commit(group("f", 0, 0))
-    (leased,) = buffer.lease(3, 2)
-    assert leased.uid == "f" and 2 - leased.oldest_version == pacing.staleness_bound == 2
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_every_key_has_a_row():
 
 
 def test_a_row_says_what_may_stand_there_and_the_default():
-    assert "| `schedule.over_age` | mask, regenerate, drop | `regenerate` |" in TEXT
+    assert "| `schedule.stale` | mask, regenerate, drop | `regenerate` |" in TEXT
     assert "| `rollout.kv_pressure` | number, above 0 and at most 1, or null | `0.9` |" in TEXT
     assert "| `cluster.address` | auto or host:port, or null | `null` |" in TEXT
     assert "| `model.path` | text | required |" in TEXT

@@ -66,7 +66,7 @@ async def test_nothing_is_started_before_the_buffer_admits_it(make_bench):
     await run
 
 
-async def test_over_age_groups_are_generated_again_under_their_own_uid(make_bench):
+async def test_stale_groups_are_generated_again_under_their_own_uid(make_bench):
     bench = make_bench(capacity=2, behave=lambda ids, options: "x")
     bench.buffer.live.append("7:1")  # admitted by an earlier life of the buffer
     bench.buffer.again.put_nowait("7:1")

@@ -26,7 +26,7 @@ class ScheduleConfig:
     partial_rollout: bool = True
     # Look-ahead window of the batcher as a share of the buffer's capacity; null is strict FIFO.
     window_fraction: float | None = 0.3
-    # What happens to a finished group that is too old when it would be trained: mask, regenerate or drop.
-    over_age: str = "regenerate"
+    # What to do with a finished group over the staleness bound: mask its stale tokens, regenerate it or drop it.
+    stale: str = "regenerate"
     # End the run early once the held-out score (greedy accuracy) is above this; null never does.
     stop_at_score: float | None = None
