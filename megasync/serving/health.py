@@ -75,7 +75,9 @@ class ServerHealth:
         self._request_streak = 0
         self._sync_streak = 0
         self._syncing = False
+        # Of a dead server: whether its death takes no restart from the budget, and whether it has taken one.
         self._excused = False
+        self._charged = False
         # Of a dead server: whether requests that it ran may have killed it.
         self.to_blame = False
         self.state = State.RESTARTING
@@ -157,8 +159,11 @@ class ServerHealth:
             self._become(State.DEAD, reason)
 
     def excuse(self) -> None:
-        """A death, this one or one before, was a request's doing: it takes no restart from the budget."""
-        if self.state is State.DEAD:
+        """A death, this one or one before, was a request's doing: it takes no restart from the budget.
+
+        One call excuses one death, so a server that died three times for the same prompt is excused three times.
+        """
+        if self.state is State.DEAD and not self._excused and not self._charged:
             self._excused = True
         else:
             self._restarts.forgive()
@@ -175,11 +180,12 @@ class ServerHealth:
             self._become(
                 State.RETIRED, f"{limit} restarts in {window:g} s were not enough; the last time: {self.reason}"
             )
+        self._charged = wait is not None
         return wait
 
     def begin_restart(self) -> None:
         if self.state is State.DEAD:
-            self._syncing = self._excused = False
+            self._syncing = self._excused = self._charged = False
             self._become(State.RESTARTING, self.reason)
 
     def retire(self, reason: str) -> None:

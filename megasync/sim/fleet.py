@@ -8,6 +8,7 @@ from typing import Any
 
 from megasync.cluster.fleet import Fleet
 from megasync.config import Config
+from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.sim.chance import Chance
 from megasync.sim.client import SimControl
 from megasync.sim.language import VOCABULARY
@@ -40,9 +41,26 @@ class SimFleet(Fleet):
         self._life = life
         self._chance = chance
         self._laws = laws
+        # Deaths by a prompt that were held against requests, and deaths that were excused.
+        self._blamed = self._excused = 0
+        self.follow_deaths(self._left)
 
     def up(self) -> list[SimServer]:
         return [server for server in self._network.servers.values() if not server.gone.is_set()]
+
+    @property
+    def unproven(self) -> int:
+        """Deaths by a prompt that count as the servers' own: those before it was convicted, and those in a sync."""
+        poisoned = sum(server.poisoned for server in self._network.servers.values())
+        return poisoned - self._blamed + min(CROWD_DEATHS, self._blamed - self._excused)
+
+    def excuse(self, slot: int) -> None:
+        self._excused += 1
+        super().excuse(slot)
+
+    def _left(self, slot: int, died: bool, to_blame: bool) -> None:
+        server = self._network.servers.get(self._slots[slot].url)
+        self._blamed += died and to_blame and server is not None and server.poisoned
 
     def _server_process(self, index: int) -> SimServer:
         servers = self._network.servers

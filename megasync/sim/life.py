@@ -94,6 +94,7 @@ class Life:
         self._client.published_version = lambda: self.progress.version
         self._controller = self._wire()
         self._started = False
+        self._met_before = self._fleet_faults()
 
     def _wire(self) -> Controller:
         config, clock = self._config, self._loop.time
@@ -231,12 +232,23 @@ class Life:
         return "finished"
 
     def _explained(self, reason: str) -> str:
-        """A fleet may be lost to more faults than it has restarts, and not to one prompt that kills whatever serves it."""
+        """A fleet may be lost to more deaths than a server has restarts.
+
+        Deaths by one prompt count only where they cannot be told from a server's own: before the prompt is convicted,
+        and in a sync.
+        """
         if reason == "rollout.min_servers":
-            faults = sum(met for kind, met in self._chance.met.items() if "server" in kind or "rank" in kind)
+            faults, unproven = self._fleet_faults() - self._met_before, self._fleet.unproven
             restarts = self._config.rollout.health.restarts
-            self._laws.need(faults > restarts, f"the servers are lost to {faults} faults, each has {restarts} restarts")
+            self._laws.need(
+                faults + unproven > restarts,
+                f"the servers are lost to {faults} faults and {unproven} deaths by a prompt, each has {restarts} restarts",
+            )
         return reason
+
+    def _fleet_faults(self) -> int:
+        """Faults so far that may have cost a server a restart, of all drivers."""
+        return sum(met for kind, met in self._chance.met.items() if "server" in kind or "rank" in kind)
 
     # What goes wrong at any moment, besides what goes wrong in a step of a protocol
 

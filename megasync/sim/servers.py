@@ -40,6 +40,8 @@ class SimServer:
         self.weights: Weights | None = INITIAL
         self.gone = asyncio.Event()
         self.lie = ""
+        # A prompt has killed it.
+        self.poisoned = False
         # How many times slower than its peers it samples.
         self.slowness = 1.0
         self._poison = poison
@@ -125,6 +127,7 @@ class SimServer:
         if request.ids[0] == self._poison:
             await asyncio.sleep(ANSWER_SECONDS)
             self._laws.note(f"{request.rid} of group {request.key} kills {self.url}")
+            self.poisoned = not self.gone.is_set()
             self.kill()
         while True:
             if self._wedged:

@@ -250,3 +250,34 @@ def test_excused_deaths_take_no_restart():
         health.started()
     health.died("its own fault")
     assert health.next_restart() is None
+
+
+def test_each_death_that_one_prompt_explains_is_excused_by_itself():
+    health = healthy()
+    for _ in range(POLICY.restarts - 1):
+        health.died("poison, not known yet")
+        assert health.next_restart() is not None
+        health.begin_restart()
+        health.started()
+    health.died("poison")
+    # Convicted by this death: it and those before are excused at once, before the server starts again.
+    for _ in range(POLICY.restarts):
+        health.excuse()
+    assert health.next_restart() == 0.0
+    health.begin_restart()
+    health.started()
+    for _ in range(POLICY.restarts):
+        health.died("its own fault")
+        assert health.next_restart() is not None
+        health.begin_restart()
+        health.started()
+
+
+def test_a_death_that_was_charged_already_can_be_excused_before_the_restart_begins():
+    health = healthy()
+    for _ in range(10 * POLICY.restarts):
+        health.died("poison")
+        assert health.next_restart() is not None
+        health.excuse()
+        health.begin_restart()
+        health.started()
