@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from deepresearch.folders import DataFolder
-from megasync.concurrency.together import together
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.serving.service import Service
 
 START_SECONDS = 180.0
@@ -63,5 +63,5 @@ async def running_services(data: DataFolder, logs: Path, refiners: int) -> Async
     async with AsyncExitStack() as stack:
         for service in services:
             stack.push_async_callback(service.stop)
-        await together(*(service.start(START_SECONDS) for service in services))
+        await gather_or_cancel(*(service.start(START_SECONDS) for service in services))
         yield Urls([retriever.url], [helper.url for helper in helpers])

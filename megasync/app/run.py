@@ -24,7 +24,7 @@ from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
-from megasync.concurrency.together import together
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config, remember
 from megasync.config.pools import pool_specs
 from megasync.control.controller import Controller
@@ -125,7 +125,7 @@ class Run:
         total_groups = schedule.total_steps * schedule.groups_per_step
         buffer = BufferHandle(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
-        await together(ranks.start(self._checkpoint), servers.start())
+        await gather_or_cancel(ranks.start(self._checkpoint), servers.start())
 
         controls = fleet.joiners()
         client = servers.client(stack, config, workload, controls)

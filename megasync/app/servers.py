@@ -16,7 +16,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.reward_servers import RewardServers
-from megasync.concurrency.together import together
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import router_trust
 from megasync.config.pools import PoolSpec
@@ -76,7 +76,7 @@ class Servers:
 
     async def start(self) -> None:
         """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
-        await together(self._start_rollout_pool(), self.reward_models.start_own())
+        await gather_or_cancel(self._start_rollout_pool(), self.reward_models.start_own())
 
     async def _start_rollout_pool(self) -> None:
         await self.fleet.start()

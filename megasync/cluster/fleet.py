@@ -29,7 +29,7 @@ from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot
-from megasync.concurrency.together import together
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import router_trust
 from megasync.device import Device
@@ -104,7 +104,7 @@ class Fleet:
     async def start(self) -> None:
         """Starts the servers together, then the router. Raises MegasyncError with the log's end when one does not start."""
         slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
-        await together(*(slot.start() for slot in slots))
+        await gather_or_cancel(*(slot.start() for slot in slots))
         await self._router.start([slot.url for slot in slots])
         log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
         for slot in slots:

@@ -19,7 +19,7 @@ from typing import Protocol
 from megasync.cluster.actor_process import ActorProcess
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
-from megasync.concurrency.together import together
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.pools import reward_pool
 from megasync.device import Device
@@ -117,7 +117,7 @@ class RewardServers:
             for name, index in batch:
                 gpus = await self._gpus(name, index, devices_of)
                 slots.append((name, self._new_slot(name, index, gpus)))
-            await together(*(slot.start() for _, slot in slots))
+            await gather_or_cancel(*(slot.start() for _, slot in slots))
             for name, slot in slots:
                 log.info("reward model %s: server at %s", name, slot.url)
                 self._tasks[asyncio.create_task(slot.live(), name=f"reward model {name} {slot.index}")] = name

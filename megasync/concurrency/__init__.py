@@ -1,1 +1,1 @@
-"""Threads, worker processes and backoff: what code that waits for other code needs, without a loop of its own."""
+"""Threads for synchronous user functions, backoff, and helpers for tasks and process pools. Runs no loop of its own."""

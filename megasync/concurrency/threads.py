@@ -1,19 +1,19 @@
-"""Sync functions of other people, run without holding up an event loop.
+"""Runs synchronous user functions in daemon threads, so that they never block an event loop.
 
-Each name has a lane: its own threads, at most `limit` of them, and its own queue, first come first served. So a function
-that never returns takes up the threads of its own lane and of no other. Queue time is not run time: the deadline of a call
-begins when its function does, and a thread that becomes free takes the next call from the queue itself.
+Each name has a lane: its own queue (first in, first out) and at most `limit` threads. A function that never returns
+therefore occupies the threads of its own lane only. Time in the queue does not count: the deadline of a call begins
+when its function does.
 
-    waits          for                    who ends the wait
-    -------------  ---------------------  -----------------------------------------------------------
-    a queued call  a thread of its lane   the thread that becomes free, or AllStuck
-    a running one  its function           the function, or Late
+    waits          for                    woken by
+    -------------  ---------------------  -------------------------------------------------------------
+    a queued call  a thread of its lane   the thread that becomes free, or AllThreadsStuck
+    a running one  its function           the function, or DeadlineExceeded
 
-Invariant: no wait is without an end where calls have deadlines. A running call ends or becomes abandoned at its deadline,
-and a queued one looks, once every `seconds`, whether all threads of its lane are abandoned.
+Invariant: every wait ends where calls have deadlines. A running call ends or is abandoned at its deadline. A queued
+call checks every `seconds` whether all threads of its lane are abandoned.
 
-A thread cannot be ended: one whose caller has stopped waiting is abandoned until its function returns, and counts against
-the limit until then. The threads are daemons, so that none keeps the process from ending.
+Python cannot stop a thread. A thread whose caller has given up is abandoned: it counts against the limit until its
+function returns. Threads are daemons, so they do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
-
-class Late(Exception):
-    """A function did not return within its deadline; a TimeoutError would also be what it raised itself."""
+T = TypeVar("T")
 
 
-class AllStuck(Exception):
+class DeadlineExceeded(Exception):
+    """A function did not return within its deadline. Not a TimeoutError, which the function itself may raise."""
+
+
+class AllThreadsStuck(Exception):
     """Every thread of a function is held by a call past its deadline."""
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """One call. Its loop learns of the beginning and of the end."""
+class _Call:
+    """One call; `begun` and `result` belong to the caller's loop."""
 
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     begun: asyncio.Event
-    answer: asyncio.Future[Any]
-    # All three under the lock of `DaemonThreads`.
+    result: asyncio.Future[Any]
+    # All three are guarded by the lock of `DaemonThreads`.
     running: bool = False
     ended: bool = False
     abandoned: bool = False
@@ -55,121 +57,121 @@ class _Work:
 
 @dataclass(slots=True)
 class _Lane:
-    """`queue` holds calls without a thread, the oldest first; `threads` counts those that run, abandoned ones included."""
+    """`queue` holds calls without a thread, oldest first. `threads` counts running threads, abandoned ones included."""
 
-    queue: OrderedDict[_Work, None] = field(default_factory=OrderedDict)
+    queue: OrderedDict[_Call, None] = field(default_factory=OrderedDict)
     threads: int = 0
     abandoned: int = 0
 
 
 class DaemonThreads:
-    """At most `limit` threads for each name, over all event loops of the process."""
+    """Runs calls in at most `limit` threads per name, shared by all event loops of the process."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
 
-    async def call(
-        self, function: Callable[..., Any], name: str, seconds: float | None = None, /, **arguments: Any
-    ) -> Any:
-        """What the function returns or raises, from a thread called `name`.
+    async def call(self, function: Callable[..., T], name: str, seconds: float | None = None, /, **arguments: Any) -> T:
+        """Returns what `function` returns, or raises what it raises, from a thread called `name`.
 
-        Raises Late `seconds` after the function began, and AllStuck after a wait for threads that are all past their
-        deadline. An exception that is no Exception arrives as a RuntimeError, for it would end whoever waits for it.
+        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when the call is queued behind
+        threads that are all past their deadline. A BaseException such as SystemExit is raised as a RuntimeError,
+        because it would end the caller's task.
         """
         loop = asyncio.get_running_loop()
-        work = _Work(partial(function, **arguments), loop, asyncio.Event(), loop.create_future())
-        self._add(name, work)
+        call = _Call(partial(function, **arguments), loop, asyncio.Event(), loop.create_future())
+        self._enqueue(name, call)
         try:
-            await self._turn(name, work, seconds)
-            await asyncio.wait({work.answer}, timeout=seconds)
-            late = not work.answer.done()
+            await self._until_begun(name, call, seconds)
+            await asyncio.wait({call.result}, timeout=seconds)
+            late = not call.result.done()
         finally:
-            abandoned = self._leave(name, work)
+            abandoned = self._leave(name, call)
         if not late:
-            return work.answer.result()
+            return call.result.result()
         if abandoned in (1, self._limit):
             log.warning(
                 "%s did not return within %g s; %d of its %d threads are held by such calls",
                 *(name, seconds, abandoned, self._limit),
             )
-        raise Late(f"{name} did not return within {seconds:g} s")
+        raise DeadlineExceeded(f"{name} did not return within {seconds:g} s")
 
-    async def _turn(self, name: str, work: _Work, seconds: float | None) -> None:
+    async def _until_begun(self, name: str, call: _Call, seconds: float | None) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await work.begun.wait()
+                    await call.begun.wait()
             with self._lock:
-                if work.running:
+                if call.running:
                     return
                 if self._lanes[name].abandoned < self._limit:
                     continue
-            raise AllStuck(
+            raise AllThreadsStuck(
                 f"all {self._limit} threads of {name} are held by calls that did not return within their deadline"
             )
 
-    def _add(self, name: str, work: _Work) -> None:
-        """Queues a call, and starts a thread for it where the limit allows one."""
+    def _enqueue(self, name: str, call: _Call) -> None:
+        """Queues a call and starts a thread for it if the limit allows one more."""
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
-            lane.queue[work] = None
+            lane.queue[call] = None
             if lane.threads >= self._limit:
                 return
             lane.threads += 1
             try:
-                threading.Thread(target=self._serve, args=(name, lane), name=name, daemon=True).start()
+                threading.Thread(target=self._work, args=(name, lane), name=name, daemon=True).start()
             except RuntimeError:  # the system has no more threads
                 lane.threads -= 1
                 if not lane.threads:
                     del self._lanes[name]
                     raise
 
-    def _leave(self, name: str, work: _Work) -> int:
-        """Takes a call out of the queue, or abandons it where it runs. Returns how many of its lane are abandoned."""
+    def _leave(self, name: str, call: _Call) -> int:
+        """Removes a call from the queue, or abandons it if it runs. Returns how many calls of its lane are abandoned."""
         with self._lock:
             lane = self._lanes.get(name)
-            if lane is None or work.ended:
+            if lane is None or call.ended:
                 return 0
-            lane.queue.pop(work, None)
-            work.abandoned = work.running
-            lane.abandoned += work.running
+            lane.queue.pop(call, None)
+            call.abandoned = call.running
+            lane.abandoned += call.running
             return lane.abandoned
 
-    def _serve(self, name: str, lane: _Lane) -> None:
-        """Runs what is queued, and ends when nothing is."""
-        while (work := self._next(name, lane)) is not None:
+    def _work(self, name: str, lane: _Lane) -> None:
+        """A thread: runs queued calls until the queue is empty."""
+        while (call := self._next(name, lane)) is not None:
             value, raised = None, None
             try:
-                value = work.function()
+                value = call.function()
             except (StopIteration, asyncio.CancelledError) as error:
-                # A future cannot hold the first one; the second would look like a cancellation of who waits.
+                # A future cannot hold StopIteration, and a CancelledError would look like a cancellation of the caller.
                 raised = RuntimeError(f"{type(error).__name__}: {error}")
-            except Exception as error:  # noqa: BLE001 - raised again where the function was called
+            except Exception as error:  # noqa: BLE001 - raised again in the caller
                 raised = error
-            except BaseException as error:  # noqa: BLE001 - SystemExit and its like would end who waits
+            except BaseException as error:  # noqa: BLE001 - SystemExit and the like would end the caller
                 raised = RuntimeError(f"{type(error).__name__}: {error}")
             with self._lock:
-                work.ended = True
-                lane.abandoned -= work.abandoned
-            _tell(work.loop, _settle, work.answer, value, raised)
+                call.ended = True
+                lane.abandoned -= call.abandoned
+            _call_on(call.loop, _resolve, call.result, value, raised)
 
-    def _next(self, name: str, lane: _Lane) -> _Work | None:
+    def _next(self, name: str, lane: _Lane) -> _Call | None:
+        """The oldest queued call whose loop still runs; None, after which the thread ends, when there is none."""
         with self._lock:
             while lane.queue:
-                work, _ = lane.queue.popitem(last=False)
-                if _tell(work.loop, work.begun.set):
-                    work.running = True
-                    return work
+                call, _ = lane.queue.popitem(last=False)
+                if _call_on(call.loop, call.begun.set):
+                    call.running = True
+                    return call
             lane.threads -= 1
             if not lane.threads:
                 del self._lanes[name]
             return None
 
 
-def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
-    """Calls a function on a loop; False where the loop is closed, so that nobody waits there."""
+def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
+    """Calls a function on a loop. Returns False if the loop is closed, so that nobody waits there."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
@@ -177,10 +179,10 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argum
     return True
 
 
-def _settle(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if answer.done():
+def _resolve(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if result.done():
         return
     if error is None:
-        answer.set_result(value)
+        result.set_result(value)
     else:
-        answer.set_exception(error)
+        result.set_exception(error)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from megasync.concurrency.process_pool import kill_pool
+from megasync.concurrency.tasks import kill_pool
 from megasync.environments.protocol import Environment
 
 Factory = Callable[[], Environment]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megasync.concurrency.threads import AllStuck, Late
+from megasync.concurrency.threads import AllThreadsStuck, DeadlineExceeded
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError, ServerError
 from megasync.finite import finite_float
@@ -91,12 +91,12 @@ class AgentWorkflow:
             raise DataError(f"the agent {self._name} ended by a cancellation of its own")
         try:
             return call.result()
-        except Late:
+        except DeadlineExceeded:
             raise DataError(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it less "
                 f"to do"
             ) from None
-        except AllStuck as error:
+        except AllThreadsStuck as error:
             raise DataError(
                 f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a deadline "
                 f"of its own"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megasync.concurrency.threads import DaemonThreads, Late
+from megasync.concurrency.threads import DaemonThreads, DeadlineExceeded
 from megasync.importing import name_of
 
 # Seconds for cancelled agents to end when the run does.
@@ -33,7 +33,8 @@ class AgentLoop:
     async def call(self, seconds: float, /, **arguments: Any) -> Any:
         """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone.
 
-        Raises Late `seconds` after the function began, and AllStuck when sync calls hold all threads past their deadline.
+        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when sync calls past their deadline
+        hold all threads.
         """
         if not self._async:
             return await self._threads.call(self._function, self._name, seconds, **arguments)
@@ -45,7 +46,7 @@ class AgentLoop:
             late = not call.done()
             call.cancel()
         if late:
-            raise Late(f"{self._name} did not return within {seconds:g} s")
+            raise DeadlineExceeded(f"{self._name} did not return within {seconds:g} s")
         return call.result()
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megasync.concurrency.backoff import Waits
+from megasync.concurrency.tasks import Backoff
 from megasync.errors import DataError, Refused, ServerError
 from megasync.serving.control import ServerControl
 
@@ -77,7 +77,7 @@ class RewardModelClient:
     async def _until_answered(
         self, path: str, body: dict[str, Any], read: Callable[[Any], T], failures: list[str]
     ) -> T:
-        waits = Waits(_FAILURE_WAIT)
+        backoff = Backoff(_FAILURE_WAIT)
         failed: ServerControl | None = None
         while True:
             await self._some.wait()
@@ -97,4 +97,4 @@ class RewardModelClient:
             failed = server
             self._retries += 1
             log.debug("reward model %s: %s", self._name, failures[-1])
-            await asyncio.sleep(waits.next())
+            await asyncio.sleep(backoff.next())

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from megasync.concurrency.process_pool import kill_pool
+from megasync.concurrency.tasks import kill_pool
 from megasync.errors import ConfigError
 from megasync.importing import name_of
 

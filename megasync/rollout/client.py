@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megasync.concurrency.backoff import Waits
+from megasync.concurrency.tasks import Backoff
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextFull, DataError, InvalidAnswer, ServerError
 from megasync.rollout.chat import Chat, ToolLike
@@ -272,7 +272,7 @@ class RolloutClient:
         deadline: asyncio.Timeout,
     ) -> None:
         """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
-        empty, failed = Waits(_EMPTY_ABORT_WAIT, self._random), Waits(_FAILURE_WAIT, self._random)
+        empty, failed = Backoff(_EMPTY_ABORT_WAIT, self._random), Backoff(_FAILURE_WAIT, self._random)
         budget = params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
         stop_ids = frozenset() if params["ignore_eos"] else self._stop_ids.union(params["stop_token_ids"])

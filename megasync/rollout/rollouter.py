@@ -30,7 +30,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
-from megasync.concurrency.backoff import Waits
+from megasync.concurrency.tasks import Backoff
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError, ServerError
 from megasync.failures import UnknownErrors, asked_to_end, is_infrastructure
@@ -322,23 +322,23 @@ class Rollouter:
 
     async def _scored(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
         """Raises DataError when the reward has failed as often as it may; servers' failures do not count."""
-        attempts, waits = 0, Waits(self._retry_seconds)
+        attempts, backoff = 0, Backoff(self._retry_seconds)
         while True:
             try:
                 return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
             except MegasyncError as error:
                 if is_infrastructure(error):
-                    await self._after_servers(f"the reward of group {prompt.uid}", error, waits)
+                    await self._after_servers(f"the reward of group {prompt.uid}", error, backoff)
                     continue
                 attempts += 1
                 self._unknown.note(f"the reward of group {prompt.uid}", error)
                 if attempts == self._max_attempts:
                     raise
 
-    async def _after_servers(self, what: str, error: BaseException, waits: Waits) -> None:
+    async def _after_servers(self, what: str, error: BaseException, backoff: Backoff) -> None:
         self._server_failures += 1
         log.warning("%s goes on when servers do: %s", what, error)
-        await asyncio.sleep(waits.next())
+        await asyncio.sleep(backoff.next())
 
     async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
         """The trajectories of each sample, in the samples' order, and the errors of those that failed.
@@ -362,7 +362,7 @@ class Rollouter:
 
     async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has failed as often as it may."""
-        attempts, waits = 0, Waits(self._retry_seconds)
+        attempts, backoff = 0, Backoff(self._retry_seconds)
         while True:
             try:
                 trajectories = await self._attempt(prompt, index)
@@ -370,7 +370,7 @@ class Rollouter:
                 if asked_to_end(error):
                     raise
                 if is_infrastructure(error):
-                    await self._after_servers(f"sample {index} of group {prompt.uid}", error, waits)
+                    await self._after_servers(f"sample {index} of group {prompt.uid}", error, backoff)
                     continue
                 attempts += 1
                 self._partials.sample(prompt.uid, index).forget_finished()

@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from megasync.concurrency.threads import AllStuck, DaemonThreads, Late
+from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 from megasync.errors import ConfigError, DataError
 from megasync.failures import asked_to_end, is_infrastructure
 from megasync.importing import name_of
@@ -171,10 +171,10 @@ class Toolbox:
             return f"Error: {self._cut(str(error))}"
         try:
             return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
-        except Late:
+        except DeadlineExceeded:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
-        except AllStuck:
+        except AllThreadsStuck:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} is not available: none of its {THREADS} earlier calls has ended."
         except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
@@ -195,7 +195,9 @@ def _written(value: Any) -> str:
 
 
 async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Any:
-    """What the function returns. Raises Late after `seconds`, without waiting for it to end, and AllStuck."""
+    """Returns what the function returns. Raises DeadlineExceeded after `seconds`, without waiting for its end, and
+    AllThreadsStuck.
+    """
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return await _threads.call(function, f"tool {name_of(function)}", seconds, **arguments)
     work = asyncio.ensure_future(function(**arguments))
@@ -205,5 +207,5 @@ async def _within(function: Callable[..., Any], arguments: dict[str, Any], secon
     finally:
         work.cancel()
     if not ended:
-        raise Late
+        raise DeadlineExceeded
     return work.result()

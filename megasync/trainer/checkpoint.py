@@ -104,9 +104,11 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        together(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
-        together(lambda: _write_shard(partial, shard), "write", path, device)
-        together(lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device)
+        run_collectively(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
+        run_collectively(lambda: _write_shard(partial, shard), "write", path, device)
+        run_collectively(
+            lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device
+        )
     except CheckpointError:
         if shard.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -116,7 +118,7 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     log.info("saved %s", path)
 
 
-def together(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
+def run_collectively(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
     """Runs ``work`` on every rank and fails on all of them if it failed on one."""
     error: Exception | None = None
     try:
@@ -185,7 +187,7 @@ def load(
         found["optimizer"] = saved["optimizer"]
         torch.set_rng_state(saved["random"])
 
-    together(read, "read", path, device)
+    run_collectively(read, "read", path, device)
     return found["params"], found["optimizer"], found["state"]
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megasync.concurrency.threads import AllStuck, DaemonThreads, Late
+from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def test_a_function_that_never_returns_starves_no_other_and_is_reported(re
     calls = [threads.call(lambda: release.wait(60), "stuck", 0.05) for _ in range(5)]
     with caplog.at_level(logging.WARNING, "megasync.concurrency.threads"):
         ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(each) for each in ended] == [Late, Late, AllStuck, AllStuck, AllStuck]
+    assert [type(each) for each in ended] == [DeadlineExceeded] * 2 + [AllThreadsStuck] * 3
     assert "2 of its 2 threads are held" in caplog.text
     assert await threads.call(lambda: 1, "other", 20.0) == 1
     # Once they return, the function can be called again.

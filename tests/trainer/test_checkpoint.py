@@ -99,7 +99,7 @@ def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(checkpoint, "together", lambda work, *_: work())
+    monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work())
     monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
     layout = SimpleNamespace(writers=lambda rank: {"w": rank})
     path = checkpoint.step_path(tmp_path, 3)

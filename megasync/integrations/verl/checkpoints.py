@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.layout.shards import export_checkpoint
-from megasync.trainer.checkpoint import together
+from megasync.trainer.checkpoint import run_collectively
 from megasync.trainer.engine import MegatronEngine
 
 SHARDS = "megasync"
@@ -53,7 +53,7 @@ class Checkpoints:
 
     def _first_rank(self, work: Any, what: str, path: Path) -> None:
         mine = work if self._engine.rank == 0 else lambda: None
-        together(mine, what, path, self._engine.device.torch_device)
+        run_collectively(mine, what, path, self._engine.device.torch_device)
 
 
 def _clear(path: Path) -> None:
