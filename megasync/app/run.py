@@ -28,8 +28,9 @@ from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config, remember
 from megasync.config.pools import pool_specs
 from megasync.control.controller import Controller
-from megasync.control.failed_steps import FOLDER as FAILED_STEPS
+from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
+from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
 from megasync.errors import Disagreement
@@ -170,8 +171,7 @@ class Run:
         await buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in controls])
         await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
-        return Controller(
-            config,
+        parts = ControlledParts(
             trainer=ranks,
             publisher=publisher,
             buffer=buffer,
@@ -181,9 +181,8 @@ class Run:
             evaluate=held_out if workload.eval_sets else None,
             cursor=workload.source.state,
             observer=observer,
-            progress=progress,
-            failed_steps=self.run_dir / FAILED_STEPS,
         )
+        return Controller(config, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
 
     async def _scale(self, fleet: Fleet, servers: int) -> str:
         """Also for a run that is resumed later."""

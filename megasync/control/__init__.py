@@ -1,4 +1,4 @@
-"""The run's control loops: what happens in a step, what is done about a loss, and where the run stands.
+"""The run's control loops: what happens in a step, how a loss is handled, and how far the run is.
 
-It knows its parts by the protocols of `interfaces` alone, and does no I/O of its own.
+It knows its parts by the Protocols of `interfaces` alone, and does no I/O of its own.
 """

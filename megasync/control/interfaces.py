@@ -1,78 +1,134 @@
-"""What the controller asks of the parts that it wires together. Real ones live in their rooms, fakes in tests and `sim`."""
+"""The parts that the controller wires together, as Protocols. Real ones live in their packages, fakes in tests."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from megasync.sync.attempt import Addressed
+from megasync.trajectory import Group
+
+
+class SavedCheckpoint(Protocol):
+    """A checkpoint that was written."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def oldest_step(self) -> int:
+        """The step of the oldest checkpoint that is kept."""
+        ...
 
 
 class Trainer(Protocol):
-    """The trainer ranks as one: every call reaches all of them, and raises RankLost when one died or hangs."""
+    """The trainer ranks as one. Every call reaches all of them and raises RankLost when one died or hangs."""
 
-    async def step(self, groups: list, step: int, version: int) -> dict[str, float]: ...
+    async def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]: ...
 
-    async def save(self, step: int, state: dict) -> Any:
-        """Returns the checkpoint's `path` and the `oldest_step` that is kept beside it."""
+    async def save(self, step: int, state: dict[str, Any]) -> SavedCheckpoint: ...
 
     async def check(self) -> None:
         """Raises RankLost when a rank is dead or does not answer."""
 
     async def restart(self) -> dict[str, Any] | None:
-        """New ranks from the newest checkpoint; what it was saved with, None when they hold the initial weights."""
+        """Starts new ranks from the newest checkpoint. Returns its state; None when they hold the initial weights."""
+        ...
 
 
-class Publisher(Protocol):
-    """Moves the trainer's weights into every server, verified, as one version."""
+class WeightPublisher(Protocol):
+    """Moves the trainer's weights into the servers, verified, as one version."""
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        """Into every server, or those with these URLs. Raises PublishError, which says who failed, Disagreement with who
-        alone computes other log-probs than the trainer, and ParityError when all do."""
+        """Publishes to every server, or to those with these URLs. Returns metrics.
+
+        Raises PublishError, which names who failed; Disagreement for servers that alone compute other log-probs than
+        the trainer; ParityError when all servers do.
+        """
+        ...
 
     def forget_ranks(self) -> None:
-        """The trainer ranks were started again."""
+        """Tells the transport that the trainer ranks were restarted."""
 
 
-class Server(Protocol):
-    @property
-    def url(self) -> str: ...
+class ServerFleet(Protocol):
+    """The servers. The fleet restarts them on its own; one that needs a weight sync before it can serve is a joiner."""
 
-
-class Fleet(Protocol):
-    """The servers. It restarts them by itself; what only a weight sync can give back, it asks for as a joiner."""
-
-    def serving(self) -> Sequence[Server]:
+    def serving(self) -> Sequence[Addressed]:
         """Servers in the router: they hold the published version."""
+        ...
 
-    def joiners(self) -> Sequence[Server]:
-        """Servers that are up but hold no published weights."""
+    def joiners(self) -> Sequence[Addressed]:
+        """Servers that are up but do not hold the published version."""
+        ...
 
     async def changed(self) -> None:
-        """Returns when a server has come up or gone since the last time, at once if that has happened already."""
+        """Waits for a server to come up or go since the last call."""
 
     async def joined(self, urls: Collection[str]) -> None:
-        """These have the published version now, and may serve."""
+        """Lets these servers serve: they hold the published version."""
 
     async def sync_failed(self, reasons: Mapping[str, str]) -> None:
-        """A weight sync failed on these: they serve no more until a later one has reached them."""
+        """Takes servers whose weight sync failed out of the router until a later sync reaches them."""
 
     def syncing(self, urls: Collection[str]) -> AbstractContextManager[None]:
-        """Around a weight sync of these: a server that dies in it was not killed by its requests."""
+        """Wraps a weight sync of these servers: requests are not blamed for a death within it."""
+        ...
 
     async def disagreed(self, reasons: Mapping[str, str]) -> None:
-        """These alone fail parity: they are started again."""
+        """Restarts servers that alone fail parity."""
 
     async def watch(self) -> None:
-        """Raises when the servers cannot be brought back by anything that the fleet may do."""
+        """Raises when too few servers are left and none can be restarted."""
+
+
+class RolloutLoop(Protocol):
+    """Generates groups and commits them to the buffer."""
+
+    @property
+    def finished_groups(self) -> int:
+        """Groups committed so far."""
+        ...
+
+    async def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def gate(self, timeout: float) -> None:
+        """Holds back new requests and waits until none is in flight. Raises ServerError after `timeout` seconds."""
+
+    def open(self) -> None:
+        """Lets requests start again."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class TrainingBuffer(Protocol):
+    """The training side of the trajectory buffer; see `megasync.buffer.AsyncBuffer`."""
+
+    async def lease(self, step: int, version: int) -> list[Group]: ...
+    async def ack(self, step: int) -> None: ...
+    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> dict[str, Any]: ...
+    async def publish(self, version: int) -> None: ...
+    async def rollback(self, step: int, version: int) -> None: ...
+    async def checkpointed(self, step: int, oldest_kept: int) -> None: ...
+    async def close(self, reason: str) -> None: ...
+    async def counts(self) -> dict[str, Any]: ...
+    async def counters(self) -> dict[str, Any]: ...
+    async def live_uids(self) -> list[str]: ...
+    async def waiting(self) -> dict[str, str]: ...
 
 
 class RewardModels(Protocol):
-    """The servers of reward models, which restart by themselves and take no part in weight syncs."""
+    """Reward-model servers. They restart on their own and take no part in weight syncs."""
 
     def metrics(self) -> dict[str, float]: ...
 
     async def watch(self) -> None:
-        """Raises when a model has no server left and can have none again."""
+        """Raises when a model has no server left and none can be restarted."""
 
 
 class Observer(Protocol):
@@ -84,3 +140,22 @@ class Observer(Protocol):
     def activity(self, part: str, doing: str) -> None: ...
     def buffer(self, counts: dict[str, int]) -> None: ...
     def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlledParts:
+    """Everything that the controller drives.
+
+    `evaluate(step, version)` returns the metrics of an evaluation; None when there is nothing to evaluate. `cursor`
+    returns the prompt source's position, for a checkpoint.
+    """
+
+    trainer: Trainer
+    publisher: WeightPublisher
+    buffer: TrainingBuffer
+    rollouter: RolloutLoop
+    fleet: ServerFleet
+    observer: Observer
+    cursor: Callable[[], dict[str, Any]]
+    evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None
+    reward_models: RewardModels | None = None

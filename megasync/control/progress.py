@@ -1,7 +1,7 @@
-"""Where a run stands: steps trained, versions published, scores so far. Plain data, saved in each checkpoint.
+"""How far a run is: steps trained, versions published, scores so far. Plain data, saved in each checkpoint.
 
-Invariant: a version number names one set of weights for the whole life of a run. `claim` gives a number out once and never
-again, even when the publish that it was for broke off, since some server may hold those weights under it.
+Invariant: a version number names one set of weights for the whole life of a run. `next_version` gives each number out
+once, even when the publish that it was for failed: some server may hold those weights under it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def _no_scores() -> list[tuple[int, float]]:
+    return []
+
+
 @dataclass
 class Progress:
+    """`step` is the last trained step."""
+
     step: int = 0
     # The published version.
     version: int = 0
     # Steps trained since then: the trainer's weights are that much newer.
     unpublished: int = 0
     # Held-out scores as (step, score).
-    history: list[tuple[int, float]] = field(default_factory=list)
+    history: list[tuple[int, float]] = field(default_factory=_no_scores)
     # The highest version number given out, published or not.
     claimed: int = 0
 
@@ -27,15 +33,15 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """From what `state` put into a checkpoint."""
+        """Reads what `state` put into a checkpoint."""
         history = [(step, score) for step, score in state["history"]]
         return cls(state["step"], state["version"], state["unpublished"], history)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "version": self.version, "unpublished": self.unpublished, "history": self.history}
 
-    def claim(self) -> int:
-        """A number for the trainer's present weights."""
+    def next_version(self) -> int:
+        """Claims an unused number for the trainer's current weights."""
         self.claimed += 1
         return self.claimed
 
@@ -46,6 +52,6 @@ class Progress:
         self.version, self.unpublished = version, 0
 
     def rewind(self, step: int) -> None:
-        """The trainer holds the weights of an earlier step again, which the servers do not; versions never go back."""
+        """The trainer holds the weights of an earlier step, the servers do not. Versions never go back."""
         self.step, self.unpublished = step, max(1, self.unpublished)
         self.history = [(at, score) for at, score in self.history if at <= step]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.control.controller import Controller
+from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
 from megasync.data import PromptSource
 from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
@@ -120,8 +121,7 @@ class Life:
             cap=None if pressure is None else InflightCap(config.rollout.servers, pressure),
             clock=clock,
         )
-        return Controller(
-            config,
+        parts = ControlledParts(
             trainer=self._ranks,
             publisher=self._publisher,
             buffer=self.buffer,
@@ -130,9 +130,8 @@ class Life:
             evaluate=HeldOut(self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed),
             cursor=self._source.state,
             observer=_Observer(self._laws),
-            progress=self.progress,
-            clock=clock,
         )
+        return Controller(config, parts, self.progress, clock=clock)
 
     async def run(self, dies_after: float | None) -> str | None:
         """How the run ended; None when this driver was killed before."""

@@ -10,8 +10,8 @@ import pytest
 from controller_rig import FakeTrainer, Rig
 
 from megasync.buffer.resume import begin_ledger, resume_ledger
-from megasync.control.failed_steps import record_failure
 from megasync.control.progress import Progress
+from megasync.control.recovery import write_failed_batch
 from megasync.errors import NotFinite, TrainingError
 from megasync.trajectory import Group, Trajectory
 
@@ -59,7 +59,7 @@ async def test_an_error_that_comes_back_with_other_groups_ends_the_run() -> None
 
 async def test_none_is_set_aside_with_zero() -> None:
     rig = Rig(trainer=FakeTrainer(fail_at=3), max_failed_steps=0)
-    with pytest.raises(TrainingError, match=r"trainer\.max_failed_steps=0\): it sets none aside"):
+    with pytest.raises(TrainingError, match=r"trainer\.max_failed_steps=0\): 0 forbids it"):
         await rig.run()
     assert (await rig.buffer.counts())["dropped"] == {}
 
@@ -139,7 +139,7 @@ async def test_a_run_that_cannot_go_on_eats_no_more_groups_at_each_restart(ledge
 
 def test_a_record_may_hold_numbers_that_are_not_finite_and_is_json(tmp_path: Path) -> None:
     answer = Trajectory([1], [2], [1], [-0.5], [0], reward=math.nan)
-    record_failure(tmp_path, 7, 3, [Group("2:5", [answer])], "bad")
+    write_failed_batch(tmp_path, 7, 3, [Group("2:5", [answer])], "bad")
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     assert path.name == "step-00000007-2-5.json" and '"NaN"' in text and "NaN," not in text
@@ -147,4 +147,4 @@ def test_a_record_may_hold_numbers_that_are_not_finite_and_is_json(tmp_path: Pat
 
 def test_a_record_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    record_failure(tmp_path / "file", 1, 0, [Group("0:0", [])], "bad")
+    write_failed_batch(tmp_path / "file", 1, 0, [Group("0:0", [])], "bad")

@@ -22,41 +22,41 @@ class Clock:
 def test_bounded_work_is_left_out_and_adds_no_progress() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
-    assert watchdog.silent(0) == 0.0
+    assert watchdog.stalled_seconds(0) == 0.0
     clock.now = 10.0
     with watchdog.bounded():
         clock.now = 1000.0
-        assert watchdog.silent(0) == 10.0
+        assert watchdog.stalled_seconds(0) == 10.0
     clock.now = 1005.0
-    assert watchdog.silent(0) == 15.0, "the end of a restart is no finished group"
-    assert watchdog.silent(1) == 0.0
+    assert watchdog.stalled_seconds(0) == 15.0, "the end of a restart is no finished group"
+    assert watchdog.stalled_seconds(1) == 0.0
 
 
 def test_work_that_overlaps_is_left_out_once() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
-    watchdog.silent(0)
+    watchdog.stalled_seconds(0)
     with watchdog.bounded():
         clock.now = 10.0
         with pytest.raises(ValueError, match="broken"), watchdog.bounded():
             clock.now = 20.0
             raise ValueError("broken")
         clock.now = 30.0
-        assert watchdog.silent(0) == 0.0
+        assert watchdog.stalled_seconds(0) == 0.0
     clock.now = 31.0
-    assert watchdog.silent(0) == 1.0
+    assert watchdog.stalled_seconds(0) == 1.0
 
 
 def test_a_finished_group_within_bounded_work_ends_the_silence_before_it() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
-    watchdog.silent(0)
+    watchdog.stalled_seconds(0)
     clock.now = 10.0
     with watchdog.bounded():
         clock.now = 20.0
-        assert watchdog.silent(1) == 0.0
+        assert watchdog.stalled_seconds(1) == 0.0
     clock.now = 25.0
-    assert watchdog.silent(1) == 5.0
+    assert watchdog.stalled_seconds(1) == 5.0
 
 
 class WatchedFleet(FakeFleet):

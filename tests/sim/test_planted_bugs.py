@@ -16,7 +16,7 @@ from megasync.buffer.record import Standing
 from megasync.buffer.state import TrajectoryBuffer
 from megasync.control.controller import Controller
 from megasync.control.progress import Progress
-from megasync.control.recovery import Recovery
+from megasync.control.publishing import FleetSync
 from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import Partials
@@ -46,7 +46,7 @@ def reused_version(self: Progress) -> int:
     return self.claimed
 
 
-async def joins_without_weights(self: Recovery) -> None:
+async def joins_without_weights(self: FleetSync) -> None:
     await self._fleet.joined({server.url for server in self._fleet.joiners()})
 
 
@@ -61,7 +61,7 @@ async def saves_too_early(self: Controller, groups: list) -> None:
     await TRAIN(self, groups)
 
 
-TRAIN = Controller._train
+TRAIN = Controller._train_step
 
 
 def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
@@ -150,9 +150,9 @@ def wakes_nobody(self: AsyncBuffer, key: Any, call: Callable) -> Any:
 
 # What it is planted in, the law that it breaks, and the fault that brings it to light sooner.
 BUGS = [
-    (Progress, "claim", reused_version, "names weights of", ""),
+    (Progress, "next_version", reused_version, "names weights of", ""),
     (AsyncBuffer, "rollback", no_rollback, "asks for a batch", ""),
-    (Recovery, "bring_joiners", joins_without_weights, "answers from version|names weights of", ""),
+    (FleetSync, "sync_joiners", joins_without_weights, "answers from version|names weights of", ""),
     (ServerHealth, "started", lambda self: self._become(State.HEALTHY), "answers from version|names weights of", ""),
     (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks", ""),
     (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound", ""),
@@ -161,7 +161,7 @@ BUGS = [
     (AsyncBuffer, "_attempt", wakes_nobody, "no group was finished|is not over|could wake", "server dies"),
     (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts", "step raises"),
     (Watchdog, "bounded", counts_recovery, "no group was finished", "default timeouts"),
-    (Controller, "_train", saves_too_early, "does not fit the last trained step", ""),
+    (Controller, "_train_step", saves_too_early, "does not fit the last trained step", ""),
     (Parts, "finished", property(lambda self: False), "behind the end", ""),
     (Parts, "of", gives_a_part_twice, "does not follow", ""),
     (Partials, "restore", gives_the_neighbours, "does not follow", ""),

@@ -12,6 +12,7 @@ from pathlib import Path
 from megasync.buffer.handle import AsyncBuffer
 from megasync.config import Config
 from megasync.control.controller import Controller
+from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
 from megasync.errors import CheckpointError, DataError, Disagreement, MegasyncError, RankLost, SyncError, TrainingError
 from megasync.sync.attempt import PublishError
@@ -328,8 +329,7 @@ class Rig:
             await asyncio.sleep(0)
             return {"eval/score": score if score is not None and step >= 2 else 0.1}
 
-        self.controller = Controller(
-            config,
+        parts = ControlledParts(
             trainer=self.trainer,
             publisher=self.publisher,
             buffer=self.buffer,
@@ -339,10 +339,8 @@ class Rig:
             evaluate=held_out if evaluate else None,
             cursor=lambda: {"position": 7},
             observer=self.observer,
-            progress=progress,
-            failed_steps=failed_steps,
-            clock=clock,
         )
+        self.controller = Controller(config, parts, progress, failed_steps, clock)
 
     async def run(self) -> Progress:
         return await asyncio.wait_for(self.controller.run(), 20)
