@@ -18,7 +18,7 @@ SHOWN_FRAMES = 5
 LONGEST_CHAIN = 100
 
 
-def describe_tasks(tasks: Iterable[asyncio.Task] | None = None) -> str:
+def describe_tasks(tasks: Iterable[asyncio.Task[Any]] | None = None) -> str:
     """One line for all tasks that wait at the same place: how many, their names, and the awaits from outside in."""
     places: Counter[tuple[str, str]] = Counter()
     for task in asyncio.all_tasks() if tasks is None else tasks:
