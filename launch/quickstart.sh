@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up and trains a small model here, on the CPU. Arguments are key=value overrides of the configuration.
+# Sets up the environment and trains a small model on this machine's CPU. Arguments are key=value configuration overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh

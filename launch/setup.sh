@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the exact packages of launch/cpu.lock and megasync itself. Does nothing when that is done already.
-#   bash launch/setup.sh            (PYTHON=/path/to/python3.11 chooses the interpreter)
+# Creates .venv with the pinned packages of launch/cpu.lock and megasync itself. Does nothing if it is up to date.
+#   bash launch/setup.sh            (set PYTHON=/path/to/python3.11 to choose the interpreter)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,25 +26,25 @@ find_python() {
             return
         fi
         if [ "$candidate" = "${PYTHON:-}" ]; then
-            fail "PYTHON=$PYTHON is not a Python of version 3.11 or newer"
+            fail "PYTHON=$PYTHON is not Python 3.11 or newer"
         fi
     done
-    fail "needs Python 3.11 or newer, found $(python3 --version 2>&1 || echo none); install it, or name one with PYTHON=/path/to/python3.11"
+    fail "needs Python 3.11 or newer, found $(python3 --version 2>&1 || echo none); install it, or set PYTHON=/path/to/python3.11"
 }
 
-# What the environment was made from: the packages, the project's own metadata, and where it lies.
+# Identifies the environment: the packages, the project's metadata and the path of the checkout.
 fingerprint() {
     { cat "$lock" "$root/pyproject.toml"; printf '%s\n' "$root"; } | sha256sum | cut -d ' ' -f 1
 }
 
-step() { # number, words, command...
-    local number=$1 words=$2 begin=$SECONDS
+step() { # number, title, command...
+    local number=$1 title=$2 begin=$SECONDS
     shift 2
-    printf 'setup [%s/4] %s ... ' "$number" "$words"
+    printf 'setup [%s/4] %s ... ' "$number" "$title"
     if ! "$@" >>"$log" 2>&1; then
         printf 'failed\n'
         tail -n 20 "$log" >&2
-        fail "could not finish \"$words\"; the whole log is $log"
+        fail "step \"$title\" failed; see the full log in $log"
     fi
     printf '%ss\n' "$((SECONDS - begin))"
 }
@@ -58,19 +58,19 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && [ -x "$venv/bi
 fi
 
 if [ -e "$venv/bin/python" ] && ! new_enough "$venv/bin/python"; then
-    fail "$venv holds a Python older than 3.11 or a broken one; remove that folder and run this again"
+    fail "the Python in $venv is broken or older than 3.11; remove that folder and run this script again"
 fi
 python=$(find_python)
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$python cannot make virtual environments with pip (no venv or ensurepip module); install your system's python3-venv package"
+    fail "$python cannot create virtual environments with pip (no venv or ensurepip module); install your system's python3-venv package"
 
 mkdir -p "$venv"
 rm -f "$stamp"
 : >"$log"
 torch=$(grep '^torch==' "$lock")
-printf 'setup: making %s with %s (log: %s)\n' "$venv" "$("$python" --version)" "$log"
+printf 'setup: creating %s with %s (log: %s)\n' "$venv" "$("$python" --version)" "$log"
 step 1 "virtual environment" "$python" -m venv "$venv"
-# torch by its exact pin and first: resolved together with other packages, another build of it might be chosen.
+# Installs torch first, by its exact pin: resolved together with other packages, pip might choose another build of it.
 step 2 "$torch" pip_install "$torch"
 step 3 "$(grep -c '==' "$lock") pinned packages" pip_install --no-deps -r "$lock"
 step 4 "megasync" pip_install --no-deps --no-build-isolation --editable "$root"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on this machine alone: bash launch/single_node.sh CONFIG [key=value ...] [--continue FILE] [--dry-run]
-# Examines the machine for CONFIG first, and starts nothing when it is not ready. --dry-run prints the commands.
+# Trains on this machine only: bash launch/single_node.sh CONFIG [key=value ...] [--continue FILE] [--dry-run]
+# Runs `megasync doctor` for CONFIG first and stops if a check fails. --dry-run prints the commands without running them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,17 +26,17 @@ while [ "$#" -gt 0 ]; do
             ;;
         --dry-run) dry_run=yes ;;
         --continue)
-            [ "$#" -gt 1 ] || fail "--continue needs a FILE behind it"
+            [ "$#" -gt 1 ] || fail "--continue needs a FILE argument"
             options+=("$1" "$2")
             shift
             ;;
         --continue=*) options+=("$1") ;;
-        -*) fail "unknown option $1; --help says what there is" ;;
+        -*) fail "unknown option $1; see --help" ;;
         *) settings+=("$1") ;;
     esac
     shift
 done
-[ "${#settings[@]}" -gt 0 ] || fail "name a configuration, such as configs/quickstart.yaml; --help says more"
+[ "${#settings[@]}" -gt 0 ] || fail "give a configuration, such as configs/quickstart.yaml; see --help"
 
 doctor=(.venv/bin/megasync doctor "${settings[@]}")
 train=(.venv/bin/megasync train "${settings[@]}" "${options[@]}")
@@ -45,7 +45,7 @@ if [ -n "$dry_run" ]; then
     show "${train[@]}"
     exit
 fi
-[ -x .venv/bin/megasync ] || fail "there is no .venv/bin/megasync in $PWD; make it with: bash launch/setup.sh"
-"${doctor[@]}" || fail "this machine is not ready; what to do stands above"
-# In this process's place, so that signals reach the run.
+[ -x .venv/bin/megasync ] || fail "$PWD has no .venv/bin/megasync; create the environment with: bash launch/setup.sh"
+"${doctor[@]}" || fail "this machine is not ready; the checks above say what to fix"
+# Replaces this process, so that signals reach the run.
 exec "${train[@]}"

@@ -1,8 +1,8 @@
-"""The command line: `megasync train`, `launch`, `plan`, `resume`, `scale`, `eval`, `export`, `check-layout`, `doctor`,
-`fetch`, `chaos`, `simulate`.
+"""The `megasync` program: one function per command.
 
-Errors that megasync raises on purpose end a command with one message on stderr and status 2, without a traceback;
-MEGASYNC_DEBUG=1 shows the traceback. Heavy packages are imported inside the commands, so that help comes at once.
+Exit status: 0 on success, 1 when a check failed, 2 when the request was refused or the run failed, 130 when the user
+interrupted it. An error that megasync raises deliberately is printed as one message on stderr, without a traceback;
+MEGASYNC_DEBUG=1 shows the traceback. Commands import heavy packages themselves, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megasync.cli.evaluate import evaluate
-from megasync.errors import MegasyncError
+from megasync.errors import ConfigError, MegasyncError
+from megasync.importing import quick_imports
 from megasync.launch.command import launch
 
 if TYPE_CHECKING:
@@ -29,43 +29,59 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
-# Seconds beyond a server's start for everything else that changing the number of servers takes.
+# Seconds allowed for resizing the server pool, in addition to the start timeout of a server.
 SCALE_GRACE = 90.0
 
 app = typer.Typer(
-    help="Asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, neither waits.",
+    help="Fully asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, and "
+    "neither waits for the other.\n\n"
+    "To train a small model on this machine: [bold]megasync fetch digits[/], then "
+    "[bold]megasync train configs/quickstart.yaml[/]. To validate a configuration without starting anything: "
+    "[bold]megasync plan CONFIG[/]. Every command has its own --help, with examples.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml.")]
+# Sections of `megasync --help`.
+RUNS, CHECKS, MODELS, FAULTS = "Train and evaluate", "Plan and check", "Models", "Fault tolerance"
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML configuration file, such as configs/quickstart.yaml.")
+]
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/quickstart-20260101-120000.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Changes to the configuration, such as trainer.tensor_parallel=4."),
+    typer.Argument(metavar="KEY=VALUE", help="Configuration overrides, such as trainer.tensor_parallel=4."),
 ]
 
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync train configs/quickstart.yaml\n\n"
-    "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2"
+    "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2",
+    rich_help_panel=RUNS,
 )
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
     continue_file: Annotated[
         Path | None,
-        typer.Option("--continue", metavar="FILE", help="Names the run; it goes on where FILE is there already."),
+        typer.Option(
+            "--continue",
+            metavar="FILE",
+            help="File that records the run's directory. If FILE exists, that run is resumed; otherwise a new run "
+            "starts and FILE is written.",
+        ),
     ] = None,
 ) -> None:
-    """Train as CONFIG says.
+    """Train with the configuration CONFIG.
 
-    Everything about the run is left in runs/<name>-<time>/. Ctrl-C once finishes the step, saves and ends; twice leaves
-    at once.
+    All output goes to the run directory, runs/<name>-<time>/. Press Ctrl-C once
+    to finish the current step, save a checkpoint and stop; press it twice to stop
+    immediately.
     """
     from megasync.app.continuing import settings
     from megasync.config import load_config
@@ -73,7 +89,7 @@ def train(
 
     source, changes = settings(config, overrides or (), continue_file)
     if source != config:
-        typer.echo(f"going on as {source} says", err=True)
+        typer.echo(f"resuming with the configuration {source}", err=True)
     loaded = load_config(source, changes)
     check_config(loaded)  # before the import below, which takes seconds
 
@@ -84,10 +100,11 @@ def train(
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync resume runs/quickstart-20260101-120000\n\n"
-    "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500"
+    "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500",
+    rich_help_panel=RUNS,
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
-    """Go on with RUN from its newest complete checkpoint (or its start), in the same directory."""
+    """Resume RUN, in its own directory, from its newest complete checkpoint (or from the start if it has none)."""
     from megasync import AsyncTrainer
 
     _run(AsyncTrainer.resume(run, overrides or ()))
@@ -95,19 +112,21 @@ def resume(run: RunDirectory, overrides: Overrides = None) -> None:
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync plan configs/qwen3_32b_math.yaml\n\n"
-    "megasync plan configs/qwen3_8b_math.yaml rollout.servers=2 --device-memory 141"
+    "megasync plan configs/qwen3_8b_math.yaml rollout.servers=2 --device-memory 141",
+    rich_help_panel=CHECKS,
 )
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     device_memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=1, max=10_000, help="Memory of one GPU; 80 GB when not given.")
+        float | None, typer.Option(metavar="GB", min=1, max=10_000, help="Memory of one GPU, in GB. Default: 80.")
     ] = None,
 ) -> None:
-    """Show what CONFIG would start: pools, ranks, buffer, staleness, memory. Starts nothing.
+    """Show what CONFIG would start: pools, ranks, buffer capacity, staleness bound, memory. Starts nothing.
 
-    Status 2 when it cannot fit into the devices' memory; the nearest configuration that does is named then. The model
-    need not be here: model.config may name a config.json that is read instead.
+    Exits with status 2 if the run does not fit into device memory, and suggests
+    the nearest configuration that does. The model's weights are not needed: set
+    model.config to a config.json to plan without them.
     """
     from megasync.config import load_config
     from megasync.preflight.check import check_config
@@ -122,51 +141,96 @@ def plan(
         raise typer.Exit(REFUSED)
 
 
-@app.command(epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3")
+@app.command(
+    epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3", rich_help_panel=RUNS
+)
 def scale(
     run: RunDirectory,
-    size: Annotated[str, typer.Argument(metavar="rollout=N", help="Servers that the run shall have from now on.")],
+    size: Annotated[str, typer.Argument(metavar="rollout=N", help="New number of rollout servers.")],
 ) -> None:
-    """Add servers to RUN, or remove some, while it goes on.
+    """Change the number of rollout servers of RUN while it is running.
 
-    An added server serves after the next weight sync. What a removed one was generating goes on elsewhere.
+    A new server starts serving after the next weight sync. Requests on a removed
+    server continue on another one.
     """
     from megasync.app.mailbox import ask
     from megasync.config import CONFIG_FILE, load_config
-    from megasync.errors import ConfigError
 
     pool, _, number = size.partition("=")
     if pool != "rollout" or not number.isdecimal():
-        raise ConfigError(f"{size!r} does not say how many servers; write rollout=N, such as rollout=3")
+        raise ConfigError(f"{size!r} is not a valid size; write rollout=N, such as rollout=3")
     settings = run / CONFIG_FILE
-    # The run itself waits so long for a server.
+    # The run itself waits this long for a server to start.
     patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
     done = ask(run, "scale", int(number), timeout=patience)
     _console().print(done, highlight=False, soft_wrap=True)
 
 
-app.command(
+@app.command(
     "eval",
     epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
     "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"
     "megasync eval configs/qwen3_8b_math.yaml --set eval eval.temperatures=[0.6] eval.repeats=8",
-)(evaluate)
+    rich_help_panel=RUNS,
+)
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="YAML configuration file, or run directory.")],
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face model folder to evaluate.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Training checkpoint to evaluate, such as RUN/checkpoints/step-00000010.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME", help="Evaluate only this set. Repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: a new folder.")] = None,
+) -> None:
+    """Evaluate a model on the held-out sets of CONFIG_OR_RUN. Starts servers but no trainer.
+
+    Evaluates the newest checkpoint of a run, or the model of a configuration,
+    unless --model or --checkpoint selects another. The set under data.eval is
+    called "eval". Prints a table of scores; writes all answers to answers.jsonl
+    and the scores to scores.json. Ctrl-C stops cleanly.
+    """
+    if model is not None and checkpoint is not None:
+        raise ConfigError(f"--model {model} and --checkpoint {checkpoint} exclude each other; give only one")
+
+    with quick_imports():
+        from megasync.app.evaluate import load_target, model_folder, output_folder, run_evaluation
+        from megasync.evaluation.show import scores_table
+
+    console = _console()
+    config = load_target(target, overrides or ())
+    try:
+        with (
+            output_folder(target, config, out) as folder,
+            model_folder(target, config, folder, model, checkpoint) as (served, name),
+        ):
+            found = run_evaluation(config, folder, served, name, only or (), console)
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    console.print(scores_table(found))
+    console.print(f"results: {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command(epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained")
+@app.command(
+    epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained",
+    rich_help_panel=MODELS,
+)
 def export(
     run: RunDirectory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not exist yet, or be empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder; must be empty or not exist yet.")],
 ) -> None:
-    """Write the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
+    """Export the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
     from megasync.config import CONFIG_FILE, load_config
-    from megasync.errors import CheckpointError, ConfigError
+    from megasync.errors import CheckpointError
 
     settings = run / CONFIG_FILE
     if not settings.is_file():
         raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty; name another folder")
+        raise ConfigError(f"{out} exists and is not empty; choose another folder")
 
     from megasync.layout.shards import export_checkpoint
     from megasync.trainer.checkpoint import latest
@@ -175,32 +239,37 @@ def export(
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
     export_checkpoint(checkpoint, Path(load_config(settings).model.path), out)
-    _console().print(f"wrote {out} from {checkpoint}", highlight=False, soft_wrap=True)
+    _console().print(f"exported {checkpoint} to {out}", highlight=False, soft_wrap=True)
 
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2\n\n"
-    "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random"
+    "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random",
+    rich_help_panel=CHECKS,
 )
 def check_layout(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the trainer.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Data replicas.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
-    etp: Annotated[int | None, typer.Option(min=1, help="Ranks that share an expert; --tp when not given.")] = None,
-    vpp: Annotated[int, typer.Option(min=1, help="Virtual stages of each pipeline stage.")] = 1,
-    engine_tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of the engine.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="Of both sides; config.json's own when not given.")] = None,
-    bucket_mb: Annotated[int, typer.Option(min=1, help="Largest message (sync.bucket_mb).")] = 256,
-    random: Annotated[bool, typer.Option("--random", help="Make weights up; MODEL needs a config.json only.")] = False,
-    device: Annotated[str, typer.Option(help="The engine's: auto, cpu or cuda.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Trainer tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Trainer pipeline-parallel size.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Trainer data-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Trainer expert-parallel size.")] = 1,
+    etp: Annotated[int | None, typer.Option(min=1, help="Trainer expert-tensor-parallel size. Default: --tp.")] = None,
+    vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline stages per pipeline stage.")] = 1,
+    engine_tp: Annotated[int, typer.Option(min=1, help="SGLang tensor-parallel size.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of both sides. Default: that of config.json.")] = None,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="Bucket size in MiB (sync.bucket_mb).")] = 256,
+    random: Annotated[
+        bool, typer.Option("--random", help="Use random weights; MODEL then needs only a config.json.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Device of the SGLang engine: auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check that MODEL's weights get from a trainer's ranks into an engine's and back, bit for bit.
+    """Check that a weight sync moves MODEL between trainer shards and SGLang shards bit for bit.
 
-    Cuts the weights as the trainer holds them, moves every parcel of a shard-to-shard sync in this process, and compares
-    what arrives with what SGLang's own loader would leave. No trainer, server or GPU. Status 1 names the tensors.
+    Shards the weights as the trainer does, runs every transfer of a shard-to-
+    shard sync inside this process, and compares the result with what SGLang's own
+    loader produces. Needs no trainer, server or GPU. Exits with status 1 and
+    lists the tensors if any differ.
     """
     from megasync.device import check_machine, resolve_device
     from megasync.errors import SyncError
@@ -223,7 +292,7 @@ def check_layout(
             lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
         )
     except SyncError as error:
-        # The two layouts do not fit each other: an outcome, not a wrong question.
+        # The two layouts are incompatible: a negative result, not a usage error.
         _complain(str(error))
         raise typer.Exit(UNHEALTHY) from None
     except KeyboardInterrupt:
@@ -241,45 +310,54 @@ def check_layout(
     epilog="[bold]Examples[/]\n\nmegasync chaos configs/quickstart.yaml --minutes 10\n\n"
     "megasync chaos configs/quickstart.yaml --kill server,rank --stop --seed 7 timeouts.train_step=60 "
     "timeouts.weight_sync=60\n\n"
-    "megasync chaos configs/quickstart.yaml --slow --disk /mnt/small run_root=/mnt/small/runs"
+    "megasync chaos configs/quickstart.yaml --slow --disk /mnt/small run_root=/mnt/small/runs",
+    rich_help_panel=FAULTS,
 )
 def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
     kill: Annotated[
-        str, typer.Option(help="Processes to kill: server, router, rank, buffer, controller; '' for none.")
+        str, typer.Option(help="Kinds of processes to kill: server, router, rank, buffer, controller. Empty for none.")
     ] = "server,router,rank,buffer",
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long to go on, from the start of the run.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Of the order, the moments and the victims.")] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Duration of the experiment in minutes, from the start of the run.")
+    ] = 10.0,
+    seed: Annotated[int, typer.Option(help="Random seed for the order, times and targets of faults.")] = 0,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="End when each kind of fault was injected so often.")
+        int | None, typer.Option(min=1, help="Stop once every kind of fault was injected this many times.")
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop processes (SIGSTOP) as often as kill them.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Also freeze processes (SIGSTOP), as often as they are killed.")
+    ] = False,
     slow: Annotated[bool, typer.Option("--slow", help="Also slow a server down to a fifth of its speed.")] = False,
     disk: Annotated[
         Path | None,
         typer.Option(
             metavar="MOUNT",
-            help="Also fill this filesystem and empty it again. It must hold run_root and nothing else, such as a tmpfs.",
+            help="Also fill up this filesystem and free it again. It must hold only run_root, for example a tmpfs.",
         ),
     ] = None,
     cut: Annotated[
         str | None,
         typer.Option(
             metavar="NETNS/IFACE",
-            help="Also take down this link, where the hosts of the run are network namespaces. Needs root.",
+            help="Also take this network link down. The hosts of the run must be network namespaces. Needs root.",
         ),
     ] = None,
     hold: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a slow server, a full disk and a cut link last.")
+        float, typer.Option(min=1.0, help="Duration of a slow server, a full disk or a network cut, in seconds.")
     ] = 20.0,
-    pause: Annotated[float, typer.Option(min=0.0, help="Longest random wait between two faults, in seconds.")] = 20.0,
-    patience: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the next step after a fault.")] = 600.0,
+    pause: Annotated[float, typer.Option(min=0.0, help="Maximum random delay between two faults, in seconds.")] = 20.0,
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait for the next training step after a fault.")
+    ] = 600.0,
 ) -> None:
-    """Train as CONFIG says, and inject faults at random moments.
+    """Train with CONFIG while injecting faults at random times.
 
-    Ends with a table of the faults and how long the run took to recover (until the next step), the ledger's balance and
-    the held-out score. Status 1 when the run did not recover, or anything was lost. For processes on this machine.
+    Prints each fault with its recovery time (until the next training step), the
+    ledger's balance and the held-out score. Exits with status 1 if the run did
+    not recover or any prompt was lost. Faults affect processes on this machine
+    only.
     """
     from megasync.chaos.render import verdict_tables
     from megasync.chaos.run import Chaos
@@ -310,16 +388,22 @@ def chaos(
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(epilog="[bold]Examples[/]\n\nmegasync simulate --seeds 10000\n\nmegasync simulate --seed 4711 --history")
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync simulate --seeds 10000\n\nmegasync simulate --seed 4711 --history",
+    rich_help_panel=FAULTS,
+)
 def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="Schedules to run.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes to run them in.")] = 1,
-    history: Annotated[bool, typer.Option("--history", help="Run the first one only and print what happened.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to simulate.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    history: Annotated[
+        bool, typer.Option("--history", help="Simulate only the first seed and print its event history.")
+    ] = False,
 ) -> None:
-    """Run the controller, the buffer and the rollout in virtual time under random schedules of faults.
+    """Run controller, buffer and rollout in virtual time under random fault schedules.
 
-    Status 1 names the first seed that breaks a law; the same seed repeats it.
+    Exits with status 1 and names the first seed that violates an invariant. Runs
+    are deterministic: the same seed reproduces the failure.
     """
     from megasync.sim.report import report
 
@@ -328,30 +412,33 @@ def simulate(
 
 app.command(
     epilog="[bold]Examples[/]\n\nmegasync launch configs/qwen3_32b_math.yaml --hosts gpu1,gpu2,gpu3\n\n"
-    "megasync launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4"
+    "megasync launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4",
+    rich_help_panel=RUNS,
 )(launch)
 
 
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor configs/quickstart.yaml\n\n"
-    "megasync doctor --cluster auto --nodes 4 my_run.yaml"
+    "megasync doctor --cluster auto --nodes 4 my_run.yaml",
+    rich_help_panel=CHECKS,
 )
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Also what it needs: model, folders, devices.")
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="Also check what this configuration needs: model, folders, devices."),
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="All nodes of this Ray cluster instead: auto or host:port.")
+        str | None, typer.Option(metavar="ADDRESS", help="Check all nodes of this Ray cluster: auto or HOST:PORT.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the cluster should have.")] = 1,
-    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for them.")] = 0.0,
+    nodes: Annotated[int, typer.Option(min=1, help="Expected number of cluster nodes.")] = 1,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the nodes to join.")] = 0.0,
 ) -> None:
-    """Examine this machine: versions, patches, devices, ports, Ray, memory, disk, plugins; with CONFIG what that run needs.
-    Status 1 on a failure.
+    """Check this machine: versions, patches, devices, ports, Ray, memory, disk, plugins, and what CONFIG needs.
 
-    With --cluster every node, what must be equal on all of them (code, versions, devices, clocks, folders), and the ways
-    between them.
+    With --cluster, checks every node, compares what must match on all nodes
+    (code, versions, devices, clocks, folders) and tests the network between them.
+    Exits with status 1 if a check fails.
     """
     from megasync.config import load_config
     from megasync.preflight.doctor import FAILURE, examine
@@ -369,16 +456,19 @@ def doctor(
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(epilog="[bold]Examples[/]\n\nmegasync fetch digits\n\nmegasync fetch smollm2 --out /data/models/smollm2")
+@app.command(
+    epilog="[bold]Examples[/]\n\nmegasync fetch digits\n\nmegasync fetch smollm2 --out /data/models/smollm2",
+    rich_help_panel=MODELS,
+)
 def fetch(
     name: Annotated[str, typer.Argument(help="digits (tiny, random weights) or smollm2 (SmolLM2-135M-Instruct).")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write; models/NAME when not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: models/NAME.")] = None,
 ) -> None:
-    """Make a small model's folder: configuration, weights, tokenizer."""
+    """Create the folder of a small model: configuration, weights, tokenizer. Downloads nothing."""
     from megasync.models import fetch as write_model
 
     folder = write_model(name, out or Path("models") / name)
-    _console().print(f"{name} is in {folder}", highlight=False, soft_wrap=True)
+    _console().print(f"wrote {name} to {folder}", highlight=False, soft_wrap=True)
 
 
 def _run(trainer: AsyncTrainer) -> None:
@@ -402,9 +492,9 @@ def main() -> None:
     """Entry point of the `megasync` program."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Into a file, too, each line at once: runs are watched there.
+        # Flush every line, also into a file: users follow runs there.
         sys.stdout.reconfigure(line_buffering=True)
-    # Functions that a configuration names may lie in this folder; installed packages come first.
+    # A configuration may name functions of modules in the working directory; installed packages take precedence.
     sys.path.append(os.getcwd())
     try:
         app()
@@ -414,7 +504,7 @@ def main() -> None:
         _complain(f"{type(error).__name__}: {error}")
         sys.exit(REFUSED)
     finally:
-        # The interpreter ends with a search for garbage in all that was imported, which takes seconds.
+        # Skips the garbage collection at interpreter exit, which takes seconds with these imports.
         gc.freeze()
 
 

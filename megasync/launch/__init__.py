@@ -1,5 +1,5 @@
-"""One job on several machines: a Ray node on each, the run on the first, all of it put away at the end.
+"""One training job on several hosts: a Ray node on each, the driver on the first, everything shut down at the end.
 
-`launcher` runs where the job was asked for, `node` on every machine, held by a leash: the pipe that is its standard
-input. When the leash ends, for whatever reason, the machine ends what it started for this job, and nothing else.
+`launcher` runs where the user started the job, `node` on every host. A control pipe, the standard input of `node`,
+connects the two. When the pipe closes, for whatever reason, the host ends every process that it started for this job.
 """

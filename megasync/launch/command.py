@@ -1,4 +1,4 @@
-"""`megasync launch`: one run on several machines."""
+"""The command `megasync launch`: one run on several hosts."""
 
 from __future__ import annotations
 
@@ -8,42 +8,47 @@ import signal
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.remote import SSH
 
+if TYPE_CHECKING:
+    from megasync.launch.launcher import Job
+
 INTERRUPTED = 130
 
 
 def launch(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, such as configs/qwen3_32b_math.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the configuration.")
-    ] = None,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration overrides.")] = None,
     hosts: Annotated[
-        str, typer.Option(help="The machines: h1,h2,... or a file with one a line. The first one gets the driver.")
+        str, typer.Option(help="Hosts: h1,h2,... or a file with one host per line. The driver runs on the first.")
     ] = "",
-    slurm: Annotated[bool, typer.Option("--slurm", help="Take the machines of the Slurm job around this.")] = False,
-    shell: Annotated[
-        str, typer.Option(metavar="COMMAND", help="Runs a command on a machine, which is named behind it.")
-    ] = SSH,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Use the nodes of the surrounding Slurm job.")] = False,
+    shell: Annotated[str, typer.Option(metavar="COMMAND", help="Remote shell, called as COMMAND HOST ....")] = SSH,
     interface: Annotated[
-        str, typer.Option(help="Network interface of all machines; the one that leads to the others when not given.")
+        str, typer.Option(help="Network interface to use on all hosts. Default: the one that routes to the others.")
     ] = "",
-    wait: Annotated[float, typer.Option(min=1.0, help="Seconds for all machines to come up.")] = 300.0,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts to join.")] = 300.0,
     continue_file: Annotated[
         Path | None,
-        typer.Option("--continue", metavar="FILE", help="Names the run; it goes on where FILE is there already."),
+        typer.Option(
+            "--continue",
+            metavar="FILE",
+            help="File that records the run's directory. If FILE exists, that run is resumed.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
 ) -> None:
-    """Train as CONFIG says on several machines: a Ray node on each, the run on the first, nothing left at the end.
+    """Train with CONFIG on several hosts: starts Ray on each, runs the driver on the first, and shuts everything down.
 
-    The project and the run's folders must lie at the same paths on all machines. Ctrl-C once finishes the step, saves
-    and ends; twice leaves at once. Under Slurm, SIGUSR1 saves and puts the job back into the queue.
+    The checkout and the run's folders must have the same paths on all hosts. Press
+    Ctrl-C once to finish the current step, save a checkpoint and stop; press it
+    twice to stop immediately. Under Slurm, SIGUSR1 saves a checkpoint and requeues
+    the job.
     """
     from megasync.app.continuing import settings
     from megasync.config import load_config
@@ -54,12 +59,12 @@ def launch(
     from megasync.preflight.check import check_config
 
     if bool(hosts) == slurm:
-        raise ConfigError("name the machines by --hosts h1,h2,..., or take a Slurm job's by --slurm")
+        raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
     if slurm and continue_file is None:
         continue_file = run_file(load_config(config, overrides or ()).run_root)
     source, changes = settings(config, overrides or (), continue_file)
     if source != config:
-        typer.echo(f"going on as {source} says", err=True)
+        typer.echo(f"resuming with the configuration {source}", err=True)
     loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
     check_config(loaded, planning=True)
     job = Job(
@@ -80,21 +85,23 @@ def launch(
     raise typer.Exit(asyncio.run(_launch(job, requeue if slurm else None)))
 
 
-async def _launch(job: object, requeue: Callable[[], None] | None) -> int:
+async def _launch(job: Job, requeue: Callable[[], None] | None) -> int:
     from megasync.launch.launcher import Launcher
 
-    launcher = Launcher(job, _say)
+    launcher = Launcher(job, _print_line)
     task = asyncio.create_task(launcher.run(), name="launcher")
-    loop, seen, sent = asyncio.get_running_loop(), [], set()
+    loop = asyncio.get_running_loop()
+    received: list[signal.Signals] = []
+    requests: set[asyncio.Task[None]] = set()
 
     def on_signal(number: signal.Signals) -> None:
-        seen.append(number)
-        if len(seen) > 2:
+        received.append(number)
+        if len(received) > 2:
             task.cancel()
             return
         request = loop.create_task(launcher.request_stop(signal.SIGINT))
-        sent.add(request)
-        request.add_done_callback(sent.discard)
+        requests.add(request)
+        request.add_done_callback(requests.discard)
 
     numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if requeue else [])]
     for number in numbers:
@@ -104,22 +111,22 @@ async def _launch(job: object, requeue: Callable[[], None] | None) -> int:
     except asyncio.CancelledError:
         return INTERRUPTED
     except MegasyncError:
-        if not seen:
+        if not received:
             raise
         code = INTERRUPTED
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-    if requeue is not None and signal.SIGUSR1 in seen:
-        end = f"ended with status {code}" if code else "is saved"
-        _say(f"the run {end}; the job goes back into the queue")
+    if requeue is not None and signal.SIGUSR1 in received:
+        outcome = f"exited with status {code}" if code else "saved a checkpoint"
+        _print_line(f"the run {outcome}; requeueing the job")
         await asyncio.to_thread(requeue)
     elif code:
-        _say(f"the run ended with status {code}")
+        _print_line(f"the run exited with status {code}")
     return code
 
 
-def _say(line: str) -> None:
-    """A full disk, or a reader that has gone, costs the line and not the run."""
+def _print_line(line: str) -> None:
+    """Prints a line; a full disk or a closed reader loses the line, not the run."""
     with contextlib.suppress(OSError):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""The machines of a job, as a person or a scheduler names them."""
+"""The hosts of a job, parsed from the command line or a hosts file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from megasync.cluster.marks import POOLS
 from megasync.errors import ConfigError
 
-# A host name or address, perhaps with a user before it; an IPv6 address has colons, perhaps an interface behind a %.
+# A host name or address with an optional user; an IPv6 address has colons and may have an interface after a %.
 NAME = re.compile(r"([\w.+-]+@)?[\w.:%-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`name` is what the remote shell calls it, with a user@ before it or without; `pool` is what runs there, "" for anything.
+    """A host of the job.
 
-    `shell` is the remote shell that leads there, where it is not the job's; `address` is what the other hosts call it,
-    where that is not its name.
+    `name` is passed to the remote shell and may include user@. `pool` is the pool that the host is reserved for, "" for
+    any. `shell` overrides the job's remote shell. `address` is how the other hosts reach it, if not by its name.
     """
 
     name: str
@@ -28,41 +28,46 @@ class Host:
     address: str = ""
 
     @property
-    def called(self) -> str:
+    def reachable_at(self) -> str:
+        """The name or address by which the other hosts reach it."""
         return self.address or self.name.rpartition("@")[2]
 
 
 def read_hosts(source: str) -> list[Host]:
-    """From `h1,h2,...` or a file with one host a line; behind a host may stand the pool that it is for, `h1=trainer`
-    or `h1 trainer`. Lines that begin with # say nothing.
+    """Parses `h1,h2,...`, or a file with one host per line and # comments.
 
-    Raises ConfigError for a missing file, no host, a host named twice, and an unknown pool.
+    A host may be reserved for a pool: `h1=trainer` or `h1 trainer`.
+
+    Raises ConfigError for a missing file, an empty list, a duplicate host or an unknown pool.
     """
     if "," not in source and (Path(source).is_file() or "/" in source or source.endswith(".txt")):
         try:
             lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the hosts' file {source!r} cannot be read: {error}") from error
+            raise ConfigError(f"the hosts file {source!r} cannot be read: {error}") from error
         words = [line.split("#")[0].strip() for line in lines]
     else:
         words = [word.strip() for word in source.split(",")]
     hosts = [_host(word, source) for word in words if word]
     if not hosts:
-        raise ConfigError(f"--hosts {source!r} names no host; write h1,h2,... or a file with one host a line")
-    if twice := [name for name, times in Counter(host.called for host in hosts).items() if times > 1]:
-        raise ConfigError(f"host {twice[0]!r} is named twice in {source!r}; every machine has one Ray node")
+        raise ConfigError(f"--hosts {source!r} names no host; give h1,h2,... or a file with one host per line")
+    counts = Counter(host.reachable_at for host in hosts)
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(f"host {duplicates[0]!r} is listed twice in {source!r}; each host runs one Ray node")
     if any(host.pool for host in hosts) and not all(host.pool for host in hosts):
-        bare = next(host.name for host in hosts if not host.pool)
-        raise ConfigError(f"host {bare!r} has no pool, others have; give every host one ({', '.join(POOLS)}) or none")
+        unassigned = next(host.name for host in hosts if not host.pool)
+        raise ConfigError(
+            f"host {unassigned!r} has no pool but other hosts do; give every host a pool ({', '.join(POOLS)}) or none"
+        )
     if hosts[0].pool and {host.pool for host in hosts} != set(POOLS):
-        raise ConfigError(f"all hosts are for {hosts[0].pool!r}; name hosts for each pool: {', '.join(POOLS)}")
+        raise ConfigError(f"every host is in pool {hosts[0].pool!r}; name hosts for each pool: {', '.join(POOLS)}")
     return hosts
 
 
 def _host(words: str, source: str) -> Host:
     name, *rest = words.replace("=", " ").split()
     if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1:
-        raise ConfigError(f"{words!r} in {source!r} is not a host, nor a host and its pool")
+        raise ConfigError(f"{words!r} in {source!r} is not a host, optionally followed by its pool")
     if rest and rest[0] not in POOLS:
-        raise ConfigError(f"{rest[0]!r} behind host {name!r} is not a pool; pools are {', '.join(POOLS)}")
+        raise ConfigError(f"{rest[0]!r} after host {name!r} is not a pool; pools are {', '.join(POOLS)}")
     return Host(name, *rest)

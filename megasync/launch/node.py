@@ -1,7 +1,7 @@
-"""What runs on each machine of a job, on a leash: `python -m megasync.launch.node {ray,run} ...`.
+"""What the launcher starts on each host of a job: `python -m megasync.launch.node {ray,run} ...`.
 
-`ray` is a Ray node in the foreground, `run` any command, such as the training's driver. Both get the address and the
-interface by which the job's other machines reach this one.
+`ray` runs a Ray node in the foreground; `run` runs any command, such as the training driver. Both receive the address
+and the interface by which the other hosts reach this one, and end when the control pipe closes.
 """
 
 from __future__ import annotations
@@ -16,58 +16,63 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
+import psutil
 from megasync_patches import PatchError, ray_bind
 
 from megasync.cluster.marks import PLENTY, mark_of
 from megasync.config.host import HOST_VARIABLE
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError
-from megasync.launch import ray_logs
-from megasync.launch.family import children_of, end_all
+from megasync.launch.control_pipe import ControlPipe
 from megasync.launch.interface import address_of, address_towards, interface_of
-from megasync.launch.leash import Leash
 from megasync.serving.ports import free_port
 from megasync.serving.process import ManagedProcess
 
-# Begins the line by which a Ray node says where it is; JSON follows.
+# Prefix of the line by which a Ray node reports that it is ready; JSON follows.
 READY = "megasync-node "
-# What has begun to end by itself has this long before it is killed.
+# Grace period between asking a process to exit and killing it.
 STOP_SECONDS = 20.0
+# Deadline for the Ray head to listen.
 HEAD_SECONDS = 90.0
-LOOK_SECONDS = 0.1
-# Workers end by themselves when they find Ray gone.
-GONE_SECONDS = 5.0
+POLL_SECONDS = 0.1
+# Ray's workers exit on their own when they notice that their node is gone.
+WORKER_EXIT_SECONDS = 5.0
+# Longer log files of Ray are copied from this many bytes before their end.
+MAX_LOG_BYTES = 4 * 2**20
+_LOG_DIR_OPTIONS = ("--log_dir=", "--log-dir=")
 
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    leash = Leash()
+    pipe = ControlPipe()
     os.chdir(args.folder)
     try:
         address = address_of(args.interface) if args.interface else address_towards(args.peer)
-        os.environ |= {HOST_VARIABLE: address} | leash.environment
+        os.environ |= {HOST_VARIABLE: address} | pipe.environment
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface_of(address))
-        _confine(address, say=args.what == "ray")
-        return _run(args, leash) if args.what == "run" else _ray(args, leash, address)
+        _bind_to(address, report=args.what == "ray")
+        return _run(args, pipe) if args.what == "run" else _ray(args, pipe, address)
     except MegasyncError as error:
         print(f"{socket.gethostname()}: {error}", flush=True)
         return 2
 
 
-def _confine(address: str, say: bool) -> None:
-    """All that is started from here listens on this address, or on loopback; a machine where that cannot be says so."""
+def _bind_to(address: str, report: bool) -> None:
+    """Makes all child processes listen on this address or on loopback; prints a warning where that is impossible."""
     os.environ[ray_bind.VARIABLE] = address
     try:
         if ray_bind.PATCH.needed():
             ray_bind.PATCH.apply()
     except PatchError as error:
-        if say:
+        if report:
             print(
-                f"Ray listens on ALL interfaces of {socket.gethostname()}: {error}; until then, let a firewall keep "
-                "strangers from this machine's ports",
+                f"WARNING Ray listens on ALL interfaces of {socket.gethostname()}: {error}; until this is fixed, "
+                "protect the host's ports with a firewall",
                 flush=True,
             )
 
@@ -75,59 +80,116 @@ def _confine(address: str, say: bool) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megasync.launch.node")
     parser.add_argument("--folder", required=True)
-    parser.add_argument("--peer", default="", help="another machine of the job; the way to it chooses the interface")
+    parser.add_argument("--peer", default="", help="another host of the job; the route to it selects the interface")
     parser.add_argument("--interface", default="")
     what = parser.add_subparsers(dest="what", required=True)
     ray = what.add_parser("ray")
-    ray.add_argument("--head", default="", help="ADDRESS:PORT of the head; without one this is the head")
+    ray.add_argument("--head", default="", help="ADDRESS:PORT of the head; empty to start the head")
     ray.add_argument("--device", default="auto")
     ray.add_argument("--devices", type=int, required=True, help="cluster.devices_per_node")
     ray.add_argument("--pool", default="")
     ray.add_argument("--log", required=True)
     run = what.add_parser("run")
-    run.add_argument("--stop", type=float, default=STOP_SECONDS, help="seconds that the command has to end by itself")
+    run.add_argument(
+        "--stop", type=float, default=STOP_SECONDS, help="seconds that the command has to exit before it is killed"
+    )
     run.add_argument("command", nargs=argparse.REMAINDER)
     return parser
 
 
-def _ray(args: argparse.Namespace, leash: Leash, address: str) -> int:
+def _ray(args: argparse.Namespace, pipe: ControlPipe, address: str) -> int:
     port = 0 if args.head else free_port(address)
-    # Without GPUs a rank is a CPU in Ray's books, however many cores it gets; with them Ray counts by itself.
+    # Without GPUs each rank is accounted as one CPU in Ray, whatever its number of cores; Ray counts GPUs itself.
     cpus = args.devices if resolve_device(args.device).kind == "cpu" else 0
     node = ManagedProcess(ray_command(address, args.head, port, cpus, args.pool), os.environ, args.log)
     node.start()
-    leash.hold()
-    ready = args.head or _listens(address, port, node, leash)
+    assert node.pid is not None
+    pipe.watch()
+    ready = args.head or _wait_for_head(address, port, node, pipe)
     if ready:
-        where = {"head": args.head or f"{address}:{port}", "address": address, "interface": interface_of(address)}
-        print(READY + json.dumps(where), flush=True)
+        ready_info = {"head": args.head or f"{address}:{port}", "address": address, "interface": interface_of(address)}
+        print(READY + json.dumps(ready_info), flush=True)
     folder = None
-    while ready and node.alive() and not leash.ended.wait(LOOK_SECONDS):
-        folder = folder or ray_logs.log_folder(node.pid)
-    asked = leash.ended.is_set()
-    family = children_of(node.pid)
+    while ready and node.alive() and not pipe.ended.wait(POLL_SECONDS):
+        folder = folder or ray_log_folder(node.pid)
+    requested = pipe.ended.is_set()
+    descendants = _descendants(node.pid)
     asyncio.run(node.stop(STOP_SECONDS))
-    end_all(family, GONE_SECONDS)
+    _end_processes(descendants, WORKER_EXIT_SECONDS)
     if folder is not None:
-        _keep_logs(folder, Path(args.log))
-    if not asked:
-        # Without the counters that Ray's processes write when they end.
-        words = "\n".join(line for line in node.tail().splitlines() if "[state-dump]" not in line)
-        print(f"the Ray node ended by itself with status {node.returncode}; {args.log} ends:\n{words}", flush=True)
-    return 0 if asked else 1
+        try:
+            copy_ray_logs(folder, Path(args.log))
+        except OSError as error:
+            print(f"could not copy Ray's logs from {folder}: {error}", flush=True)
+    if not requested:
+        # Leaves out the counters that Ray's processes print when they exit.
+        tail = "\n".join(line for line in node.tail().splitlines() if "[state-dump]" not in line)
+        print(f"the Ray node exited with status {node.returncode}; last lines of {args.log}:\n{tail}", flush=True)
+    return 0 if requested else 1
 
 
-def _keep_logs(folder: Path, log: Path) -> None:
+def _descendants(pid: int) -> list[psutil.Process]:
+    """All processes below this one, at any depth; none if it has exited."""
     try:
-        ray_logs.keep(folder, log)
-    except OSError as error:
-        print(f"Ray's logs stay in {folder}: {error}", flush=True)
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end_processes(processes: Sequence[psutil.Process], timeout: float) -> None:
+    """Waits for processes to exit and kills those that remain after `timeout` seconds.
+
+    psutil identifies a process by pid and start time, so a recycled pid is never killed.
+    """
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=timeout)
+
+
+def ray_log_folder(pid: int) -> Path | None:
+    """The log folder of the Ray processes below this one, from their command lines; None while there are none."""
+    for child in _descendants(pid):
+        try:
+            words = child.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        for word in words:
+            if word.startswith(_LOG_DIR_OPTIONS):
+                return Path(word.partition("=")[2])
+    return None
+
+
+def copy_ray_logs(folder: Path, log: Path) -> Path | None:
+    """Copies the non-empty files of `folder`, which is in /tmp, to `<log without suffix>-<N>` with the first free N.
+
+    Returns the new folder; None if Ray has written nothing. Raises OSError if the files cannot be written.
+    """
+    files = [path for path in sorted(folder.glob("*")) if path.is_file() and path.stat().st_size]
+    if not files:
+        return None
+    target = next(_new_folders(log))
+    for path in files:
+        with path.open("rb") as source:
+            source.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+            (target / path.name).write_bytes(source.read())
+    return target
+
+
+def _new_folders(log: Path) -> Iterator[Path]:
+    """Creates numbered folders beside a log file, skipping those that exist."""
+    for number in count(1):
+        target = log.with_name(f"{log.stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            target.mkdir(parents=True)
+            yield target
 
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:
-    """Starts a Ray node in the foreground; without `head` the head, at this port."""
-    # Without what nobody uses here; the autoscaler's monitor would listen on all interfaces. Ray's own client cannot be left
-    # out, but has a port that all heads on a machine would share.
+    """The command of a Ray node in the foreground: a worker node of `head`, or the head at `port` if `head` is ""."""
+    # Disables what is not used; the autoscaler's monitor would listen on all interfaces. Ray's client server cannot be
+    # disabled, and its default port would be shared by all heads on a host.
     bare = ("--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={free_port(address)}")
     where = [f"--address={head}"] if head else ["--head", f"--port={port}", *bare]
     return [
@@ -139,32 +201,33 @@ def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> lis
     ]
 
 
-def _listens(address: str, port: int, node: ManagedProcess, leash: Leash) -> bool:
+def _wait_for_head(address: str, port: int, node: ManagedProcess, pipe: ControlPipe) -> bool:
+    """Whether the head accepts connections before its deadline."""
     deadline = time.monotonic() + HEAD_SECONDS
-    while node.alive() and not leash.ended.is_set() and time.monotonic() < deadline:
+    while node.alive() and not pipe.ended.is_set() and time.monotonic() < deadline:
         try:
             with socket.create_connection((address, port), timeout=1.0):
                 return True
         except OSError:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     return False
 
 
-def _run(args: argparse.Namespace, leash: Leash) -> int:
+def _run(args: argparse.Namespace, pipe: ControlPipe) -> int:
     command = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def pass_on(number: signal.Signals) -> None:
+    def send(number: signal.Signals) -> None:
         if command.poll() is None:
             command.send_signal(number)
 
-    leash.on_signal = pass_on
-    leash.hold()
-    while command.poll() is None and not leash.ended.wait(LOOK_SECONDS):
+    pipe.on_signal = send
+    pipe.watch()
+    while command.poll() is None and not pipe.ended.wait(POLL_SECONDS):
         pass
-    pass_on(signal.SIGTERM)
+    send(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         command.wait(args.stop)
-    # The command, when it did not listen, and what it left behind.
+    # Kills the command if it ignored SIGTERM, and everything that it left running.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(command.pid, signal.SIGKILL)
     code = command.wait()

@@ -1,4 +1,4 @@
-"""One command on another machine, started through a remote shell and held by its standard input."""
+"""One command on another host, started through a remote shell and controlled through its standard input."""
 
 from __future__ import annotations
 
@@ -9,103 +9,120 @@ import logging
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from megasync.errors import ConfigError
-from megasync.launch.leash import BEAT_SECONDS
+from megasync.launch.control_pipe import HEARTBEAT_SECONDS
 
 log = logging.getLogger(__name__)
 
-# A connection on which nothing came back for a minute is given up.
+# ssh closes a connection after a minute without an answer.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-# A shell whose command has ended ends too; one that does not has lost its connection.
-END_SECONDS = 10.0
+# A grandchild of the command may hold the output pipe open for longer; its output is then dropped.
+DRAIN_SECONDS = 10.0
 
 
 def shell_command(shell: str, host: str, command: Sequence[str]) -> list[str]:
-    """What is executed here so that `command` runs on `host`.
+    """The local command that runs `command` on `host`.
 
-    ssh hands the remote side one string, which a shell there takes apart again; every other program (srun, docker exec,
-    nsenter) is given the words.
+    ssh passes one string that a remote shell splits again, so the command is quoted for it. Every other program (srun,
+    docker exec, nsenter) receives the words themselves.
 
-    Raises ConfigError for a `shell` that is no command.
+    Raises ConfigError if `shell` is not a valid command.
     """
     try:
         words = shlex.split(shell)
     except ValueError as error:
         raise ConfigError(f"--shell {shell!r} is not a command: {error}") from error
     if not words:
-        raise ConfigError(f"--shell {shell!r} is not a command; name one, such as 'ssh -p 2222'")
+        raise ConfigError(f"--shell {shell!r} is not a command; use one such as 'ssh -p 2222'")
     if PurePath(words[0]).name == "ssh":
         return [*words, host, shlex.join(command)]
     return [*words, host, *command]
 
 
 class Remote:
-    """`say` gets each line that the command writes. Not reusable."""
+    """A running command; `on_line` receives each line of its output. Not reusable."""
 
-    def __init__(self, host: str, command: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(self, host: str, command: Sequence[str], on_line: Callable[[str], None]) -> None:
         self.host = host
         self._command = list(command)
-        self._say = say
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task | None = None
-        self._beats: asyncio.Task | None = None
+        self._on_line = on_line
+        self._running: _Running | None = None
 
     async def start(self, environment: Mapping[str, str]) -> None:
-        """`environment` goes over the pipe, not over the command line. Raises OSError when the shell does not exist."""
-        self._process = await asyncio.create_subprocess_exec(
+        """Starts the command. `environment` goes through the pipe, not on the command line.
+
+        Raises OSError if the remote shell does not exist.
+        """
+        process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=2**20,
-            # The terminal's Ctrl-C is for the launcher alone.
+            # Ctrl-C in the terminal must reach the launcher only.
             start_new_session=True,
         )
-        self._reader = asyncio.create_task(self._read(), name=f"output of {self.host}")
-        await self._write(json.dumps(dict(environment)))
-        self._beats = asyncio.create_task(self._beat(), name=f"beats to {self.host}")
+        assert process.stdin is not None and process.stdout is not None
+        reader = asyncio.create_task(self._read(process.stdout), name=f"output of {self.host}")
+        heartbeats = asyncio.create_task(_send_heartbeats(process.stdin), name=f"heartbeats to {self.host}")
+        self._running = _Running(process, process.stdin, reader, heartbeats)
+        await _write(process.stdin, json.dumps(dict(environment)))
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await self._write("")
-
-    async def _read(self) -> None:
-        async for line in self._process.stdout:
-            self._say(line.decode("utf-8", "replace").rstrip("\n"))
-
-    async def _write(self, line: str) -> None:
-        with contextlib.suppress(ConnectionError):
-            self._process.stdin.write(f"{line}\n".encode())
-            await self._process.stdin.drain()
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        async for line in output:
+            self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
     async def send(self, number: signal.Signals) -> None:
-        await self._write(number.name)
+        """Sends a signal to the command; does nothing before `start`."""
+        if self._running is not None:
+            await _write(self._running.pipe, number.name)
 
     async def wait(self) -> int:
-        """The command's exit status, with all of its output said."""
-        code = await self._process.wait()
+        """The exit status, once all output was delivered. Call it after `start`."""
+        assert self._running is not None
+        code = await self._running.process.wait()
         with contextlib.suppress(TimeoutError):
-            # A grandchild may hold the pipe open.
-            await asyncio.wait_for(asyncio.shield(self._reader), END_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self._running.reader), DRAIN_SECONDS)
         return code
 
     async def end(self, timeout: float) -> None:
-        """Lets go of the leash and waits `timeout` seconds for the machine to put away what it started."""
-        if self._process is None:
+        """Closes the pipe and waits up to `timeout` seconds for the host to shut down what it started."""
+        if self._running is None:
             return
-        if self._beats is not None:
-            self._beats.cancel()
-        self._process.stdin.close()
+        self._running.heartbeats.cancel()
+        self._running.pipe.close()
         try:
             await asyncio.wait_for(self.wait(), timeout)
         except TimeoutError:
             log.warning(
-                "%s did not end within %.0f s; its side ends when it sees the connection gone", self.host, timeout
+                "%s did not shut down within %.0f s; it will once it notices the lost connection", self.host, timeout
             )
-            self._process.kill()
-            await self._process.wait()
+            self._running.process.kill()
+            await self._running.process.wait()
         finally:
-            self._reader.cancel()
+            self._running.reader.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The local shell process and the tasks that serve its pipes."""
+
+    process: asyncio.subprocess.Process
+    pipe: asyncio.StreamWriter
+    reader: asyncio.Task[None]
+    heartbeats: asyncio.Task[None]
+
+
+async def _send_heartbeats(pipe: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        await _write(pipe, "")
+
+
+async def _write(pipe: asyncio.StreamWriter, line: str) -> None:
+    with contextlib.suppress(ConnectionError):
+        pipe.write(f"{line}\n".encode())
+        await pipe.drain()

@@ -111,7 +111,7 @@ OTHERWISE = {
     "files.py": "atomic_write itself",
     "chaos.py": "a log, appended to",
     "inject.py": "filler of a disk that is to be full",
-    "launch/ray_logs.py": "copies of logs",
+    "launch/node.py": "copies of logs",
     "observe/evaluation.py": "answers, appended to while the evaluation goes on",
     "observe/metrics.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",

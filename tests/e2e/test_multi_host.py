@@ -119,7 +119,7 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
     hosts.heal("host1")
     goes_on(run)
 
-    back = ("[host1] its node ended", "joined at version")
+    back = ("[host1] Ray node exited", "joined at version")
     # The launcher brings the Ray node back, the fleet its server, the next sync its weights.
     after(run, lambda: hosts.kill("host1", "raylet"), *back)
     goes_on(run)
@@ -133,7 +133,7 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
     assert hosts.processes("host0") == hosts.processes("host1") == []
 
     again = execute(*command)
-    again.wait_for("going on as ")
+    again.wait_for("resuming with the configuration ")
     goes_on(again)
     assert again.last_step() <= trained + 4, "it went on from a checkpoint or the ledger"
     hidden |= secrets(again)
@@ -152,8 +152,8 @@ def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_wa
 ) -> None:
     run = execute("bash", SCRIPT, small, "--hosts", APART, "--shell", shell)
     run.wait_for("step 2/")
-    after(run, lambda: hosts.cut("host1"), "[host1] its node ended", "its actor is gone")
-    after(run, lambda: hosts.heal("host1"), "[host1] Ray node at", "joined at version")
+    after(run, lambda: hosts.cut("host1"), "[host1] Ray node exited", "its actor is gone")
+    after(run, lambda: hosts.heal("host1"), "[host1] Ray node ready at", "joined at version")
     goes_on(run)
     run.signal(signal.SIGINT)
     assert run.wait() == 0, run.output

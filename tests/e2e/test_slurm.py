@@ -84,7 +84,7 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
     batch = Batch(cluster, tmp_path / "job.out", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config)
     batch.wait_for("step 3/")
     cluster.take_all_nodes()
-    requeued = "the job goes back into the queue"
+    requeued = "requeueing the job"
     batch.wait_for(requeued)
     saved = int(re.findall(r"trained (\d+) steps", batch.output)[-1])
     batch.wait_for(f"step {saved + 2}/", requeued)
@@ -102,11 +102,11 @@ def test_a_job_that_is_not_told_before_goes_on_from_its_last_checkpoint(cluster,
     batch = Batch(cluster, tmp_path / "job.out", "--partition=abrupt", "--nodes=2", script, config)
     batch.wait_for("step 5/")
     cluster.take_all_nodes()
-    batch.wait_for("going on as ")
+    batch.wait_for("resuming with the configuration ")
     batch.wait_for("resuming after step ")
     resumed_after = int(re.findall(r"resuming after step (\d+)", batch.output)[-1])
     assert resumed_after >= 4, batch.output
-    batch.wait_for(f"step {resumed_after + 2}/", "going on as ")
+    batch.wait_for(f"step {resumed_after + 2}/", "resuming with the configuration ")
     batch.signal("TERM")
     batch.wait()
 
@@ -124,12 +124,12 @@ def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts,
 
     cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     # Slurm ends what is left of the job, and starts it anew on the nodes that are there.
-    batch.wait_for("going on as ")
-    batch.wait_for(f"Ray node at {hosts.address('host3')}")
+    batch.wait_for("resuming with the configuration ")
+    batch.wait_for(f"Ray node ready at {hosts.address('host3')}")
     batch.wait()
     resumed_after = int(re.findall(r"resuming after step (\d+)", batch.output)[-1])
     assert resumed_after >= 4, batch.output
     assert "trained 20 steps" in batch.output
-    # What ran on the node that Slurm gave up was on a leash.
+    # What ran on the node that Slurm gave up held a control pipe.
     until(lambda: set(hosts.processes("host2")) <= {"slurmd"}, lambda: str(hosts.processes("host2")))
     cluster.command("scontrol", "update", "nodename=n2", "state=resume")

@@ -1,4 +1,4 @@
-"""A Slurm that knows any node."""
+"""A fake scontrol that knows every node."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ __all__ = ["config_file", "fake_scontrol"]
 
 @pytest.fixture
 def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shows a list of nodes as it is given, one a line. The folder that it is in."""
+    """Prints the given node list, one node per line. Returns the folder that holds the program."""
     folder = tmp_path / "slurm"
     folder.mkdir()
     path = folder / "scontrol"

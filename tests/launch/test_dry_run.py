@@ -1,4 +1,4 @@
-"""What each launch script would do, word for word."""
+"""The exact commands of each launch script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARTS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_dry_run_is_as_written_down(script, arguments, environment, tmp_path: Path, fake_scontrol: Path) -> None:
-    """A change of these commands must be meant: compare, and write the new text to tests/launch/dry_runs/."""
+    """If a change of the commands is intended, write the new text to tests/launch/dry_runs/."""
     checkout = tmp_path / "checkout"
     (checkout / "launch").mkdir(parents=True)
     (checkout / "launch" / script).write_bytes((ROOT / "launch" / script).read_bytes())

@@ -1,4 +1,4 @@
-"""The commands of a job on several machines, as `--dry-run` prints them, and what is refused before any of them."""
+"""`megasync launch --dry-run` prints the commands of a job; invalid arguments are refused before any command runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_line_goes_to_ssh(config_file: Path) -> None:
     [
         ([], "--hosts h1,h2"),
         (["--hosts", "a", "--slurm"], "--hosts h1,h2"),
-        (["--hosts", "a,a"], "named twice"),
+        (["--hosts", "a,a"], "listed twice"),
         (["--slurm"], "SLURM_JOB_NODELIST is not set"),
         (["--hosts", "a", "no.such=key"], "no.such"),
         (["--hosts", "a", "--shell", "ssh 'x", "--dry-run"], "is not a command: No closing quotation"),

@@ -1,4 +1,4 @@
-"""A socket for all interfaces becomes one for the interface that was chosen; nothing else changes."""
+"""A socket for all interfaces is bound to the chosen interface instead; nothing else changes."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def test_a_node_without_a_compiler_goes_on_and_says_so(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom megasync_patches import ray_bind\nfrom megasync.launch import node\n"
         f"ray_bind.COMPILERS, sys.prefix = ('no-such-compiler',), {str(tmp_path)!r}\n"
-        "words = ['--folder', '.', '--peer', '127.0.0.1', 'ray', '--devices', '1', '--log', 'x', '--device', 'abacus']\n"
-        "sys.exit(node.main(words))"
+        "words = ['--folder', '.', '--peer', '127.0.0.1', 'ray', '--devices', '1', '--log', 'x']\n"
+        "sys.exit(node.main([*words, '--device', 'abacus']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The launch scripts: clear refusals, nothing done twice, nothing killed by name. Nothing is installed here."""
+"""The launch scripts refuse bad input clearly, repeat no work and kill nothing by name. These tests install nothing."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ LOCK = requirements_of("cpu.lock")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A fresh copy of what the scripts need."""
+    """A fresh copy of the files that the scripts need."""
     for name in ("launch", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -68,7 +68,7 @@ def test_a_python_without_pip_is_refused_with_the_way_out(checkout):
 
 
 def fake_python(checkout: Path, pip: str) -> Path:
-    """An interpreter that makes a .venv holding itself, and answers pip as told."""
+    """An interpreter that creates a .venv with a copy of itself; `pip` is the shell code run for pip install."""
     return program(
         checkout / "python",
         f"""case "$*" in
@@ -123,7 +123,7 @@ def test_quickstart_and_tests_pass_their_arguments_on(checkout):
     assert bash(checkout / ".ci" / "run").stdout == "python -m pytest\n"
 
 
-def test_a_single_machine_is_examined_for_what_it_will_run(checkout):
+def test_a_single_machine_is_checked_for_its_configuration_before_training(checkout):
     script = checkout / "launch" / "single_node.sh"
     arguments = ("my run.yaml", "seed=3", "--continue", "this.run", "name=x")
     doctor, train = bash(script, "--dry-run", *arguments).stdout.splitlines()
@@ -142,21 +142,21 @@ def test_a_single_machine_is_examined_for_what_it_will_run(checkout):
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
-        ("single_node.sh", [], "name a configuration, such as"),
+        ("single_node.sh", [], "give a configuration, such as"),
         ("single_node.sh", ["--dryrun", "x.yaml"], "unknown option --dryrun"),
         ("single_node.sh", ["x.yaml", "--continue"], "--continue needs a FILE"),
-        ("single_node.sh", ["x.yaml"], "make it with: bash launch/setup.sh"),
-        ("multi_node.sh", ["x.yaml", "--hosts", "a"], "make it with: bash launch/setup.sh"),
+        ("single_node.sh", ["x.yaml"], "create the environment with: bash launch/setup.sh"),
+        ("multi_node.sh", ["x.yaml", "--hosts", "a"], "create the environment with: bash launch/setup.sh"),
     ],
 )
-def test_what_a_script_cannot_do_it_says(checkout, script, arguments, words):
+def test_scripts_refuse_bad_arguments_clearly(checkout, script, arguments, words):
     refused = bash(checkout / "launch" / script, *arguments)
     assert (refused.returncode, refused.stdout) == (2, "") and words in refused.stderr
 
 
 def test_the_script_for_one_machine_explains_itself(checkout):
     helped = bash(checkout / "launch" / "single_node.sh", "--help")
-    assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine alone")
+    assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
 def test_the_tests_add_verl_to_the_environment_once(checkout):

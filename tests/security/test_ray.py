@@ -107,7 +107,7 @@ def test_a_node_with_another_token_does_not_join_and_says_why(confined, tmp_path
         node.stdin.flush()
         assert node.wait(PATIENCE) == 1
         said = node.stdout.read()
-    assert "ended by itself" in said and "token" in said.lower()
+    assert "the Ray node exited" in said and "token" in said.lower()
     assert WRONG["RAY_AUTH_TOKEN"] not in said
 
 

@@ -1,4 +1,4 @@
-"""What a launcher starts on a machine ends with the launcher's connection, and hears its signals."""
+"""A command on a host ends when the launcher's connection closes, and receives the signals that the launcher sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasync.launch import remote as remote_shell
 from megasync.launch.remote import Remote
 
 PATIENCE = 30.0
-# Says its pid and a variable of its environment, then every signal that it hears; SIGTERM ends it.
+# Prints its pid and parts of its environment, then every SIGINT that it receives; SIGTERM ends it.
 COMMAND = """
 import os, signal, sys, time
 print(os.getpid(), os.environ["SECRET"], os.environ["MEGASYNC_HOST"], flush=True)
@@ -59,13 +59,13 @@ async def test_secrets_come_through_the_pipe_and_signals_reach_the_command(tmp_p
 
 async def test_the_end_of_the_pipe_ends_the_command_and_its_status_comes_back(tmp_path: Path) -> None:
     remote, said = await start(tmp_path, status=7)
-    remote._process.stdin.close()
+    remote._running.pipe.close()
     assert await asyncio.wait_for(remote.wait(), PATIENCE) == 7
     assert not lives(int(said[0].split()[0]))
 
 
 async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
-    """The remote shell dies with its connection; the machine sees the end of the pipe."""
+    """The remote shell dies with its connection, which closes the pipe on the host."""
     launcher = f"""
 import asyncio
 from megasync.launch.remote import Remote
@@ -85,21 +85,21 @@ asyncio.run(main())
             await asyncio.sleep(0.05)
 
 
-def test_a_launcher_that_says_nothing_any_more_is_gone() -> None:
-    """A network that was cut ends no pipe."""
+def test_a_silent_launcher_is_considered_lost() -> None:
+    """A network cut does not close the pipe."""
     code = (
-        "from megasync.launch.leash import Leash\n"
-        "leash = Leash(silence=0.5)\nleash.hold()\nleash.ended.wait()\nprint('let go')"
+        "from megasync.launch.control_pipe import ControlPipe\n"
+        "pipe = ControlPipe(silence=0.5)\npipe.watch()\npipe.ended.wait()\nprint('ended')"
     )
     machine = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     machine.stdin.write("{}\n\n")
     machine.stdin.flush()
     assert machine.wait(PATIENCE) == 0
-    assert "let go" in machine.communicate()[0]
+    assert "ended" in machine.communicate()[0]
 
 
-async def test_a_launcher_with_nothing_to_say_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_shell, "BEAT_SECONDS", 0.05)
+async def test_an_idle_launcher_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_shell, "HEARTBEAT_SECONDS", 0.05)
     said = Lines()
     remote = Remote("here", [sys.executable, "-uc", "for line in open(0): print(repr(line))"], said.append)
     await remote.start({})
@@ -108,7 +108,7 @@ async def test_a_launcher_with_nothing_to_say_is_heard(tmp_path: Path, monkeypat
     assert said[:3] == ["'{}\\n'", "'\\n'", "'\\n'"]
 
 
-async def test_a_command_that_does_not_listen_is_killed_with_its_family(tmp_path: Path) -> None:
+async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     stubborn = (
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -125,7 +125,7 @@ async def test_a_command_that_does_not_listen_is_killed_with_its_family(tmp_path
             await asyncio.sleep(0.05)
 
 
-async def test_a_machine_that_cannot_do_it_says_why(tmp_path: Path) -> None:
+async def test_a_host_without_the_interface_reports_the_error(tmp_path: Path) -> None:
     said = Lines()
     command = [sys.executable, "-m", "megasync.launch.node", "--folder", str(tmp_path), "--interface", "eth99"]
     remote = Remote("here", [*command, "run", "true"], said.append)

@@ -1,4 +1,4 @@
-"""How a job on several machines ends before its run does: with fake machines, whose shell runs here what is for them."""
+"""Stopping a job on several hosts, at every phase. The hosts are fake: their shell runs commands on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megasync.launch.hosts import Host
 from megasync.launch.launcher import STOPPED, Job, Launcher
 
 PATIENCE = 60.0
-# Stands for Python on a machine. The head is up at once, and so is the doctor done; the run ends when it is told to.
+# Replaces Python on a host. Head and doctor succeed immediately; the run ends on SIGINT.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *" ray "*--head*) {other} ;;
@@ -54,14 +54,14 @@ def job(config_file: Path, tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
-async def test_a_machine_that_cannot_execute_it_ends_the_job_at_once(job) -> None:
+async def test_a_host_that_cannot_execute_the_command_ends_the_job_at_once(job) -> None:
     said = []
-    with pytest.raises(MegasyncError, match=r"b cannot execute .*/python; the checkout must lie at "):
+    with pytest.raises(MegasyncError, match=r"b cannot execute .*/python; the checkout must be at "):
         await asyncio.wait_for(Launcher(job(other="exit 127", doctor=WAITS), said.append).run(), PATIENCE)
     assert "starting the run" not in said
 
 
-async def test_the_key_for_generation_goes_to_the_driver_and_through_its_pipe(job, monkeypatch) -> None:
+async def test_the_generation_key_reaches_only_the_driver_and_only_through_its_pipe(job, monkeypatch) -> None:
     monkeypatch.setenv(GENERATION_KEY_VARIABLE, "a-key-of-the-users-own")
     said, tell = [], 'read -r line; echo "told $line $*"'
     launcher = Launcher(job(other=f"{tell}; cat >/dev/null", doctor=f"{tell}; exit 1"), said.append)
@@ -72,19 +72,19 @@ async def test_the_key_for_generation_goes_to_the_driver_and_through_its_pipe(jo
     assert not any("a-key-of-the-users-own" in line for line in said if line != told)
 
 
-async def test_who_asks_for_the_end_while_the_run_is_being_started_is_heard(job) -> None:
+async def test_a_stop_requested_while_the_run_is_starting_is_honoured(job) -> None:
     requests = []
 
-    def say(line: str) -> None:
+    def notify(line: str) -> None:
         if line == "starting the run":
             requests.append(asyncio.create_task(launcher.request_stop(signal.SIGINT)))
 
-    launcher = Launcher(job(), say)
+    launcher = Launcher(job(), notify)
     assert await asyncio.wait_for(launcher.run(), PATIENCE) == STOPPED
     assert len(requests) == 1 and requests[0].exception() is None
 
 
-async def test_who_asks_for_the_end_while_the_doctor_looks_gets_it(job) -> None:
+async def test_a_stop_requested_during_the_doctor_is_honoured(job) -> None:
     said = []
     launcher = Launcher(job(doctor=WAITS), said.append)
     running = asyncio.create_task(launcher.run())
@@ -96,12 +96,12 @@ async def test_who_asks_for_the_end_while_the_doctor_looks_gets_it(job) -> None:
     assert "starting the run" not in said
 
 
-async def test_a_disk_that_is_full_of_output_costs_lines_and_not_the_run(job, monkeypatch) -> None:
+async def test_a_full_disk_loses_output_lines_but_not_the_run(job, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdout", FullDisk())
-    launcher = Launcher(job(other="for i in 1 2 3; do echo noise; done; cat >/dev/null"), command._say)
+    launcher = Launcher(job(other="for i in 1 2 3; do echo noise; done; cat >/dev/null"), command._print_line)
     running = asyncio.create_task(launcher.run())
     async with asyncio.timeout(PATIENCE):
-        while not launcher._begun or launcher._driver is None:
+        while not launcher._run_started or launcher._driver is None:
             await asyncio.sleep(0.01)
         await launcher.request_stop(signal.SIGINT)
         assert await running == STOPPED
