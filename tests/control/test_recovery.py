@@ -184,6 +184,33 @@ async def test_a_joiner_that_fails_parity_does_not_serve() -> None:
     assert "c" not in rig.fleet.up
 
 
+async def test_a_joiner_that_fails_the_parity_of_an_ordinary_publish_does_not_serve() -> None:
+    rig = Rig(publisher=FakePublisher(disagree={3: ["c"]}))
+    ack = rig.buffer.ack
+
+    async def come_between_step_and_publish(step: int) -> None:
+        await ack(step)
+        if step == 3:
+            rig.fleet.up["c"] = False
+
+    rig.buffer.ack = come_between_step_and_publish
+    await rig.run()
+    assert rig.fleet.disagreeing == [{"c": "off by 3 nats"}]
+    assert "c" not in rig.fleet.up and rig.observer.metrics[-1]["faults/servers_joined"] == 0.0
+
+
+async def test_a_version_that_no_server_serves_is_published_again_to_the_restarted_ones() -> None:
+    rig = Rig(publisher=FakePublisher(lose={3: ["b"]}, disagree={3: ["a"]}))
+    running = asyncio.create_task(rig.run())
+    while not rig.fleet.disagreeing:
+        await asyncio.sleep(0)
+    assert rig.fleet.up == {}
+    rig.fleet.come("a2")
+    await running
+    assert rig.publisher.versions == [1, 2, 3, 3, 4, 5, 6]
+    assert rig.fleet.up == {"a2": True}
+
+
 async def test_the_fleet_knows_which_servers_are_in_a_sync() -> None:
     rig = Rig(publisher=FakePublisher(lose={3: ["a"]}), evaluate=False)
     await rig.run()
