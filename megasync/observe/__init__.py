@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: live display, metrics files, learning curve, sample answers, logs.
+"""What a run displays and records: live view, metrics files, learning curve, sample answers, logs.
 
-It sees everything and decides nothing; a run without this room would train the same.
+This package only observes: training is the same without it.
 """

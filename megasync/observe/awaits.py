@@ -1,6 +1,6 @@
-"""What every asyncio task waits for at this moment, as text: the first question about a run that stands still.
+"""A text dump of what every asyncio task is waiting for: the first thing to look at when a run hangs.
 
-A suspended task's own stack shows its outermost frame only; the chain of awaits below it is followed here by hand.
+The stack of a suspended task shows only its outermost frame, so this module follows the chain of awaits itself.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Frames at the inner end of a chain that are shown; what a task waits for is there.
+# Innermost frames of a chain that are shown; they say what the task waits for.
 SHOWN_FRAMES = 5
-# A chain is a handful of awaits; more can only be a cycle.
-LONGEST_CHAIN = 100
+# A chain is a handful of awaits; a longer one must be a cycle.
+MAX_CHAIN = 100
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]] | None = None) -> str:
-    """One line for all tasks that wait at the same place: how many, their names, and the awaits from outside in."""
+    """One line for all tasks that wait at the same place: number, kind, and the chain of awaits, outermost first."""
     places: Counter[tuple[str, str]] = Counter()
     for task in asyncio.all_tasks() if tasks is None else tasks:
-        # Groups and samples are numbered in their names; their kind is the first word.
+        # Names of group and sample tasks end in numbers; the first word is their kind.
         kind = task.get_name().split()[0]
         places["task" if kind.startswith("Task-") else kind, _chain(task.get_coro())] += 1
     return "\n".join(f"{count:4d} x {kind}: {chain}" for (kind, chain), count in sorted(places.items()))
@@ -31,7 +31,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]] | None = None) -> str:
 def _chain(coroutine: Any) -> str:
     frames: list[str] = []
     awaited = coroutine
-    for _ in range(LONGEST_CHAIN):
+    for _ in range(MAX_CHAIN):
         frame, inner = _frame(awaited)
         if frame is None:
             break

@@ -1,4 +1,4 @@
-"""The learning curve of a run as one picture, drawn from `metrics.jsonl` alone."""
+"""Plots the learning curve of a run from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megasync.observe.names import (
 
 CURVE_FILE = "curve.png"
 SIZE_INCHES, DPI = (11, 7.5), 120
-# Of the held-out scores; more of them than this would be a picture that nobody can read.
+# Colours of the held-out scores. Further scores are left out, because the plot would be unreadable.
 COLOURS = ("tab:red", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 Points = list[tuple[float, float]]
 
 
 def plot_curve(run_dir: Path, title: str) -> Path | None:
-    """Writes `curve.png` into the run directory and returns its path; None while nothing was measured."""
+    """Writes `curve.png` into the run directory and returns its path; None if there are no metrics yet."""
     columns = read_metrics(run_dir)
     if not columns:
         return None
@@ -44,7 +44,7 @@ def plot_curve(run_dir: Path, title: str) -> Path | None:
     _lines(
         axes[1][0],
         "staleness of trained tokens (versions)",
-        {"mean": points(columns, STEP, STALENESS_MEAN), "largest": points(columns, STEP, STALENESS_MAX)},
+        {"mean": points(columns, STEP, STALENESS_MEAN), "max": points(columns, STEP, STALENESS_MAX)},
     )
     _lines(
         axes[1][1],
@@ -57,14 +57,14 @@ def plot_curve(run_dir: Path, title: str) -> Path | None:
 
 
 def points(columns: dict[str, list[Any]], x: str, y: str) -> Points:
-    """(x, y) of the lines that measured `y`, ordered by x."""
+    """(x, y) of the rows that have both values, ordered by x."""
     return sorted(
         (a, b) for a, b in zip(columns[x], columns.get(y, ()), strict=False) if a is not None and b is not None
     )
 
 
 def held_out_name(key: str) -> str | None:
-    """How the line of a held-out score is labelled; None for another measurement."""
+    """The legend label of a held-out score; None if the key is another metric."""
     if key.startswith(HELD_OUT_PREFIX):
         return f"held-out, temperature {key.removeprefix(HELD_OUT_PREFIX)}"
     named = SET_SCORE_AT.fullmatch(key)
@@ -73,10 +73,10 @@ def held_out_name(key: str) -> str | None:
 
 def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> None:
     rewards = points(columns, x, REWARD)
-    axis.plot(*_split(rewards), color="tab:blue", linewidth=1, alpha=0.7, label="reward (training)")
+    axis.plot(*_unzip(rewards), color="tab:blue", linewidth=1, alpha=0.7, label="reward (training)")
     held_out = {key: name for key in sorted(columns) if (name := held_out_name(key)) is not None}
     for colour, (key, name) in zip(COLOURS, held_out.items(), strict=False):
-        axis.plot(*_split(points(columns, x, key)), color=colour, marker="o", markersize=4, label=name)
+        axis.plot(*_unzip(points(columns, x, key)), color=colour, marker="o", markersize=4, label=name)
     if all(0 <= reward <= 1 for _, reward in rewards):
         axis.set_ylim(-0.03, 1.03)
     _finish(axis, "reward and held-out accuracy", label)
@@ -84,7 +84,7 @@ def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> N
 
 def _lines(axis: Any, title: str, series: dict[str, Points]) -> None:
     for name, found in series.items():
-        axis.plot(*_split(found), linewidth=1.2, label=name)
+        axis.plot(*_unzip(found), linewidth=1.2, label=name)
     axis.set_ylim(bottom=0)
     _finish(axis, title, "training step")
 
@@ -96,5 +96,5 @@ def _finish(axis: Any, title: str, label: str) -> None:
     axis.legend(fontsize=8)
 
 
-def _split(found: Points) -> tuple[Sequence[float], Sequence[float]]:
+def _unzip(found: Points) -> tuple[Sequence[float], Sequence[float]]:
     return [x for x, _ in found], [y for _, y in found]

@@ -1,7 +1,7 @@
-"""The live terminal view of a run; plain lines where the output is no terminal.
+"""The live terminal view of a run, or plain lines if the output is not a terminal.
 
-The view is redrawn from a fresh snapshot several times a second, so its clocks move while a step runs. Warnings and
-errors are printed in full above it and stay in the scroll-back: nothing that the view shows can push them out.
+The view is redrawn from a fresh snapshot several times a second, so its timers advance while a step runs. Warnings and
+errors are printed in full above the view and stay in the scrollback.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,20 +21,67 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasync.observe.snapshot import RunSnapshot
-
 REFRESH_PER_SECOND = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
-# A part that waits longer than this is shown in yellow.
+# An activity that lasts longer than this is shown in yellow.
 LONG_WAIT_SECONDS = 30.0
 UNKNOWN = "-"
 
 
-class LiveDisplay:
-    """Context manager. `snapshot` is asked for the present state whenever the view is redrawn.
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What one component of the run is doing, and for how many seconds."""
 
-    `live=False`, or a console that is no terminal, prints one line per `step` and per `message` instead.
+    part: str
+    doing: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """The state of a run at one moment. None means "not known yet"; unknown values are never replaced by zero."""
+
+    name: str
+    run_dir: Path
+    step: int
+    total_steps: int
+    version: int
+    # Seconds since the start of the run, and seconds per step over the latest steps.
+    seconds: float
+    step_seconds: float | None = None
+    # Mean reward of each trained step, oldest first; held-out greedy scores as (step, score).
+    rewards: tuple[float | None, ...] = ()
+    scores: tuple[tuple[int, float], ...] = ()
+    # The latest score of each named held-out set.
+    set_scores: dict[str, float] = field(default_factory=dict)
+    target: float | None = None
+    # Tokens per second of wall time over the latest steps.
+    trained_rate: float | None = None
+    sampled_rate: float | None = None
+    # Versions between sampling and training in the latest step, and the bound that the buffer enforces.
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    staleness_limit: int = 0
+    # Active groups by state, such as {"generating": 12, "finished": 4}; at most `capacity` in total.
+    buffer: dict[str, int] = field(default_factory=dict)
+    capacity: int = 0
+    activities: tuple[Activity, ...] = ()
+    # The latest messages, newest last.
+    messages: tuple[str, ...] = ()
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds until `total_steps` at the current speed; a target score may end the run earlier."""
+        if self.step_seconds is None:
+            return None
+        return max(0, self.total_steps - self.step) * self.step_seconds
+
+
+class LiveDisplay:
+    """Context manager that shows a run; `snapshot` is called at every redraw.
+
+    With `live=False`, or if the console is not a terminal, it prints one line per `step` and per `message` instead.
     """
 
     def __init__(self, snapshot: Callable[[], RunSnapshot], *, live: bool = True, console: Console | None = None):
@@ -61,18 +110,18 @@ class LiveDisplay:
         logging.getLogger("megasync").removeHandler(self._handler)
 
     def step(self) -> None:
-        """A step was trained or evaluated: prints a line where there is no live view."""
+        """Prints a line about the latest step, unless there is a live view."""
         if self._live is None:
             self._console.print(line(self._snapshot()), highlight=False, markup=False, soft_wrap=True)
 
     def message(self, text: str) -> None:
-        """The live view shows the snapshot's latest messages; elsewhere the text is printed."""
+        """Prints a message, unless there is a live view, which shows the snapshot's messages."""
         if self._live is None:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints warnings and errors, traceback included, above the live view."""
+    """Prints warnings and errors, including tracebacks, above the live view."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -85,18 +134,19 @@ class _ConsoleHandler(logging.Handler):
 
 
 def line(snap: RunSnapshot) -> str:
-    """One plain line about the latest step."""
+    """The latest step as one plain line."""
     score = number(snap.scores[-1][1], 3) if snap.scores else UNKNOWN
     reward = number(snap.rewards[-1], 3) if snap.rewards else UNKNOWN
     return (
         f"[{duration(snap.seconds)}] step {snap.step}/{snap.total_steps}  version {snap.version}  reward {reward}  "
-        f"held-out {score}  trained {number(snap.trained_rate, 0)} tok/s  sampled {number(snap.sampled_rate, 0)} tok/s  "
+        f"held-out {score}  "
+        f"trained {number(snap.trained_rate, 0)} tok/s  sampled {number(snap.sampled_rate, 0)} tok/s  "
         f"staleness {number(snap.staleness_mean, 2)} (max {number(snap.staleness_max, 0)})"
     )
 
 
 def view(snap: RunSnapshot) -> RenderableType:
-    """The whole view."""
+    """The live view of a snapshot."""
     parts = [_progress(snap), "", _numbers(snap), "", _activities(snap)]
     if snap.messages:
         parts += ["", *(Text(message, style="dim", overflow="fold") for message in snap.messages)]
@@ -112,7 +162,7 @@ def _progress(snap: RunSnapshot) -> Table:
     table.add_row(
         f"step [bold]{snap.step}[/] of {snap.total_steps}",
         ProgressBar(total=snap.total_steps, completed=snap.step),
-        f"{duration(snap.seconds)} gone, at most {left} left",
+        f"{duration(snap.seconds)} elapsed, at most {left} left",
     )
     return table
 
@@ -135,7 +185,7 @@ def _numbers(snap: RunSnapshot) -> Table:
         ("tokens/s", f"{number(snap.sampled_rate, 0)} sampled, {number(snap.trained_rate, 0)} trained", ""),
         (
             "staleness",
-            f"{number(snap.staleness_mean, 2)} mean, {number(snap.staleness_max, 0)} max, {snap.staleness_limit} allowed",
+            f"{number(snap.staleness_mean, 2)} mean, {number(snap.staleness_max, 0)} max, limit {snap.staleness_limit}",
             "",
         ),
         ("weights", f"version {snap.version}", ""),
@@ -160,7 +210,7 @@ def _activities(snap: RunSnapshot) -> Table:
 
 
 def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
-    """The latest values as block characters over their own range; a gap where a value is missing or not finite."""
+    """The latest values as block characters, scaled to their range; a gap where a value is missing or not finite."""
     shown = list(values)[-width:]
     known = [v for v in shown if v is not None and math.isfinite(v)]
     if not known:
@@ -176,11 +226,12 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
+    """A value with thousands separators and this many decimals, or "-" if unknown."""
     return UNKNOWN if value is None else f"{value:,.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """Such as 4s, 2m 05s, 3h 07m."""
+    """Seconds as text, such as 4s, 2m 05s or 3h 07m."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,8 +1,8 @@
-"""Metrics of a run: one strict JSON object a line in `metrics.jsonl`, and the same numbers for TensorBoard.
+"""Metrics of a run: one strict JSON object per line of `metrics.jsonl`, and the same values as TensorBoard events.
 
-A line holds exactly the keys that were measured, so nothing is ever filled in; `read_metrics` gives the union of all
-keys with None in the gaps. A value that is not finite is written as null. Lines are flushed one by one, and a torn last
-line (the process died while writing) is dropped by the next reader or writer.
+A line contains exactly the keys that were measured; `read_metrics` returns the union of all keys, with None where a key
+is absent. A non-finite value is written as null. Every line is flushed. A torn last line (the process died while
+writing) is dropped by the next reader or writer.
 """
 
 from __future__ import annotations
@@ -13,52 +13,54 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megasync.files import atomic_write
-from megasync.observe.tensorboard import EventWriter
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
-# Keys of a line that are not measurements.
+# Keys of a line that are not metrics.
 STEP, TIME = "step", "time"
 
 
 class MetricsLog:
-    """Appends to the metrics of a run directory; opens its files with the first line.
+    """Appends to the metrics of a run directory; the first line opens the files.
 
-    A resumed run logs steps that were logged already, and so does a run whose trainer went back to a checkpoint: the first
-    line after the files were opened removes lines of later steps, and lines of the same step that measured the same keys.
+    A resumed run, or one whose trainer returned to a checkpoint, logs some steps a second time. So opening the files
+    removes lines of later steps, and lines of the same step that share a key with the new line.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool, clock: Callable[[], float] = time.time) -> None:
         self._path = Path(run_dir) / METRICS_FILE
         self._board_dir = Path(run_dir) / TENSORBOARD_DIR if tensorboard else None
         self._clock = clock
-        self._file: Any = None
+        self._file: TextIO | None = None
         self._board: EventWriter | None = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line. `step` counts trained steps; values are numbers (bools and numpy scalars too)."""
-        if self._file is None:
-            self._open(step, values)
+        file = self._file or self._open(step, values)
         now = self._clock()
         row = {STEP: step, TIME: round(now, 3)} | {key: _finite(value) for key, value in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        file.write(json.dumps(row, allow_nan=False) + "\n")
+        file.flush()
         if self._board is not None:
             self._board.scalars(step, now, {k: v for k, v in row.items() if k not in (STEP, TIME) and v is not None})
 
     def close(self) -> None:
-        """The next line opens the files again."""
+        """Closes the files; the next line opens them again."""
         for opened in (self._file, self._board):
             if opened is not None:
                 opened.close()
         self._file = self._board = None
 
-    def _open(self, step: int, values: Mapping[str, float]) -> None:
+    def _open(self, step: int, values: Mapping[str, float]) -> TextIO:
         earlier = read_rows(self._path)
         kept = [row for row in earlier if not _superseded(row, step, values)]
         resumed = bool(earlier)
@@ -67,14 +69,37 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
         if self._board_dir is not None:
             self._board = EventWriter(self._board_dir, self._clock(), resumed_at=step if resumed else None)
+        return self._file
+
+
+class EventWriter:
+    """Writes a TensorBoard event file without torch. With `resumed_at`, earlier files end at that step."""
+
+    def __init__(self, directory: Path, now: float, resumed_at: int | None = None) -> None:
+        self._writer = EventFileWriter(str(directory))
+        if resumed_at is not None:
+            session = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=now, step=resumed_at, session_log=session))
+
+    def scalars(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        """Writes one event of scalars; `now` is in seconds since the epoch."""
+        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
+        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines; empty when there is none."""
+    """The objects of a JSON Lines file; empty if the file does not exist.
+
+    Raises ValueError for a line other than the last that is not JSON.
+    """
     if not path.is_file():
         return []
     rows = []
-    # Bytes: text would be split at Unicode's own line ends too, which JSON strings may hold.
+    # Splits bytes, because splitting text would also split at Unicode line separators inside JSON strings.
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -87,7 +112,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> dict[str, list[Any]]:
-    """Columns over all lines, in the order of lines: the union of keys, None where a line did not measure a key."""
+    """Columns over all lines, in order: the union of their keys, with None where a line lacks a key."""
     rows = read_rows(Path(run_dir) / METRICS_FILE)
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [row.get(key) for row in rows] for key in keys}

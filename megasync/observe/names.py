@@ -1,6 +1,4 @@
-"""Names of the measurements that display and curve read. Whoever measures them uses these names; any others are logged
-and left alone.
-"""
+"""Names of the metrics that the display and the curve read. All other metrics are only logged."""
 
 import re
 
@@ -9,15 +7,15 @@ REWARD = "rollout/reward_mean"
 TRAINED_TOKENS = "train/tokens"
 STALENESS_MEAN = "train/staleness_mean"
 STALENESS_MAX = "train/staleness_max"
-# Groups in a state of the buffer, one key a state: buffer/generating, buffer/finished, ...
+# Number of groups per buffer state: buffer/generating, buffer/finished, ...
 BUFFER_PREFIX = "buffer/"
-# Held-out accuracy: the score that may end the run, and one key per temperature such as eval/score@0.
+# Held-out accuracy: the score that schedule.stop_at_score compares, and one key per temperature, such as eval/score@0.
 SCORE = "eval/score"
 HELD_OUT_PREFIX = "eval/score@"
-# The same of a set that has a name, eval/<set>/score and eval/<set>/score@0; and how the one without is called.
+# The same for a named set: eval/<set>/score and eval/<set>/score@0. The set under data.eval is called UNNAMED_SET.
 SET_SCORE = re.compile(r"eval/([\w-]+)/score")
 SET_SCORE_AT = re.compile(r"eval/([\w-]+)/score@(.+)")
 UNNAMED_SET = "eval"
-# Tokens per second of wall time: sampled by the servers, and trained (the observer adds that one).
+# Tokens per second of wall time: sampled by the servers, and trained (computed by the observer).
 SAMPLED_RATE = "rollout/tokens_per_second"
 TRAINED_RATE = "train/tokens_per_second"

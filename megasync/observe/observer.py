@@ -1,6 +1,6 @@
-"""The run's observer: turns what the controller reports into metrics files, the display's snapshot, and the curve.
+"""The observer of a run: turns the controller's reports into metrics files, display snapshots and the learning curve.
 
-It never makes a run fail: what it cannot write is reported once as a warning, and training goes on.
+It never makes a run fail: a failed write is reported once as a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from megasync.config import Config
 from megasync.config.pacing import Pacing
 from megasync.observe import names
 from megasync.observe.curve import plot_curve
-from megasync.observe.display import LiveDisplay
+from megasync.observe.display import Activity, LiveDisplay, RunSnapshot
 from megasync.observe.metrics import MetricsLog
 from megasync.observe.samples import append_answers
-from megasync.observe.snapshot import Activity, RunSnapshot
 
 log = logging.getLogger(__name__)
 
 # Steps over which speeds are averaged.
 SPEED_STEPS = 10
 SHOWN_MESSAGES = 4
-# The curve is drawn again after an evaluation, but not more often than this: drawing takes about half a second.
+# Minimum interval between plots of the curve, which is redrawn after evaluations: plotting takes about half a second.
 DRAW_SECONDS = 60.0
-# Points of the reward line that the display can show.
+# Rewards that are kept for the display.
 SHOWN_REWARDS = 64
 
 
 class RunObserver:
-    """Context manager around a run. All methods are cheap and are called from the controller's thread."""
+    """Context manager around a run. All methods are cheap and must be called from the controller's thread."""
 
     def __init__(
         self,
@@ -62,11 +61,11 @@ class RunObserver:
         self._buffer: dict[str, int] = {}
         self._activities: dict[str, tuple[str, float]] = {}
         self._messages: deque[str] = deque(maxlen=SHOWN_MESSAGES)
-        # (clock, tokens trained since the first step) at the end of the latest steps: starting up is no training.
-        self._marks: deque[tuple[float, float]] = deque(maxlen=SPEED_STEPS + 1)
+        # (time, tokens trained since the first step) after each of the latest steps; excludes the start-up time.
+        self._progress: deque[tuple[float, float]] = deque(maxlen=SPEED_STEPS + 1)
         self._drawn = self._start
         self._failed: set[str] = set()
-        # Last: a live view asks for a snapshot as soon as it is made.
+        # Last, because a live view requests a snapshot as soon as it exists.
         self._display = LiveDisplay(self.snapshot, live=config.observe.live, console=console)
 
     def __enter__(self) -> Self:
@@ -81,10 +80,10 @@ class RunObserver:
             self._metrics.close()
         self._draw()
 
-    # What the controller reports
+    # Reports from the controller
 
     def step(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step was trained; `metrics` are its measurements under the names of `observe.names`."""
+        """Records a trained step; `metrics` has the keys of `observe.names`."""
         self._step, self._version = step, version
         self._rewards.append(metrics.get(names.REWARD))
         self._latest.update(metrics)
@@ -93,15 +92,15 @@ class RunObserver:
         }
         if states:
             self.buffer(states)
-        trained = self._marks[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._marks else 0.0
-        self._marks.append((self._clock(), trained))
+        trained = self._progress[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._progress else 0.0
+        self._progress.append((self._clock(), trained))
         rate = self._trained_rate()
         measured = {} if rate is None else {names.TRAINED_RATE: rate}
         self._log(step, {"version": version, **metrics, **measured})
         self._display.step()
 
     def evaluation(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """The weights of `version` were evaluated on held-out prompts; the step may lie in the past."""
+        """Records an evaluation of the weights of `version` on held-out prompts; `step` may lie in the past."""
         self._step, self._version = max(self._step, step), max(self._version, version)
         self._scores.append((step, metrics[names.SCORE]))
         self._log(step, dict(metrics))
@@ -114,42 +113,42 @@ class RunObserver:
             self._draw()
 
     def rewind(self, step: int) -> None:
-        """Training goes on from an earlier step: what was measured after it will be measured again."""
-        again = self._step - step
+        """Training resumes from an earlier step: discards what was measured after it."""
+        repeated = self._step - step
         self._step = step
-        for _ in range(min(again, len(self._rewards))):
+        for _ in range(min(repeated, len(self._rewards))):
             self._rewards.pop()
         self._scores = [(at, score) for at, score in self._scores if at <= step]
-        self._marks.clear()
+        self._progress.clear()
         with self._guarded("rewrite metrics"):
             self._metrics.close()
 
     def answers(self, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]) -> None:
-        """Held-out (prompt, text, reward) triples; the first `observe.samples` of them are kept."""
+        """Records the first `observe.samples` of these held-out (prompt, text, reward) triples."""
         kept = list(answers)[: self._config.observe.samples]
         if kept:
             with self._guarded("write sample answers"):
                 append_answers(self._run_dir, step, version, kept)
 
     def buffer(self, counts: Mapping[str, float]) -> None:
-        """Active groups by state."""
+        """Records the number of active groups by state."""
         self._buffer = {state: int(count) for state, count in counts.items()}
 
     def activity(self, part: str, doing: str) -> None:
-        """`part` does something from now on; the display shows for how long."""
+        """Records what a component is doing from now on; the display shows for how long."""
         if self._activities.get(part, ("", 0.0))[0] != doing:
             self._activities[part] = (doing, self._clock())
 
     def message(self, text: str) -> None:
+        """Logs and displays a message."""
         log.info("%s", text)
         self._messages.append(text)
         self._display.message(text)
 
-    # What the display asks for
-
     def snapshot(self) -> RunSnapshot:
+        """The current state of the run, for the display."""
         now, config = self._clock(), self._config
-        steps = len(self._marks) - 1
+        steps = len(self._progress) - 1
         return RunSnapshot(
             name=config.name,
             run_dir=self._run_dir,
@@ -157,7 +156,7 @@ class RunObserver:
             total_steps=config.schedule.total_steps,
             version=self._version,
             seconds=now - self._start,
-            step_seconds=(self._marks[-1][0] - self._marks[0][0]) / steps if steps > 0 else None,
+            step_seconds=(self._progress[-1][0] - self._progress[0][0]) / steps if steps > 0 else None,
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
             set_scores=dict(self._set_scores),
@@ -174,11 +173,11 @@ class RunObserver:
         )
 
     def _trained_rate(self) -> float | None:
-        """Tokens per second between the oldest and the newest mark; None before there is a difference."""
-        if not self._marks:
+        """Trained tokens per second over the latest steps; None until there are two."""
+        if not self._progress:
             return None
-        (began, before), (ended, after) = self._marks[0], self._marks[-1]
-        return (after - before) / (ended - began) if ended > began else None
+        (start, before), (end, after) = self._progress[0], self._progress[-1]
+        return (after - before) / (end - start) if end > start else None
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._guarded("write metrics"):
@@ -193,10 +192,10 @@ class RunObserver:
     def _guarded(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # observing must not end training; said once, with its cause
+        except Exception as error:  # observing must not end training; reported once, with its cause
             if what not in self._failed:
                 self._failed.add(what)
-                # What the system refuses (a full disk) needs no traceback; anything else is a defect and gets one.
+                # An OSError, such as a full disk, needs no traceback; anything else is a bug.
                 trace = not isinstance(error, OSError)
                 log.warning(
                     "could not %s in %s: %s: %s", what, self._run_dir, type(error).__name__, error, exc_info=trace

@@ -1,4 +1,4 @@
-"""What a person is told when a run has ended."""
+"""The result of a run, and the summary that is printed at its end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_aft
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Where a run left its results, and how far it came."""
+    """How far a run came, and where its results are."""
 
     run_dir: Path
     step: int
     version: int
     # Held-out scores as (step, score); empty without an evaluation set.
     scores: list[tuple[int, float]]
-    # Hugging Face checkpoint of the final weights; None when checkpoint.export is off or nothing was trained.
+    # Hugging Face export of the final weights; None if checkpoint.export is off or nothing was trained.
     export_dir: Path | None
-    # Why the run ended before schedule.total_steps; empty when it did not.
+    # Why the run ended before schedule.total_steps; empty if it did not.
     stopped: str = ""
 
 
 def show_result(result: RunResult, console: Console) -> None:
-    """Where everything lies, and what the model answered before and after."""
+    """Prints sample answers before and after training, the score, and the paths of all results."""
     pairs = before_and_after(read_answers(result.run_dir))
     if pairs:
         console.print(answers_table(pairs))

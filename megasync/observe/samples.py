@@ -1,4 +1,4 @@
-"""Answers to the same held-out prompts at different times of a run, kept in `samples.jsonl` and shown side by side."""
+"""Answers to the same held-out prompts over the course of a run, stored in `samples.jsonl` and shown side by side."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.text import Text
 from megasync.observe.metrics import read_rows
 
 SAMPLES_FILE = "samples.jsonl"
-# Longer texts keep their beginning and end in the table; the file always has them whole.
+# The table shortens longer texts in the middle; the file keeps them in full.
 SHOWN_CHARACTERS = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One held-out prompt, answered greedily by the weights of `version` after `step` training steps."""
+class SampleAnswer:
+    """The greedy answer to one held-out prompt by the weights of `version`, after `step` training steps."""
 
     step: int
     version: int
@@ -31,26 +31,26 @@ class Answer:
 
 def append_answers(
     run_dir: Path, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]
-) -> list[Answer]:
-    """Adds (prompt, text, reward) triples to the run's file, and returns them as written."""
-    found = [Answer(step, version, *answer) for answer in answers]
+) -> list[SampleAnswer]:
+    """Appends (prompt, text, reward) triples to the run's file, and returns them as written."""
+    found = [SampleAnswer(step, version, *answer) for answer in answers]
     path = Path(run_dir) / SAMPLES_FILE
     if path.is_file():
-        # A line that was torn by a full disk or a killed process would swallow the next one.
+        # Removes a line torn by a full disk or a killed process, which would corrupt the next one.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found)
     return found
 
 
-def read_answers(run_dir: Path) -> list[Answer]:
-    return [Answer(**row) for row in read_rows(Path(run_dir) / SAMPLES_FILE)]
+def read_answers(run_dir: Path) -> list[SampleAnswer]:
+    return [SampleAnswer(**row) for row in read_rows(Path(run_dir) / SAMPLES_FILE)]
 
 
-def before_and_after(answers: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
-    """The earliest and the latest answer to each prompt, for prompts that were answered at two different steps."""
-    first: dict[str, Answer] = {}
-    last: dict[str, Answer] = {}
+def before_and_after(answers: Iterable[SampleAnswer]) -> list[tuple[SampleAnswer, SampleAnswer]]:
+    """The earliest and the latest answer to each prompt that was answered at two different steps."""
+    first: dict[str, SampleAnswer] = {}
+    last: dict[str, SampleAnswer] = {}
     for answer in answers:
         if answer.prompt not in first or answer.step < first[answer.prompt].step:
             first[answer.prompt] = answer
@@ -59,9 +59,9 @@ def before_and_after(answers: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
     return [(first[prompt], last[prompt]) for prompt in first if first[prompt].step < last[prompt].step]
 
 
-def answers_table(pairs: list[tuple[Answer, Answer]]) -> Table:
-    """The table for a terminal: prompt, answer before, answer after, each with its reward."""
-    table = Table(title="The same held-out prompts, before and after", title_justify="left", show_lines=True)
+def answers_table(pairs: list[tuple[SampleAnswer, SampleAnswer]]) -> Table:
+    """A terminal table of prompts with their answers and rewards before and after training."""
+    table = Table(title="Held-out prompts before and after training", title_justify="left", show_lines=True)
     before, after = (sorted({answer.step for answer in side}) for side in zip(*pairs, strict=True))
     table.add_column("prompt", overflow="fold", ratio=2)
     table.add_column(f"step {_steps(before)}", overflow="fold", ratio=1)
@@ -73,12 +73,12 @@ def answers_table(pairs: list[tuple[Answer, Answer]]) -> Table:
     return table
 
 
-def _cells(answer: Answer) -> tuple[Text, str]:
+def _cells(answer: SampleAnswer) -> tuple[Text, str]:
     return _text(answer.text), "-" if answer.reward is None else f"{answer.reward:.2f}"
 
 
 def _text(text: str) -> Text:
-    """Plain text: answers may hold anything, markup and control characters included."""
+    """Plain text: answers may contain anything, including markup and control characters."""
     if len(text) > SHOWN_CHARACTERS:
         text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
     return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))

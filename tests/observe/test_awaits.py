@@ -1,4 +1,4 @@
-"""What a dump says about tasks: where each waits, innermost last, equal ones counted."""
+"""The task dump shows where each task waits, innermost frame last, and counts equal tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The display shows where a run stands, on a terminal and without one, and never hides a warning."""
+"""The display shows the state of a run, with or without a terminal, and never hides a warning."""
 
 import logging
 from io import StringIO
@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megasync.observe.display import BLOCKS, LiveDisplay, duration, line, sparkline, view
-from megasync.observe.snapshot import Activity, RunSnapshot
+from megasync.observe.display import (
+    BLOCKS,
+    Activity,
+    LiveDisplay,
+    RunSnapshot,
+    duration,
+    line,
+    sparkline,
+    view,
+)
 
 SNAP = RunSnapshot(
     name="quickstart",
@@ -47,11 +55,11 @@ def console(terminal):
     return Console(file=text, width=110, force_terminal=terminal, color_system=None), text
 
 
-def test_the_view_shows_everything_a_person_waits_for():
+def test_the_view_shows_the_whole_snapshot():
     text = rendered(SNAP)
     for part in (
         "step 12 of 300",
-        "1m 15s gone",
+        "1m 15s elapsed",
         "9m 36s left",
         "version 11",
         "0.400",
@@ -59,7 +67,7 @@ def test_the_view_shows_everything_a_person_waits_for():
         "stops above 0.9",
         "2,000 sampled",
         "1,234 trained",
-        "0.50 mean, 1 max, 1 allowed",
+        "0.50 mean, 1 max, limit 1",
         "16 of 32 groups",
         "12 generating, 4 finished",
         "waiting for groups",
@@ -70,7 +78,7 @@ def test_the_view_shows_everything_a_person_waits_for():
         assert part in text, part
 
 
-def test_what_is_not_known_yet_is_not_shown_as_zero():
+def test_unknown_values_are_not_shown_as_zero():
     text = rendered(EMPTY)
     assert "at most - left" in text and "- sampled, - trained" in text and "0.000" not in text
 

@@ -1,4 +1,4 @@
-"""A log that cannot be written is spoken of once, and nothing fails because of it."""
+"""A failed log write is reported once, and nothing fails because of it."""
 
 import logging
 
@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("megasync")
 
 @pytest.fixture
 def log(tmp_path, monkeypatch):
-    """Opens the log at logs/<name> of a run. The test runner's own handlers, which raise what a record does, step aside."""
+    """Opens the log logs/<name> of a run, without the test runner's handlers, which raise formatting errors."""
     monkeypatch.setattr(LOGGER, "handlers", [])
     opened = []
 
@@ -30,7 +30,7 @@ def test_records_are_in_the_file_at_once(log, tmp_path):
     assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("INFO megasync.trainer: rank 0 is up\n")
 
 
-def test_a_full_disk_is_said_once(log, tmp_path, capsys):
+def test_a_full_disk_is_reported_once(log, tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
     handler = log("controller.log")

@@ -1,4 +1,4 @@
-"""The observer turns reports into files and a snapshot, and never ends a run by itself."""
+"""The observer turns reports into files and a snapshot, and never ends a run."""
 
 import logging
 from io import StringIO
@@ -56,7 +56,7 @@ def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
     assert "starting" in console.file.getvalue()
 
 
-def test_after_a_rewind_the_steps_that_are_trained_again_replace_what_was_measured(observer, clock, tmp_path):
+def test_after_a_rewind_repeated_steps_replace_earlier_metrics(observer, clock, tmp_path):
     with observer:
         for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
             clock.now += 10
@@ -138,7 +138,7 @@ def test_the_curve_is_drawn_when_the_run_ends(observer, tmp_path):
     assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, tmp_path, caplog):
+def test_a_failed_write_is_reported_once_and_training_continues(observer, tmp_path, caplog):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_said_once_and_training_goes_on(observer, tmp_
     assert observer.snapshot().step == 3
 
 
-def test_a_defect_in_observing_keeps_its_traceback_and_training_goes_on(observer, monkeypatch, caplog):
+def test_a_bug_in_observing_keeps_its_traceback_and_training_continues(observer, monkeypatch, caplog):
     monkeypatch.delattr(MetricsLog, "_open")
     with caplog.at_level(logging.WARNING):
         observer.step(1, 1, METRICS)
