@@ -27,7 +27,7 @@ import orjson
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.rollout.client import RolloutClient
 from megasync.serving.router import Router
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 
 PROMPT_TOKENS = 16
 REQUEST_TIMEOUT = 600.0
@@ -135,7 +135,8 @@ async def main(arguments: argparse.Namespace) -> None:
         logs = Path(folder)
         servers = [
             SGLangServer(
-                arguments.model, rollout, arguments.dtype, arguments.device, "127.0.0.1", 0, logs / f"{i}.log", seed=i
+                ServerSpec(arguments.model, rollout, arguments.dtype, arguments.device, seed=i),
+                *("127.0.0.1", 0, logs / f"{i}.log"),
             )
             for i in range(arguments.servers)
         ]

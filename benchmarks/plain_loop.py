@@ -29,7 +29,7 @@ from megasync.layout.topology import Topology
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
 from megasync.serving.control import ServerControl
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.trainer.rank import TrainerRank
@@ -58,10 +58,13 @@ class PlainLoop:
         self._work = prepare_workload(config, Custom())
         device = resolve_device("cpu")
         self._server = SGLangServer(
-            *(config.model.path, config.rollout, config.model.dtype, "cpu", "127.0.0.1", 0, folder / "server.log"),
+            ServerSpec(
+                *(config.model.path, config.rollout, config.model.dtype, "cpu"),
+                seed=config.seed,
+                deterministic=config.rollout.deterministic,
+            ),
+            *("127.0.0.1", 0, folder / "server.log"),
             api_key="plain-loop",
-            seed=config.seed,
-            deterministic=config.rollout.deterministic,
         )
         self._rank = OneRank(config, folder)
         layout = Layout(read_hf_config(config.model.path), Topology(), device.spec)

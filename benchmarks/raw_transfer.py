@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from megasync.serving.ports import free_port
+from megasync.serving.process import free_port
 
 # (sender, receiver, bytes); receivers are numbered behind the senders.
 Message = tuple[int, int, int]

@@ -33,7 +33,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.shard.plan import ShardPlan, plan_shards
@@ -89,7 +89,7 @@ class Bench:
         )
         dtype, folder = self.args.dtype, self.folder
         servers = [
-            SGLangServer(folder, rollout, dtype, "cpu", "127.0.0.1", 0, self.logs / f"{index}.log")
+            SGLangServer(ServerSpec(folder, rollout, dtype, "cpu"), "127.0.0.1", 0, self.logs / f"{index}.log")
             for index in range(self.args.servers)
         ]
         self.ranks = await LocalRanks.start(folder, self.topology, self.parcel_bytes, dtype)

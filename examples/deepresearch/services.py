@@ -13,14 +13,14 @@ import aiohttp
 
 from deepresearch.folders import DataFolder
 from megasync.concurrency.tasks import gather_or_cancel
-from megasync.serving.service import Service
+from megasync.serving.process import Service
 
 START_SECONDS = 180.0
 _EXAMPLES = Path(__file__).parents[1]
 
 
 class PythonService(Service):
-    """`python -m module`, on loopback and a free port; it serves once its /health answers."""
+    """`python -m module`, on loopback and a free port; ready once its /health answers."""
 
     def __init__(self, module: str, arguments: Sequence[str], log_path: Path) -> None:
         super().__init__("127.0.0.1", 0, log_path)
@@ -37,7 +37,7 @@ class PythonService(Service):
         # One thread: they share the cores with the model's servers and trainers.
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
-    async def serving(self) -> bool:
+    async def ready(self) -> bool:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(2)) as session,

@@ -19,7 +19,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from megasync.config.schema import RolloutConfig
 from megasync.serving.control import ServerControl
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 
 NAME = "sglang_cpu"
 # Seconds.
@@ -42,7 +42,7 @@ class CpuServer:
             mem_fraction=0.3,
         )
         log = Path(tempfile.gettempdir()) / f"{actor_name(replica_rank)}-{os.getpid()}.log"
-        self._server = SGLangServer(model_path, rollout, config.dtype, "cpu", "127.0.0.1", 0, log)
+        self._server = SGLangServer(ServerSpec(model_path, rollout, config.dtype, "cpu"), "127.0.0.1", 0, log)
         # verl's number of the weights.
         self._step = 0
 

@@ -18,13 +18,12 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.reward_servers import RewardServers
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import router_trust
+from megasync.config.access import Keys, router_trust
 from megasync.config.pools import PoolSpec
 from megasync.device import Device
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.quarantine import Quarantine
 from megasync.serving.control import ServerControl
-from megasync.serving.keys import Keys
 
 # Below the run directory: a file for each prompt that kills servers.
 POISON_FOLDER = "poison"

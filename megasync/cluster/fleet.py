@@ -31,16 +31,16 @@ from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import router_trust
+from megasync.config.access import Keys, router_trust
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import Asked
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, State
-from megasync.serving.keys import Keys
-from megasync.serving.peers import Peers
-from megasync.serving.router_members import RouterMembers
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.outliers import OutlierDetector
+from megasync.serving.router import RouterMembers
+from megasync.serving.server import ServerSpec
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Fleet:
             self._members,
             clock,
         )
-        self._peers = Peers(clock)
+        self._peers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where nobody knows it.
         self.newest_version: Callable[[], int | None] = lambda: None
         self.asked = Asked(vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version())
@@ -140,7 +140,9 @@ class Fleet:
     def joiners(self) -> list[ServerControl]:
         """Servers that are up and wait for a sync to bring them the published version."""
         return [
-            slot.control for _, slot in sorted(self._slots.items()) if slot.health.state is State.STALE and slot.control
+            slot.control
+            for _, slot in sorted(self._slots.items())
+            if slot.health.state is ServerState.STALE and slot.control
         ]
 
     async def changed(self) -> None:
@@ -173,7 +175,7 @@ class Fleet:
         for slot in self._at(reasons):
             if slot.health.up:
                 self._gray["parity"] += 1
-                slot.note(slot.health.condemn, reasons[slot.url])
+                slot.note(slot.health.mark_dead, reasons[slot.url])
         await self._settle()
 
     async def sync_failed(self, reasons: Mapping[str, str]) -> None:
@@ -274,7 +276,9 @@ class Fleet:
         """Servers by state, and how often servers and router were started again."""
         states = [slot.health.state for slot in self._slots.values()]
         restarts = sum(slot.starts - 1 for slot in self._slots.values())
-        return {f"fleet/{state}": float(states.count(state)) for state in State if state is not State.RETIRED} | {
+        return {
+            f"fleet/{state}": float(states.count(state)) for state in ServerState if state is not ServerState.RETIRED
+        } | {
             "fleet/restarts": float(restarts),
             "fleet/router_restarts": float(self._router.starts - 1),
             "fleet/isolated": float(len(self._isolated)),
@@ -332,7 +336,7 @@ class Fleet:
     def _at(self, urls: Collection[str]) -> list[ServerSlot]:
         return [slot for slot in self._slots.values() if slot.url and slot.url in urls]
 
-    def _on_change(self, slot: ServerSlot, before: State) -> None:
+    def _on_change(self, slot: ServerSlot, before: ServerState) -> None:
         state = slot.health.state
         if state.up and not before.up:
             for on_up, _ in self._followers:
@@ -344,8 +348,8 @@ class Fleet:
             self._isolated.discard(slot.index)
             self._peers.left(slot.index)
             for on_left in self._leavers:
-                on_left(slot.index, state is State.DEAD, slot.health.to_blame)
-        if state is State.RETIRED:
+                on_left(slot.index, state is ServerState.DEAD, slot.health.to_blame)
+        if state is ServerState.RETIRED:
             del self._slots[slot.index]
             self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
         self._router.look_now()
@@ -413,19 +417,16 @@ class Fleet:
 
     def _server_process(self, index: int) -> ServerProcess:
         config = self._config
-        arguments = (
+        spec = ServerSpec(
             config.model.path,
             config.rollout,
             config.model.dtype,
             self._device.kind,
-            config.cluster.host,
-            0,
-            str(self._logs / f"server-{index}.log"),
-            self._keys.admin,
             config.seed + index,
             config.rollout.deterministic,
-            self._keys.generation,
         )
+        log_path = str(self._logs / f"server-{index}.log")
+        arguments = (spec, config.cluster.host, 0, log_path, self._keys.admin, self._keys.generation)
         return ActorProcess("server", arguments, self._pools, slot=index)
 
     def _router_process(self, servers: Collection[str], port: int) -> ServerProcess:

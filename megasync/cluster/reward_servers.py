@@ -21,12 +21,13 @@ from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
+from megasync.config.access import Keys
 from megasync.config.pools import reward_pool
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, State
-from megasync.serving.keys import Keys
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.server import reward_server_spec
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class RewardServers:
         self._slots[name].append(slot)
         return slot
 
-    def _on_change(self, name: str, slot: ServerSlot, before: State) -> None:
+    def _on_change(self, name: str, slot: ServerSlot, before: ServerState) -> None:
         state, client = slot.health.state, self._clients[name]
         if state.up and not before.up:
             self._restarts[name] += slot.starts > 1
@@ -159,26 +160,19 @@ class RewardServers:
             slot.note(slot.health.synced)
         elif before.up and not state.up:
             client.remove_server(slot.url)
-        if state is State.RETIRED:
+        if state is ServerState.RETIRED:
             self._slots[name].remove(slot)
             self._last_gone[name] = f"The last to go was server {slot.index}: {slot.health.reason}"
 
     def _process(self, name: str, index: int, gpus: str) -> ServerProcess:
         config, model = self._config, self._config.reward_models[name]
         shared = model.pool == "rollout"
-        arguments = (
-            model,
-            model.dtype or config.model.dtype,
-            self._free_share(name) if shared else model.mem_fraction,
-            self._device.kind,
-            config.cluster.host,
-            0,
-            str(self._logs / f"reward-{name}-{index}.log"),
-            self._keys.admin,
-            config.seed + index,
-            gpus,
-            self._keys.generation,
-        )
+        mem_fraction = self._free_share(name) if shared else model.mem_fraction
+        dtype = model.dtype or config.model.dtype
+        spec = reward_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index)
+        log_path = str(self._logs / f"reward-{name}-{index}.log")
+        keys = (self._keys.admin, self._keys.generation)
+        arguments = (model, spec, config.cluster.host, 0, log_path, *keys, gpus)
         pool = "rollout" if shared else reward_pool(name)
         return ActorProcess("reward_model", arguments, self._pools, slot=index, pool=pool, beside=shared)
 

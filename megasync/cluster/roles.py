@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from megasync.buffer.handle import AsyncBuffer
 from megasync.errors import ConfigError
-from megasync.serving.reward_server import RewardModelServer
 from megasync.serving.router import Router
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import RewardModelServer, SGLangServer
 from megasync.trainer.rank import TrainerRank
 
 

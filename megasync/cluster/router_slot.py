@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from megasync.cluster.server_slot import LOOK_SECONDS, TAIL_LINES, ServerProcess
 from megasync.config.schema import HealthConfig
 from megasync.errors import MegasyncError, ServerError
-from megasync.serving.restarts import Restarts
-from megasync.serving.router_members import RouterMembers
+from megasync.serving.restart_budget import RestartBudget
+from megasync.serving.router import RouterMembers
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RouterSlot:
         self._config = config
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._restarts = Restarts(config.restarts, config.restart_window, clock)
+        self._restarts = RestartBudget(config.restarts, config.restart_window, clock)
         self._reach_members = members
         self._process: ServerProcess | None = None
         self._members: RouterMembers | None = None
@@ -72,7 +72,7 @@ class RouterSlot:
             log.warning("router at %s: %s", self.url, reason)
             await self._end_process()
             while self._process is None:
-                wait = self._restarts.next_wait()
+                wait = self._restarts.take()
                 if wait is None:
                     raise ServerError(
                         f"the router was started again {self._restarts.limit} times in {self._restarts.window:g} s "

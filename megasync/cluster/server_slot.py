@@ -24,7 +24,7 @@ from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.parts import Parts
 from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.health import ServerHealth, State
+from megasync.serving.health import ServerHealth, ServerState
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ServerSlot:
         start_timeout: float,
         stop_timeout: float,
         reach: Callable[[str], ServerControl],
-        on_change: Callable[[ServerSlot, State], None],
+        on_change: Callable[[ServerSlot, ServerState], None],
         name: str = "server",
         judge: Judge | None = None,
     ) -> None:
@@ -125,7 +125,11 @@ class ServerSlot:
         if state is self._shown:
             return
         before, self._shown = self._shown, state
-        level = logging.INFO if state in (State.HEALTHY, State.STALE, State.RESTARTING) else logging.WARNING
+        level = (
+            logging.INFO
+            if state in (ServerState.HEALTHY, ServerState.STALE, ServerState.RESTARTING)
+            else logging.WARNING
+        )
         log.log(level, "%s: %s -> %s %s %s", self._name, before, state, self.url, self.health.reason)
         self._wake.set()
         self._on_change(self, before)
@@ -148,7 +152,7 @@ class ServerSlot:
             if self.health.up:
                 await self._watch()
             await self._bury()
-            if self.health.state is State.RETIRED:
+            if self.health.state is ServerState.RETIRED:
                 return
             wait = self.health.next_restart()
             self._show()
@@ -156,7 +160,7 @@ class ServerSlot:
                 return
             await asyncio.sleep(wait)
             self.note(self.health.begin_restart)
-            if self.health.state is State.RETIRED:
+            if self.health.state is ServerState.RETIRED:
                 return
             try:
                 await self.start()
@@ -289,7 +293,7 @@ class ServerSlot:
 
     def _judged(self, verdict: str | None) -> None:
         if verdict is not None:
-            self.note(self.health.condemn, verdict)
+            self.note(self.health.mark_dead, verdict)
 
     async def _bury(self) -> None:
         control, self.control, self.load, self._throughput = self.control, None, None, 0.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import ssl
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasync.config.host import is_loopback
@@ -14,6 +16,8 @@ from megasync.errors import ConfigError
 GENERATION_KEY_VARIABLE = "MEGASYNC_GENERATION_KEY"
 # Characters. As many random hexadecimal digits are 64 bits.
 SHORTEST_KEY = 16
+# Random bytes of a key that megasync draws.
+KEY_BYTES = 24
 
 
 def given_generation_key() -> str | None:
@@ -108,3 +112,28 @@ def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
         # The certificate itself is trusted, whoever signed it.
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return trust
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The random keys of one run's servers and router, without a representation in logs and tracebacks.
+
+    No key is ever in a configuration, a log, a file or a command line: the processes that check them read them from a pipe.
+    """
+
+    # Opens every route of a server.
+    admin: str = field(repr=False)
+    # Opens the router's list of servers. Separate, so that the router has no control over weights.
+    router: str = field(repr=False)
+    # Opens generation; None where generation needs no key.
+    generation: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def draw(cls, cluster: ClusterConfig) -> Keys:
+        """Draws new keys. Raises ConfigError when the user's own generation key cannot be used."""
+        generation = (given_generation_key() or _random_key()) if generation_needs_key(cluster) else None
+        return cls(_random_key(), _random_key(), generation)
+
+
+def _random_key() -> str:
+    return secrets.token_hex(KEY_BYTES)

@@ -29,8 +29,7 @@ from megasync.device import resolve_device
 from megasync.errors import MegasyncError
 from megasync.launch.control_pipe import ControlPipe
 from megasync.launch.interface import address_of, address_towards, interface_of
-from megasync.serving.ports import free_port
-from megasync.serving.process import ManagedProcess
+from megasync.serving.process import ManagedProcess, free_port
 
 # Prefix of the line by which a Ray node reports that it is ready; JSON follows.
 READY = "megasync-node "

@@ -15,7 +15,7 @@ from typing import Any
 
 from megasync.config import Config
 from megasync.config.host import resolve_host
-from megasync.serving.ports import free_port
+from megasync.serving.process import free_port
 
 # What the processes of a run speak to each other in.
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")

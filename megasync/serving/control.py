@@ -1,13 +1,13 @@
-"""Control calls to one server, or to the router: an HTTP session with JSON in and out, and errors that say who answered what.
+"""A client for control calls to one server or to the router: JSON in and out, errors that name the call.
 
-Calls go straight to the server, never through the router, which forwards generation only. The session opens on the
-loop of the first call and is closed by `close` on that loop, for good: whoever still holds the control of a server that
-is gone gets a ServerError.
+Calls go straight to the server, never through the router, which forwards generation only. The HTTP session opens on the
+event loop of the first call; `close` closes it there, for good. Calls to a closed control raise ServerError.
 """
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -18,15 +18,15 @@ from megasync.serving.answers import read_bounded
 
 # Characters of a refused answer that go into the error.
 _BODY_SHOWN = 500
-# The largest answer, in bytes: the layout of a rank of a very large model has some ten million.
+# The largest answer, in bytes: the layout of one rank of a very large model takes about ten million.
 _MOST_BYTES = 1 << 28
 
 
 class ServerControl:
-    """One SGLang server, seen by whoever pauses it, loads its weights and asks how it is."""
+    """Calls that pause one SGLang server, load its weights and query its state."""
 
     def __init__(self, url: str, api_key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
-        """`trust` is for an https URL; the system's authorities by default."""
+        """`trust` verifies an https URL; the system's certificate authorities by default."""
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._trust = trust
@@ -36,25 +36,31 @@ class ServerControl:
     def __repr__(self) -> str:
         return f"ServerControl({self.url})"
 
-    async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
-        """The parsed JSON answer, or its text when it is not JSON. Raises ServerError, Refused for an error status; `timeout` is in seconds."""
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
+        """The parsed JSON answer, or its text when it is not JSON. `timeout` is in seconds.
+
+        Raises:
+            Refused: the server answered with an error status.
+            InvalidAnswer: the answer is too long.
+            ServerError: no answer within `timeout`, or the connection failed.
+        """
         return await self._request("POST", path, body or {}, timeout)
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
-        """As `post`."""
+        """Like `post`."""
         return await self._request("GET", path, None, timeout)
 
     async def delete(self, path: str, timeout: float = 60.0) -> Any:
-        """As `post`."""
+        """Like `post`."""
         return await self._request("DELETE", path, None, timeout)
 
     async def weight_version(self, timeout: float = 60.0) -> int:
-        """The version of the weights that the server holds, by its own report."""
+        """The version of the weights that the server holds, by its own report. Raises like `post`."""
         info = await self.get("/model_info", timeout)
         try:
             return int(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidAnswer(f"{self.url}/model_info carries no integer weight_version: {info!r:.500}") from error
+            raise InvalidAnswer(f"{self.url}/model_info has no integer weight_version: {info!r:.500}") from error
 
     async def close(self) -> None:
         self._closed = True
@@ -62,9 +68,10 @@ class ServerControl:
             session, self._session = self._session, None
             await session.close()
 
-    async def _request(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+        call = f"{method} {self.url}{path}"
         if self._closed:
-            raise ServerError(f"{method} {self.url}{path}: the server is gone, or no longer part of the run")
+            raise ServerError(f"{call}: the server is gone, or no longer part of the run")
         session = self._open()
         data = None if body is None else orjson.dumps(body)
         try:
@@ -74,27 +81,27 @@ class ServerControl:
                 raw = await read_bounded(response, _MOST_BYTES)
                 status = response.status
         except TimeoutError as error:
-            raise ServerError(f"{method} {self.url}{path}: no answer within {timeout:g} s") from error
+            raise ServerError(f"{call}: no answer within {timeout:g} s") from error
         except InvalidAnswer as error:
-            raise InvalidAnswer(f"{method} {self.url}{path}: {error}") from error
+            raise InvalidAnswer(f"{call}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
+            raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
         if status >= 400:
             shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")
-            raise Refused(f"{method} {self.url}{path}: status {status}: {shown}", status)
+            raise Refused(f"{call}: status {status}: {shown}", status)
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:
             return raw.decode("utf-8", "replace")
 
     def _open(self) -> aiohttp.ClientSession:
-        # Created here and not in __init__: a session belongs to the loop that is running when it is made.
+        # Created here and not in __init__: a session belongs to the event loop that is running when it is created.
         if self._session is None:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
-            # A connection per call: servers close idle ones after seconds, and a call that meets such a closing fails
-            # although nothing is wrong.
+            # A new connection per call: servers close idle connections after seconds, and a call that meets a closing one
+            # fails although nothing is wrong.
             self._session = aiohttp.ClientSession(
                 headers=headers, connector=aiohttp.TCPConnector(force_close=True, ssl=self._trust or True)
             )

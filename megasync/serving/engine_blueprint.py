@@ -25,7 +25,7 @@ from megasync.config.schema import RolloutConfig
 from megasync.errors import MegasyncError, ServerError, TraceError
 from megasync.layout.engine_layout import EngineRank
 from megasync.serving.process import ManagedProcess
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 
 Specs = Sequence[tuple[str, Sequence[int]]]
 
@@ -55,7 +55,7 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
     with tempfile.TemporaryDirectory(prefix="megasync-blueprint-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
         # Nothing listens on the port.
-        server = SGLangServer(model, rollout, dtype, device, "127.0.0.1", 30000, log)
+        server = SGLangServer(ServerSpec(model, rollout, dtype, device), "127.0.0.1", 30000, log)
         request.write_text(json.dumps({"arguments": server.command()[3:], "specs": specs}))
         command = [sys.executable, "-m", "megasync.serving.engine_blueprint", str(request), str(answer)]
         process = ManagedProcess(command, server.environment() | {"TMPDIR": folder}, log)

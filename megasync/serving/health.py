@@ -8,13 +8,13 @@
         │                    ▼                                                                   ▼
        dead ◀── too many failures in a row, the process died, too many failed syncs, a gray failure ─┘
         │
-        └──▶ retired (no restart is left, or it was scaled away): final
+        └──▶ retired (the restart budget is spent, or the server was scaled away): final
 
-The transition that must not exist is the one from `restarting`, or from a failed sync, to `healthy` without `synced`: such
-a server would answer with the weights it was started with, under their old version number or a mixture, and nothing
-would look wrong. `synced` is the only line that makes a server healthy that was not serving before.
+The transition that must not exist leads from `restarting`, or from a failed sync, to `healthy` without `synced`: such a
+server would answer with its initial weights, under their old version number, or with a mixture, and nothing would look
+wrong. `synced` is the only method that makes a server healthy that was not serving before.
 
-Probes and requests have streaks of their own: a probe asks the HTTP process how it is, a request goes through the
+Probes and requests have separate streaks: a probe asks the HTTP process for its state, a request passes through the
 scheduler. A wedged scheduler leaves the probes green, so a good probe must not end a streak of failed requests.
 """
 
@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megasync.config.schema import HealthConfig
-from megasync.serving.restarts import Restarts
+from megasync.serving.restart_budget import RestartBudget
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
+    """See the diagram above."""
+
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     DEAD = "dead"
@@ -39,18 +41,18 @@ class State(StrEnum):
 
     @property
     def up(self) -> bool:
-        """The process runs and is probed."""
-        return self in (State.HEALTHY, State.SUSPECT, State.STALE)
+        """Whether the process runs and is probed."""
+        return self in (ServerState.HEALTHY, ServerState.SUSPECT, ServerState.STALE)
 
     @property
     def serves(self) -> bool:
-        """A sync has completed since its last start, and none has failed since."""
-        return self in (State.HEALTHY, State.SUSPECT)
+        """Whether a sync has completed since the last start, and none has failed since."""
+        return self in (ServerState.HEALTHY, ServerState.SUSPECT)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """Failures in a row after which a server counts as dead, by kind; restarts allowed in a window of seconds."""
+    """Consecutive failures, by kind, after which a server counts as dead, and restarts allowed in a window of seconds."""
 
     probe_failures: int
     request_failures: int
@@ -66,22 +68,22 @@ class HealthPolicy:
 
 
 class ServerHealth:
-    """Begins as `restarting`: the first start is a start like any other."""
+    """Begins as `restarting`: the first start is like any other."""
 
     def __init__(self, policy: HealthPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy
-        self._restarts = Restarts(policy.restarts, policy.restart_window, clock)
+        self._restarts = RestartBudget(policy.restarts, policy.restart_window, clock)
         self._probe_streak = 0
         self._request_streak = 0
         self._sync_streak = 0
         self._syncing = False
-        # Of a dead server: whether its death takes no restart from the budget, and whether it has taken one.
+        # For a dead server: whether its death takes no restart from the budget, and whether it has taken one.
         self._excused = False
         self._charged = False
-        # Of a dead server: whether requests that it ran may have killed it.
+        # For a dead server: whether requests that it ran may have killed it.
         self.to_blame = False
-        self.state = State.RESTARTING
-        # Why the state is what it is; empty where it speaks for itself.
+        self.state = ServerState.RESTARTING
+        # Why the server is in this state; empty where the state explains itself.
         self.reason = ""
 
     @property
@@ -90,44 +92,44 @@ class ServerHealth:
 
     @property
     def serves(self) -> bool:
-        """It may be in the router."""
+        """Whether the router may send it requests."""
         return self.state.serves
 
     @property
     def syncing(self) -> bool:
-        """New weights are on their way into it."""
+        """Whether a weight sync to this server is in progress."""
         return self._syncing
 
     def sync_began(self) -> None:
         self._syncing = True
 
     def sync_ended(self) -> None:
-        """However it ended."""
+        """The sync has ended, successfully or not."""
         self._syncing = False
 
     def started(self) -> None:
-        if self.state is State.RESTARTING:
+        if self.state is ServerState.RESTARTING:
             self._probe_streak = self._request_streak = self._sync_streak = 0
-            self._become(State.STALE, "no sync since its start")
+            self._enter(ServerState.STALE, "not synced since its start")
 
     def synced(self) -> None:
-        """A complete sync has brought it the published version. Without effect on a server that went down meanwhile."""
+        """A complete sync has delivered the published version. No effect on a server that went down meanwhile."""
         if not self.up:
             return
         self._sync_streak = 0
-        if self.state is State.STALE:
-            self._become(State.HEALTHY)
-            self._suspect()
+        if self.state is ServerState.STALE:
+            self._enter(ServerState.HEALTHY)
+            self._suspect_if_failing()
 
     def sync_failed(self, reason: str) -> None:
-        """It may hold a mixture, or an old version: it serves no more until `synced`."""
+        """It may hold a mixture or an old version, so it does not serve until `synced`."""
         if not self.up:
             return
         self._sync_streak += 1
         if self._sync_streak >= self._policy.sync_failures:
-            self.condemn(f"{self._sync_streak} syncs in a row failed: {reason}")
+            self.mark_dead(f"{self._sync_streak} syncs in a row failed: {reason}")
         else:
-            self._become(State.STALE, reason)
+            self._enter(ServerState.STALE, reason)
 
     def probe_ok(self) -> None:
         self._probe_streak = 0
@@ -146,68 +148,67 @@ class ServerHealth:
         self._count("requests", self._request_streak, self._policy.request_failures, reason)
 
     def died(self, reason: str) -> None:
-        """Its process is gone, did not start, or does not answer. Requests may be the cause, unless weights were on their
-        way into it."""
+        """Its process is gone, did not start, or does not answer. Requests may be the cause, unless a sync was running."""
         to_blame = self.serves and not self._syncing
-        self.condemn(reason)
+        self.mark_dead(reason)
         self.to_blame = to_blame
 
-    def condemn(self, reason: str) -> None:
-        """It is to be killed and started again, for a fault that no request has caused."""
-        if self.state is not State.RETIRED:
+    def mark_dead(self, reason: str) -> None:
+        """Schedules a restart for a fault that no request has caused."""
+        if self.state is not ServerState.RETIRED:
             self.to_blame = False
-            self._become(State.DEAD, reason)
+            self._enter(ServerState.DEAD, reason)
 
     def excuse(self) -> None:
-        """A death, this one or one before, was a request's doing: it takes no restart from the budget.
+        """A request caused this death or an earlier one, so that death takes no restart from the budget.
 
         One call excuses one death, so a server that died three times for the same prompt is excused three times.
         """
-        if self.state is State.DEAD and not self._excused and not self._charged:
+        if self.state is ServerState.DEAD and not self._excused and not self._charged:
             self._excused = True
         else:
-            self._restarts.forgive()
+            self._restarts.refund()
 
     def next_restart(self) -> float | None:
-        """Of a dead server: seconds until it may start again; None, and retired, when it has used up its restarts."""
-        if self.state is not State.DEAD:
+        """Seconds until a dead server may start again. None, and the server retires, when its restart budget is spent."""
+        if self.state is not ServerState.DEAD:
             return None
         if self._excused:
             return 0.0
-        wait = self._restarts.next_wait()
+        wait = self._restarts.take()
         if wait is None:
             limit, window = self._policy.restarts, self._policy.restart_window
-            self._become(
-                State.RETIRED, f"{limit} restarts in {window:g} s were not enough; the last time: {self.reason}"
+            self._enter(
+                ServerState.RETIRED, f"{limit} restarts in {window:g} s were not enough; last failure: {self.reason}"
             )
         self._charged = wait is not None
         return wait
 
     def begin_restart(self) -> None:
-        if self.state is State.DEAD:
+        if self.state is ServerState.DEAD:
             self._syncing = self._excused = self._charged = False
-            self._become(State.RESTARTING, self.reason)
+            self._enter(ServerState.RESTARTING, self.reason)
 
     def retire(self, reason: str) -> None:
-        """It is not wanted any more."""
-        if self.state is not State.RETIRED:
-            self._become(State.RETIRED, reason)
+        """The server is no longer needed."""
+        if self.state is not ServerState.RETIRED:
+            self._enter(ServerState.RETIRED, reason)
 
     def _count(self, kind: str, streak: int, limit: int, reason: str) -> None:
         if not self.up:
             return
         if streak >= limit:
             self.died(f"{streak} {kind} in a row failed: {reason}")
-        elif self.state is State.HEALTHY:
-            self._become(State.SUSPECT, reason)
+        elif self.state is ServerState.HEALTHY:
+            self._enter(ServerState.SUSPECT, reason)
 
-    def _suspect(self) -> None:
+    def _suspect_if_failing(self) -> None:
         if self._probe_streak or self._request_streak:
-            self._become(State.SUSPECT, "it failed before its sync and has not answered since")
+            self._enter(ServerState.SUSPECT, "it failed before its sync and has not recovered since")
 
     def _recover(self) -> None:
-        if self.state is State.SUSPECT and not self._probe_streak and not self._request_streak:
-            self._become(State.HEALTHY)
+        if self.state is ServerState.SUSPECT and not self._probe_streak and not self._request_streak:
+            self._enter(ServerState.HEALTHY)
 
-    def _become(self, state: State, reason: str = "") -> None:
+    def _enter(self, state: ServerState, reason: str = "") -> None:
         self.state, self.reason = state, reason

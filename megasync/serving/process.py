@@ -1,7 +1,7 @@
-"""A child process that cannot outlive its owner.
+"""Child processes that cannot outlive their owner, and services: such processes that answer HTTP on a port.
 
-The command runs under `supervisor.py`, in a session of its own, so a terminal's Ctrl-C does not reach it: only `stop`
-ends it, or the owner's death. Waiting is asynchronous; nothing here blocks the event loop.
+A command runs under `supervisor.py` in a session of its own, so a terminal's Ctrl-C does not reach it: only `stop` or the
+owner's death ends it. Waiting is asynchronous; nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -10,25 +10,58 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megasync.config.host import resolve_host
 from megasync.errors import ServerError
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at a process that is expected to end; also the resolution of `wait`.
-_POLL = 0.02
+# Seconds between two polls of a process that is expected to end; also the resolution of `wait`.
+_EXIT_POLL = 0.02
 # Seconds that a killed process group may take to leave the process table.
 _KILL_GRACE = 10.0
 _TAIL_BYTES = 64 * 1024
 
+# Seconds between two polls of a service that starts.
+_READY_POLL = 0.1
+# Polls between two searches of the log for a lost port: some servers keep running without it and never become ready.
+_POLLS_PER_LOG_CHECK = 10
+# Attempts to start on a free port, in case another process binds it first.
+_PORT_ATTEMPTS = 3
+_PORT_TAKEN = ("address already in use", "port is already in use", "errno 98")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago. Another process may bind it first, so callers must be ready to retry."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server can listen on this port now."""
+    with socket.socket(_family(host)) as probe:
+        # As servers do: a port in TIME_WAIT counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
 
 class ManagedProcess:
-    """One command with its log file. Not reusable: make another to start again."""
+    """One command with its log file. Not reusable: create another one to start again."""
 
     def __init__(
         self,
@@ -38,23 +71,25 @@ class ManagedProcess:
         scratch: Sequence[str] = (),
         stdin: bytes | None = None,
     ) -> None:
-        """`env` is the whole environment. The log gets standard output and error, appended.
+        """Stores the settings; `start` runs the command.
 
-        `stdin` is what the command reads from its standard input, through a pipe: the place for secrets, as other users
-        of the machine see command lines. It must fit into a pipe's buffer (64 KiB).
-
-        `scratch` are glob patterns of files and folders that are removed when the command has ended, in whatever way.
+        Args:
+            env: the whole environment.
+            log_path: receives standard output and error, appended.
+            scratch: glob patterns of files and folders to remove once the command has ended, however it ended.
+            stdin: what the command reads from its standard input. Use it for secrets, because other users of the machine
+                can see command lines. It must fit into a pipe's buffer (64 KiB).
         """
         self.command = list(command)
         self.log_path = Path(log_path)
         self._env = dict(env)
         self._scratch = os.pathsep.join(scratch)
         self._stdin = stdin
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     def start(self) -> None:
-        """Raises ServerError when the log cannot be written or no process can be made."""
+        """Starts the command. Raises ServerError when the log cannot be written or no process can be created."""
         if self._process is not None:
             raise RuntimeError(f"{self.command[0]} was started before")
         supervisor = Path(__file__).with_name("supervisor.py")
@@ -65,7 +100,7 @@ class ManagedProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-S", "-E", str(supervisor), str(os.getpid()), self._scratch, *self.command],
                     env=self._env,
-                    # The supervisor leaves its own to the command.
+                    # The command inherits the supervisor's standard input.
                     stdin=subprocess.DEVNULL if self._stdin is None else subprocess.PIPE,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -73,8 +108,8 @@ class ManagedProcess:
                 )
         except OSError as error:
             raise ServerError(f"cannot start {self.command[0]} with its log at {self.log_path}: {error}") from error
-        if self._stdin is not None:
-            # Not a broken pipe: of a process that has died already, `returncode` tells.
+        if self._stdin is not None and self._process.stdin is not None:
+            # A broken pipe means that the process has died already; `returncode` reports that.
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(self._stdin)
 
@@ -92,7 +127,7 @@ class ManagedProcess:
         return self._process is not None and self._process.poll() is None
 
     def tail(self, lines: int = 30) -> str:
-        """The last lines of what this process wrote to its log."""
+        """The last lines that this process wrote to its log."""
         try:
             with open(self.log_path, "rb") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -108,15 +143,15 @@ class ManagedProcess:
         while self.alive():
             if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                 return None
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_EXIT_POLL)
         return self.returncode
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Asks the process group to end and kills what is left after `timeout` seconds. Safe to call again.
+        """Asks the command to end, and kills its process group after `timeout` seconds. Safe to call again.
 
-        Raises ServerError when even killed processes stay.
+        Raises ServerError when a killed process does not exit.
         """
-        if not self.alive():
+        if self._process is None or not self.alive():
             return
         self._process.terminate()
         try:
@@ -130,8 +165,142 @@ class ManagedProcess:
             raise ServerError(f"process group of {self.command[0]} (supervisor {self.pid}) survived SIGKILL")
 
     def kill(self) -> None:
-        """Kills the group at once, without waiting; for exit paths that have no event loop."""
-        if self.alive():
-            # A supervisor that somebody has stopped would not hear it.
+        """Kills the process group without waiting; for exit paths that have no event loop."""
+        if self._process is not None and self.alive():
+            # A stopped supervisor would not receive the next signal.
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGUSR1)
+
+
+class Service:
+    """A managed process that answers HTTP: starts it, waits until it is ready, stops it, and reports why it died.
+
+    Subclasses give the command, the environment and the readiness check. A service is picklable until `start`, so that
+    it can become an actor. `port` 0 takes a free port at each start; `url` is known once started.
+    """
+
+    name = "service"
+    scheme = "http"
+
+    def __init__(self, host: str, port: int, log_path: str | Path) -> None:
+        self.host = host
+        self.port = port
+        self.log_path = Path(log_path)
+        self._fixed_port = port != 0
+        self._process: ManagedProcess | None = None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def prepare(self) -> None:
+        """Called before each attempt to start, when the port is known."""
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def secrets(self) -> bytes | None:
+        """What the command reads from its standard input."""
+        return None
+
+    def scratch(self) -> list[str]:
+        """Glob patterns of what to remove once the process has ended, however it ended."""
+        return []
+
+    async def ready(self) -> bool:
+        """Whether the process answers requests. Raises ServerError for a failure that waiting does not cure."""
+        raise NotImplementedError
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of the log since the start."""
+        return self._process.tail(lines) if self._process else ""
+
+    async def start(self, timeout: float) -> str:
+        """Starts the process and waits until it is ready; returns the URL.
+
+        Raises ServerError, with the last log lines, when the process dies or is not ready within `timeout` seconds.
+        Nothing is left running then, nor when the wait is cancelled.
+        """
+        if self.alive():
+            raise ServerError(f"{self.name} is running already at {self.url}")
+        # Here and not in the constructor: "auto" means the node that this process was placed on.
+        self.host = resolve_host(self.host)
+        deadline = asyncio.get_running_loop().time() + timeout
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            if not self._fixed_port:
+                self.port = free_port(self.host)
+            elif not port_is_free(self.host, self.port):
+                raise ServerError(
+                    f"{self.name} cannot listen on {self.host}:{self.port}: the port is in use; stop what listens "
+                    f"there, or give another port (0 takes a free one)"
+                )
+            process = self._launch()
+            try:
+                await self._wait_until_ready(process, deadline, timeout)
+                log.info("%s is ready at %s", self.name, self.url)
+                return self.url
+            except ServerError:
+                if self._fixed_port or attempt == _PORT_ATTEMPTS or not self._port_was_taken(process):
+                    raise
+                log.warning("%s lost port %d to another process; trying the next", self.name, self.port)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Ends the process and everything it started. Safe to call at any time and again."""
+        if self._process is not None:
+            await self._process.stop(timeout)
+
+    def kill(self) -> None:
+        """Kills without waiting; for exit paths that have no event loop."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _launch(self) -> ManagedProcess:
+        self.prepare()
+        self._process = ManagedProcess(
+            self.command(), self.environment(), self.log_path, self.scratch(), self.secrets()
+        )
+        self._process.start()
+        return self._process
+
+    async def _wait_until_ready(self, process: ManagedProcess, deadline: float, timeout: float) -> None:
+        try:
+            polls = 0
+            while not await self.ready():
+                polls += 1
+                if polls % _POLLS_PER_LOG_CHECK == 0 and self._port_was_taken(process):
+                    raise ServerError(
+                        f"{self.name} could not listen at {self.url}: another process took the port. "
+                        f"{self._last_lines()}"
+                    )
+                if not process.alive():
+                    raise ServerError(
+                        f"{self.name} ended with status {process.returncode} while starting at {self.url}. "
+                        f"{self._last_lines()}"
+                    )
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise ServerError(
+                        f"{self.name} was not ready at {self.url} within {timeout:g} s (timeouts.server_start). "
+                        f"{self._last_lines()}"
+                    )
+                await asyncio.sleep(_READY_POLL)
+        except BaseException:
+            await self.stop(timeout=1.0)
+            raise
+
+    def _last_lines(self) -> str:
+        return f"Last lines of {self.log_path}:\n{self.tail()}"
+
+    def _port_was_taken(self, process: ManagedProcess) -> bool:
+        """Whether the log says that the port is taken. A live process may handle the loss of another port itself."""
+        lines = process.tail(200).lower().splitlines()
+        if process.alive():
+            lines = [line for line in lines if str(self.port) in line]
+        return any(words in line for line in lines for words in _PORT_TAKEN)

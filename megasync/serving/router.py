@@ -1,10 +1,16 @@
-"""The router in front of the SGLang servers: one address, requests spread by policy.
+"""The router in front of the SGLang servers: one address, and requests spread by policy.
 
-It forwards generation only; control calls go straight to the servers. Which servers those are may change while it runs
-(`router_members`). A request is sent once: the router's own retries would run a generation twice, so they are off and the
-client retries. With keys its list of servers is open to the holder of the router's key alone, and generation to that of
-the generation key where there is one; other routes tell how many servers are healthy, and the model's name. Health probes stay rare and lenient, because a server that is paused for a weight sync must not be taken
-out of rotation.
+It forwards generation only; control calls go straight to the servers. A request is sent once: the router's own retries
+would run a generation twice, so they are off and the client retries. Health probes stay rare and lenient, because a server
+that is paused for a weight sync must not be taken out of rotation.
+
+With keys, only the holder of the router's key can read or change its list of servers, and only the holder of the generation
+key, if there is one, can generate. The routes left open tell how many servers are healthy, and the model's name.
+
+The list of servers changes over the router's own HTTP interface while it runs (`RouterMembers`). Observed behaviour of
+sglang-router 0.3.2: adding (`POST /workers`) and removing (`DELETE /workers/{id}`) are queued, so callers repeat them until
+the list shows the change. A removal interrupts nothing: running requests, streamed or not, finish. A server added twice is
+listed once. A router may run without servers, and then answers 503.
 """
 
 from __future__ import annotations
@@ -12,26 +18,27 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
-from megasync.config.access import check_certificates, router_trust
+from megasync.config.access import Keys, check_certificates, router_trust
 from megasync.config.schema import ClusterConfig
-from megasync.errors import ServerError
+from megasync.errors import Refused, ServerError
+from megasync.serving.answers import converted
 from megasync.serving.control import ServerControl
-from megasync.serving.keys import Keys
-from megasync.serving.ports import free_port
-from megasync.serving.router_members import Worker, list_workers
-from megasync.serving.service import Service
+from megasync.serving.process import Service, free_port
 
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
-# Requests with the same value of this header go to the same server under `consistent_hashing`.
+# Under `consistent_hashing`, requests with the same value of this header go to the same server.
 ROUTING_KEY_HEADER = "x-smg-routing-key"
+# Seconds for the router to answer a call about its list of servers.
+ANSWER_SECONDS = 5.0
 
-# `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's launcher would do
-# the same, but imports SGLang and torch first, for a second router in Python that nobody asks for.
+# `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's own launcher would
+# work too, but it imports SGLang and torch first, for a second router in Python that is not needed here.
 _LAUNCH = """
 import json, sys
 from setproctitle import setproctitle
@@ -43,7 +50,7 @@ Router.from_args(RouterArgs(**json.loads(sys.argv[1]), **json.load(sys.stdin))).
 
 
 class Router(Service):
-    """Settings in the constructor, nothing opened before `start`."""
+    """One router process. The constructor only stores settings; `start` opens everything."""
 
     name = "router"
 
@@ -58,12 +65,12 @@ class Router(Service):
         keys: Keys | None = None,
         cluster: ClusterConfig | None = None,
     ) -> None:
-        """`cluster` names the certificate, if there is one."""
+        """`cluster` names the TLS certificate, if there is one."""
         super().__init__(host, port, log_path)
         if policy not in POLICIES:
             raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
         self.worker_urls = [url.rstrip("/") for url in worker_urls]
-        # Between two is how power_of_two chooses; the router refuses to start with it for fewer.
+        # power_of_two chooses between two servers; the router refuses to start with it for fewer.
         self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) < 2 else policy
         self.request_timeout = request_timeout
         self._keys = keys
@@ -73,8 +80,7 @@ class Router(Service):
 
     def arguments(self) -> dict[str, object]:
         """Fields of the router package's `RouterArgs`."""
-        certificate = {"server_cert_path": self._cluster.tls_cert, "server_key_path": self._cluster.tls_key}
-        return {
+        arguments: dict[str, object] = {
             "worker_urls": self.worker_urls,
             "policy": self.policy,
             "host": self.host,
@@ -83,7 +89,7 @@ class Router(Service):
             "prometheus_host": self.host,
             "prometheus_port": self._prometheus_port,
             "disable_retries": True,
-            # Keeps cache-affine requests off a dead server long before the health probe finds it.
+            # Keeps cache-affine requests off a dead server long before the health probe notices it.
             "cb_failure_threshold": 5,
             "cb_success_threshold": 1,
             "cb_timeout_duration_secs": 10,
@@ -97,19 +103,21 @@ class Router(Service):
             "shutdown_grace_period_secs": 1,
             "history_backend": "none",
             "log_level": "warn",
-        } | {name: str(path) for name, path in certificate.items() if path is not None}
+        }
+        certificate = {"server_cert_path": self._cluster.tls_cert, "server_key_path": self._cluster.tls_key}
+        return arguments | {name: str(path) for name, path in certificate.items() if path is not None}
 
     def secrets(self) -> bytes:
         if self._keys is None:
             return b"{}"
-        # Named, as the router wants it: id, name, key, role.
+        # The router expects tuples of id, name, key and role.
         found: dict[str, object] = {"control_plane_api_keys": [("megasync", "megasync", self._keys.router, "admin")]}
         if self._keys.generation is not None:
             found["api_key"] = self._keys.generation
         return json.dumps(found).encode()
 
     def prepare(self) -> None:
-        # On the machine that the router runs on, which may be another one than the driver's.
+        # On the machine that the router runs on, which may differ from the driver's.
         check_certificates(self._cluster)
         self._prometheus_port = free_port(self.host)
 
@@ -119,22 +127,23 @@ class Router(Service):
     def environment(self) -> dict[str, str]:
         return dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
 
-    async def serving(self) -> bool:
-        """True once it answers and every server that it was started with is registered and healthy."""
+    async def ready(self) -> bool:
+        """Whether it answers and every server that it was started with is registered and healthy."""
         if not self.alive():
             return False
         workers = await self.workers()
         if workers is None:
             return False
-        ready = {worker.url.rstrip("/") for worker in workers if worker.is_healthy}
-        return ready.issuperset(self.worker_urls)
+        healthy = {worker.url.rstrip("/") for worker in workers if worker.is_healthy}
+        return healthy.issuperset(self.worker_urls)
 
     async def workers(self) -> list[Worker] | None:
-        """What the router knows of its servers; None while it does not answer. Raises ServerError for a certificate that
-        does not prove who answers."""
-        control = ServerControl(
-            self.url, None if self._keys is None else self._keys.router, router_trust(self._cluster)
-        )
+        """The servers that the router lists; None while it does not answer.
+
+        Raises ServerError when the certificate does not identify the router.
+        """
+        key = None if self._keys is None else self._keys.router
+        control = ServerControl(self.url, key, router_trust(self._cluster))
         try:
             return await list_workers(control)
         except ServerError as error:
@@ -147,3 +156,53 @@ class Router(Service):
             return None
         finally:
             await control.close()
+
+
+class Worker(msgspec.Struct):
+    """A server as the router lists it."""
+
+    url: str
+    id: str = ""
+    is_healthy: bool = False
+
+
+class _Workers(msgspec.Struct):
+    workers: list[Worker]
+
+
+async def list_workers(router: ServerControl) -> list[Worker]:
+    """The servers that the router lists. Raises ServerError."""
+    answer = await router.get("/workers", timeout=ANSWER_SECONDS)
+    return converted(answer, _Workers, f"{router.url}/workers").workers
+
+
+class RouterMembers:
+    """Changes the list of servers of a running router. Owns the router's control: `close` closes it."""
+
+    def __init__(self, router: ServerControl, generation_key: str | None = None) -> None:
+        """`generation_key` is the key that the servers require for generation."""
+        self._control = router
+        self._server = {} if generation_key is None else {"api_key": generation_key}
+
+    async def adjust(self, wanted: Collection[str]) -> bool:
+        """Requests the additions and removals that are needed; returns True when the list matched `wanted` already.
+
+        Raises ServerError when the router does not answer.
+        """
+        ids = {worker.url.rstrip("/"): worker.id for worker in await list_workers(self._control)}
+        for url in ids.keys() - set(wanted):
+            await self._remove(ids[url])
+        for url in set(wanted) - ids.keys():
+            await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
+        return ids.keys() == set(wanted)
+
+    async def _remove(self, worker: str) -> None:
+        try:
+            await self._control.delete(f"/workers/{worker}", timeout=ANSWER_SECONDS)
+        except Refused as error:
+            # An earlier removal of the same server has completed in the meantime.
+            if error.status != 404:
+                raise
+
+    async def close(self) -> None:
+        await self._control.close()

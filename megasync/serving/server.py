@@ -1,8 +1,8 @@
-"""One SGLang server: its command line, its environment, and its life.
+"""SGLang servers, for the rollout and for reward models: their command line, environment and life.
 
-The server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only.
-With an admin key every route is closed that `server_guard` does not open; the server reads its keys from a pipe, and has
-not started before it has shown that it refuses a stranger (`_check_guard`).
+A server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only. With an
+admin key, every route is closed that `server_guard` does not open. The server reads its keys from a pipe, and its start
+succeeds only after it has refused a call without a key (`_check_guard`).
 
 The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`) saves
 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
@@ -15,28 +15,30 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.config.schema import RolloutConfig
+from megasync.config.schema import RewardModelConfig, RolloutConfig
 from megasync.errors import Refused, ServerError
 from megasync.serving.control import ServerControl
+from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE
+from megasync.serving.process import Service
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
-from megasync.serving.service import Service
 
-# Unless the environment names a package of somebody's own.
+# Used unless the environment names another package.
 MODEL_PACKAGE = "megasync.serving.sglang_models"
 
-# What the stand-in folder has, each used only when the real package is missing.
+# What the stand-in folder provides; each is used only when the real package is missing.
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
 
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # More threads make small models slower, and an idle pool of them spins.
+    # More threads make small models slower, and an idle thread pool spins.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # There is no compiler on the path of a plain install.
+    # A plain install has no compiler on the path.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
@@ -48,15 +50,15 @@ _ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
-    # Parsed calls of tools that do not exist are given back instead of left out: the model is to be told.
+    # Returns parsed calls of unknown tools instead of dropping them, so that the model can be told.
     "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",
-    # Seconds between two looks at whether the caller of a request is still there.
+    # Seconds between two checks whether the caller of a request is still connected.
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     # Log-probs are those of the distribution that is sampled from, its temperature included.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
 }
 
-_CPU_ARGUMENTS = {
+_CPU_ARGUMENTS: dict[str, object] = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
@@ -69,58 +71,64 @@ _CPU_ARGUMENTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What a server serves and how, independent of where it listens."""
+
+    # A Hugging Face folder with a config.json.
+    model_path: str | Path
+    rollout: RolloutConfig
+    # float32 or bfloat16.
+    dtype: str
+    # cpu or cuda.
+    device: str
+    seed: int = 0
+    # Each request samples from its own seed, whatever else is in the batch.
+    deterministic: bool = False
+
+
 class SGLangServer(Service):
-    """Settings in the constructor, nothing opened before `start`."""
+    """One SGLang server. The constructor only stores settings; `start` opens everything."""
 
     name = "SGLang server"
 
     def __init__(
         self,
-        model_path: str | Path,
-        rollout: RolloutConfig,
-        dtype: str,
-        device: str,
+        spec: ServerSpec,
         host: str,
         port: int,
         log_path: str | Path,
         api_key: str | None = None,
-        seed: int = 0,
-        deterministic: bool = False,
         generation_key: str | None = None,
     ) -> None:
-        """`dtype` is float32 or bfloat16, `device` cpu or cuda.
+        """Stores the settings.
 
-        `api_key` is the admin key; without one everything is open, as a test or a benchmark may want it.
-        `generation_key`, with it, closes generation to those who have neither key.
-
-        `deterministic` makes each request sample from its own seed, whatever else is in the batch.
+        Args:
+            api_key: the admin key. Without one every route is open, which suits tests and benchmarks.
+            generation_key: with it, generation requires this key or the admin key.
         """
         super().__init__(host, port, log_path)
-        self.model_path = Path(model_path)
-        self.rollout = rollout
-        self.dtype = dtype
-        self.device = device
+        self.spec = spec
+        self.model_path = Path(spec.model_path)
         self.api_key = api_key
         self.generation_key = generation_key
-        self.seed = seed
-        self.deterministic = deterministic
         self._folder: str | None = None
 
     def arguments(self) -> dict[str, object]:
-        """Command line options; True stands for a flag. The configuration's `rollout.server_args` come last and win."""
-        rollout = self.rollout
+        """Command line options; True stands for a flag. The configuration's `server_args` override all others."""
+        spec, rollout = self.spec, self.spec.rollout
         options: dict[str, object] = {
             "--model-path": str(self.model_path),
             "--host": self.host,
             "--port": self.port,
-            "--dtype": self.dtype,
+            "--dtype": spec.dtype,
             "--tp-size": rollout.tensor_parallel,
             "--mem-fraction-static": rollout.mem_fraction,
             "--weight-version": 0,
             # Never a pickled checkpoint, which may hold code.
             "--load-format": "safetensors",
-            "--random-seed": self.seed,
-            # One line per request and batch otherwise.
+            "--random-seed": spec.seed,
+            # Higher levels log one line per request and batch.
             "--log-level": "warning",
         }
         optional = {
@@ -130,16 +138,16 @@ class SGLangServer(Service):
         }
         options |= {name: value for name, value in optional.items() if value is not None}
         if rollout.stream_interval:
-            # Only new tokens with each piece; all of them again would be quadratic in the response's length.
+            # Each chunk holds only new tokens; repeating all of them would be quadratic in the response's length.
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
-        if self.deterministic:
+        if spec.deterministic:
             options["--enable-deterministic-inference"] = True
-        if self.device == "cpu":
+        if spec.device == "cpu":
             options |= _CPU_ARGUMENTS
         return options | rollout.server_args
 
     def command(self) -> list[str]:
-        launcher = "megasync_patches.sglang_cpu_launch" if self.device == "cpu" else "sglang.launch_server"
+        launcher = "megasync_patches.sglang_cpu_launch" if self.spec.device == "cpu" else "sglang.launch_server"
         command = [sys.executable, "-m", launcher]
         for name, value in self.arguments().items():
             if value is True:
@@ -157,8 +165,8 @@ class SGLangServer(Service):
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder
             env["MEGASYNC_INSTANCE"] = Path(self._folder).name
-        if self.device != "cpu":
-            # By default in the temporary folder, which does not last: every start would compile anew.
+        if self.spec.device != "cpu":
+            # The default is the temporary folder, which is removed: every start would compile again.
             env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
             return env
         env |= _CPU_ENVIRONMENT
@@ -166,8 +174,8 @@ class SGLangServer(Service):
             env["HOME"] = env["XDG_CACHE_HOME"] = self._folder
             # A rendezvous file instead of a TCP store, which would listen on all interfaces.
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._folder}/rendezvous"
-        if self.rollout.tensor_parallel > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.rollout.tensor_parallel))
+        if self.spec.rollout.tensor_parallel > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.spec.rollout.tensor_parallel))
         if any(find_spec(name) is None for name in _STAND_INS):
             path = [stand_ins_path(), *filter(None, [env.get("PYTHONPATH")])]
             env["PYTHONPATH"] = os.pathsep.join(path)
@@ -183,14 +191,14 @@ class SGLangServer(Service):
         self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
 
     def visible_devices(self) -> str:
-        """The GPUs that were given to this process, as CUDA_VISIBLE_DEVICES has them; empty for all, or on a CPU."""
+        """The GPUs assigned to this process, in the format of CUDA_VISIBLE_DEVICES; empty for all, or on a CPU."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def scratch(self) -> list[str]:
         return [self._folder, f"/dev/shm/sglang_loads_{Path(self._folder).name}_*"] if self._folder else []
 
     async def start(self, timeout: float) -> str:
-        """As `Service.start`; returns the URL. Raises ServerError at once for a model folder without config.json."""
+        """Like `Service.start`; returns the URL. Also raises ServerError for a model folder without config.json."""
         if not (self.model_path / "config.json").is_file():
             raise ServerError(f"cannot serve {self.model_path}: the folder has no config.json")
         try:
@@ -200,18 +208,18 @@ class SGLangServer(Service):
         except BaseException:
             await self.stop(timeout=1.0)
             if self._folder is not None:
-                # The supervisor does this, if there was one.
+                # The supervisor removes it too, but only if it was started.
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     async def stop(self, timeout: float = 10.0) -> None:
-        if self.device == "cpu":
-            # SGLang's own shutdown polls every 5 s for work to drain, and here there is no device memory to release.
+        if self.spec.device == "cpu":
+            # SGLang's own shutdown polls every 5 s for work to drain, and a CPU server has no device memory to release.
             self.kill()
         await super().stop(timeout)
 
-    async def serving(self) -> bool:
-        # /health says 503 until the warm-up is over, where there is one.
+    async def ready(self) -> bool:
+        # /health answers 503 until the warm-up is over, if there is one.
         control = ServerControl(self.url)
         try:
             await control.get("/health", timeout=5.0)
@@ -229,34 +237,95 @@ class SGLangServer(Service):
             version = await control.weight_version(timeout=30.0)
             if version != 0:
                 raise ServerError(f"{self.url} started with weight version {version} instead of 0")
-            # Spares the garbage collector from walking through everything that was imported.
+            # Keeps the garbage collector from scanning everything that was imported.
             await control.post("/freeze_gc", timeout=30.0)
         finally:
             await control.close()
 
     async def _check_guard(self) -> None:
-        """Raises ServerError for a server that does not refuse a call without the key."""
-        stranger = ServerControl(self.url)
+        """Raises ServerError when the server answers a call without the key."""
+        anonymous = ServerControl(self.url)
         try:
-            await stranger.get(CLOSED_ROUTE, timeout=30.0)
+            await anonymous.get(CLOSED_ROUTE, timeout=30.0)
         except Refused as refused:
             if refused.status == 401:
                 return
         finally:
-            await stranger.close()
+            await anonymous.close()
         raise ServerError(
-            f"{self.url} answers calls without its key: megasync's plugin does not guard it; let SGLANG_PLUGINS, if it is "
-            f"set, name megasync, and take out of server_args what replaces SGLang's HTTP server"
+            f"{self.url} answers calls without its key, so megasync's plugin does not guard it; if SGLANG_PLUGINS is set, "
+            f"add megasync to it, and remove from server_args whatever replaces SGLang's HTTP server"
         )
+
+
+class RewardModelServer(SGLangServer):
+    """A server of a reward model: a classifier scores texts at `/classify`, a judge writes at `/generate`.
+
+    Its weights never change.
+    """
+
+    name = "reward model server"
+
+    def __init__(
+        self,
+        model: RewardModelConfig,
+        spec: ServerSpec,
+        host: str,
+        port: int,
+        log_path: str | Path,
+        api_key: str | None = None,
+        generation_key: str | None = None,
+        gpus: str = "",
+    ) -> None:
+        """Stores the settings.
+
+        Args:
+            spec: from `reward_server_spec`.
+            gpus: in the format of CUDA_VISIBLE_DEVICES, those of the rollout server that it shares devices with; empty
+                where it has devices of its own.
+        """
+        super().__init__(spec, host, port, log_path, api_key, generation_key)
+        self._classifier = model.kind == "classifier"
+        self._gpus = gpus
+
+    def arguments(self) -> dict[str, object]:
+        return {"--is-embedding": self._classifier} | super().arguments()
+
+    def environment(self) -> dict[str, str]:
+        env = super().environment()
+        if self._classifier:
+            env[CLASSIFIER_VARIABLE] = "1"
+        if self._gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self._gpus
+        return env
+
+
+def reward_server_spec(
+    model: RewardModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0
+) -> ServerSpec:
+    """How a reward model is served. `mem_fraction` is a share of the memory that is free when the server starts."""
+    serving = RolloutConfig(
+        tensor_parallel=model.tensor_parallel,
+        mem_fraction=mem_fraction,
+        context_length=model.context_length,
+        max_total_tokens=model.max_total_tokens,
+        max_running_requests=model.max_running_requests,
+        # Answers are read whole.
+        stream_interval=0,
+        server_args=model.server_args,
+    )
+    return ServerSpec(model.path, serving, dtype, device, seed)
 
 
 def stand_ins_path() -> str:
     """The folder of import-only packages for CPU servers."""
     package = find_spec("megasync_patches")
+    if package is None or not package.submodule_search_locations:
+        raise ServerError("the package megasync_patches is not installed; install megasync again")
     return str(Path(package.submodule_search_locations[0]) / "sglang_cpu_standins")
 
 
 def _cores(ranks: int) -> list[str]:
-    """One core per tensor-parallel rank, going round when there are fewer cores."""
+    """One core per tensor-parallel rank, reused in turn when there are fewer cores."""
     cores = sorted(os.sched_getaffinity(0))
     return [str(cores[rank % len(cores)]) for rank in range(ranks)]

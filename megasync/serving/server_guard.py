@@ -1,8 +1,8 @@
-"""Which routes of a server answer without its admin key, and the guard in front of all others.
+"""The guard of a server: which routes answer without the admin key, and the middleware that refuses the others.
 
-Everything is closed that `PROBES` and `GENERATION` do not name, a route that SGLang does not have included: its next
-version may have it. SGLang's own levels leave open what has none, `/server_info` among it, and every WebSocket.
-`ServerGuard._admits` guarantees it; it sees each request before any other part of the server does.
+Every route is closed that `PROBES` and `GENERATION` do not name, including routes that SGLang does not have: its next
+version may add them. SGLang's own access levels leave open every route without a level, such as `/server_info`, and every
+WebSocket. `ServerGuard._admits` guarantees this; it sees each request before any other part of the server does.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 # Set in the environment of a server that reads its keys, as JSON, from its standard input.
 KEYS_VARIABLE = "MEGASYNC_SERVER_KEYS"
-# No route at all: without the key a guarded server refuses it, any other does not know it.
+# Not a route: without the key, a guarded server answers 401 and any other server 404.
 CLOSED_ROUTE = "/closed"
 
-# Open to everybody. They tell the model's names and version, and counts; they change nothing.
+# Open to everybody. They expose the model's names and version, and counts; they change nothing.
 PROBES = frozenset(
     {
         *(("GET", "/health"), ("GET", "/ready")),
         *(("GET", "/model_info"), ("GET", "/get_model_info"), ("GET", "/v1/models")),
-        # There with --enable-metrics only.
+        # Exist with --enable-metrics only.
         *(("GET", "/metrics"), ("GET", "/metrics/")),
     }
 )
-# Open with the generation key, and to everybody where there is none.
+# Open with the generation key, or to everybody if there is none.
 GENERATION = frozenset(
     ("POST", path) for path in ("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions")
 )
@@ -36,7 +36,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class ServerGuard:
-    """ASGI middleware."""
+    """ASGI middleware that refuses requests without the key of their route."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, admin: str, generation: str | None
@@ -49,7 +49,7 @@ class ServerGuard:
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            # Before it is accepted: answered with status 403.
+            # Closed before it is accepted, which the client sees as status 403.
             await send({"type": "websocket.close", "code": 1008})
         else:
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
@@ -60,13 +60,13 @@ class ServerGuard:
         route = (scope.get("method"), scope["path"])
         if route in PROBES or (self._generation is None and route in GENERATION):
             return True
-        if _bears(scope, self._admin):
+        if _has_key(scope, self._admin):
             return True
-        return self._generation is not None and route in GENERATION and _bears(scope, self._generation)
+        return self._generation is not None and route in GENERATION and _has_key(scope, self._generation)
 
 
-def _bears(scope: Mapping[str, Any], key: str) -> bool:
-    # The router adds its own to the client's.
+def _has_key(scope: Mapping[str, Any], key: str) -> bool:
+    # The router adds its own header to the client's.
     given = [value.partition(b" ") for name, value in scope["headers"] if name == b"authorization"]
     return any(
         scheme.lower() == b"bearer" and secrets.compare_digest(token.strip(), key.encode())

@@ -1,13 +1,13 @@
-"""Runs one command and takes its whole process group down when the owner or the command ends.
+"""Runs one command, and kills its whole process group when the owner or the command ends.
 
-Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``. The
-invariant: no process of the command's group outlives this script or the owner, and then nothing that SCRATCH names
-(glob patterns, joined by `os.pathsep`) is left. A pidfd of the owner wakes `_wait` the moment the
-owner is gone, however it went (SIGKILL included); a parent-death signal covers the death of this script itself, which
-has one thread, so the signal cannot fire early as it would in an owner whose forking thread ends.
+Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``. Invariant: no
+process of the command's group outlives this script or the owner, and afterwards nothing is left that SCRATCH names (glob
+patterns, joined by `os.pathsep`). A pidfd of the owner wakes `_wait` as soon as the owner is gone, even by SIGKILL. A
+parent-death signal covers the death of this script itself. The script has one thread, so that signal cannot fire early, as
+it would in an owner whose forking thread ends.
 
-SIGTERM asks the command alone to end, as a server that finds its own children killed takes that for a crash; SIGUSR1
-kills the whole group.
+SIGTERM is forwarded to the command alone, because a server that finds its own children killed takes that for a crash.
+SIGUSR1 kills the whole group.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
-# From <sys/prctl.h>: the signal that the calling process gets when its parent dies; whether it inherits the children of
-# its descendants that die.
+# From <sys/prctl.h>: the signal that the calling process receives when its parent dies; whether it becomes the parent of
+# orphaned descendants.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# How long killed processes may take to go, which those with much memory, or in a driver, do not do at once.
+# Seconds for killed processes to exit, which takes a while with much memory or inside a device driver.
 GONE_SECONDS = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass
 
 
-def _forward(child: subprocess.Popen, number: signal.Signals) -> None:
+def _forward(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     if number == signal.SIGUSR1:
         _signal_group(child.pid, signal.SIGKILL)
     else:
         child.send_signal(number)
 
 
-def _wait(owner: int, child: subprocess.Popen) -> int:
-    """The command's exit status; when the owner goes first, the group is killed."""
+def _wait(owner: int, child: subprocess.Popen[bytes]) -> int:
+    """The command's exit status. If the owner ends first, kills the group."""
     child_fd = os.pidfd_open(child.pid)
     try:
         owner_fd = os.pidfd_open(owner)
     except ProcessLookupError:
         owner_fd = None
-    # The pid may have been given to a stranger before pidfd_open: the parent is the proof that it is the owner.
+    # The pid may have been reused before pidfd_open. That it is our parent proves that it is the owner.
     if owner_fd is not None and os.getppid() == owner:
         poll = select.poll()
         poll.register(child_fd, select.POLLIN)
@@ -64,7 +63,7 @@ def _wait(owner: int, child: subprocess.Popen) -> int:
 
 
 def _await_end(group: int) -> None:
-    """Returns once no process of a killed group is left, whose members are all this script's children by then."""
+    """Returns once no process of a killed group is left. As subreaper, this script is the parent of them all."""
     deadline = time.monotonic() + GONE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -84,9 +83,9 @@ def _remove(patterns: list[str]) -> None:
 
 
 def main(owner: int, scratch: list[str], command: list[str]) -> int:
-    # A signal that came before there was a command to pass it to.
+    # A signal that arrived before the command was started.
     early: signal.Signals | None = None
-    child: subprocess.Popen | None = None
+    child: subprocess.Popen[bytes] | None = None
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal early

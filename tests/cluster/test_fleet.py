@@ -24,13 +24,13 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
+from megasync.config.access import Keys
 from megasync.config.pools import PoolSpec
 from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.parts import Parts
-from megasync.serving.keys import Keys
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

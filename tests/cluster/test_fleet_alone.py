@@ -13,7 +13,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.errors import ServerError
 from megasync.serving.answers import Asked
-from megasync.serving.health import State
+from megasync.serving.health import ServerState
 from megasync.sim.clock import VirtualLoop
 
 VOCABULARY = 100
@@ -309,4 +309,4 @@ def test_the_check_refuses_what_the_client_refuses(said: Any, problem: str | Non
 
 
 def test_states_that_serve() -> None:
-    assert {state for state in State if state.serves} == {State.HEALTHY, State.SUSPECT}
+    assert {state for state in ServerState if state.serves} == {ServerState.HEALTHY, ServerState.SUSPECT}

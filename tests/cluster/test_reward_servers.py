@@ -18,12 +18,12 @@ from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.reward_servers import RewardServers
 from megasync.config import Config
+from megasync.config.access import Keys
 from megasync.config.pools import pool_specs
 from megasync.config.schema import HealthConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
-from megasync.serving.keys import Keys
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,7 +13,7 @@ from megasync.cluster.server_slot import ServerSlot
 from megasync.config.schema import HealthConfig
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, State
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
 
 LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
 
@@ -63,7 +63,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
     monkeypatch.setattr(server_slot, "LOOK_SECONDS", 0.01)
     policy = HealthPolicy(3, 2, 2, restarts, 600.0)
     config = HealthConfig(probe_seconds=0.01, request_seconds=0.01, request_timeout=0.1)
-    seen: asyncio.Queue[tuple[State, State, str]] = asyncio.Queue()
+    seen: asyncio.Queue[tuple[ServerState, ServerState, str]] = asyncio.Queue()
     queue = iter(processes)
     slot = ServerSlot(
         0,
@@ -86,7 +86,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
         assert not any(process.living for process in processes)
 
 
-async def until(seen: asyncio.Queue, state: State) -> str:
+async def until(seen: asyncio.Queue, state: ServerState) -> str:
     """The URL that the slot had at its transition to the state."""
     async with asyncio.timeout(20):
         while (change := await seen.get())[1] is not state:
@@ -97,12 +97,12 @@ async def until(seen: asyncio.Queue, state: State) -> str:
 async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monkeypatch):
     first, second = FakeProcess(), FakeProcess()
     async with living(monkeypatch, first, second) as (slot, seen):
-        old = await until(seen, State.STALE)
+        old = await until(seen, ServerState.STALE)
         slot.note(slot.health.synced)
         first.living = False
-        assert await until(seen, State.DEAD) == old
+        assert await until(seen, ServerState.DEAD) == old
         assert "its process has ended. Last lines of its log:\nout of memory" in slot.health.reason
-        assert await until(seen, State.STALE) == slot.url != old
+        assert await until(seen, ServerState.STALE) == slot.url != old
         assert not slot.health.serves
         await first._runner.cleanup()
 
@@ -115,9 +115,9 @@ async def test_a_wedged_scheduler_is_found_though_probes_are_answered(monkeypatc
                 await asyncio.sleep(0.01)
         assert (slot.load.token_usage, slot.load.running, slot.load.waiting) == (0.25, 2, 1)
         first.wedged = True
-        await until(seen, State.DEAD)
+        await until(seen, ServerState.DEAD)
         assert "2 requests in a row failed" in slot.health.reason
-        await until(seen, State.STALE)
+        await until(seen, ServerState.STALE)
         assert not first.living and second.living
 
 
@@ -125,8 +125,8 @@ async def test_a_server_that_does_not_start_again_uses_up_its_restarts_and_is_gi
     first = FakeProcess()
     async with living(monkeypatch, first, FakeProcess(starts=False), restarts=1) as (slot, seen):
         slot.note(slot.health.died, "killed")
-        await until(seen, State.RETIRED)
-        assert slot.health.reason == "1 restarts in 600 s were not enough; the last time: no memory"
+        await until(seen, ServerState.RETIRED)
+        assert slot.health.reason == "1 restarts in 600 s were not enough; last failure: no memory"
         assert slot.control is None
 
 
@@ -152,7 +152,7 @@ async def test_a_cancelled_life_does_not_start_anything_again(monkeypatch):
 async def test_whoever_retires_a_slot_ends_it(monkeypatch):
     async with living(monkeypatch, FakeProcess()) as (slot, seen):
         slot.note(slot.health.retire, "it was scaled away")
-        await until(seen, State.RETIRED)
+        await until(seen, ServerState.RETIRED)
         async with asyncio.timeout(20):
             while slot.control is not None:
                 await asyncio.sleep(0.01)

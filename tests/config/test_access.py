@@ -7,6 +7,7 @@ import pytest
 
 from megasync.config.access import (
     GENERATION_KEY_VARIABLE,
+    Keys,
     check_access,
     describe_access,
     generation_needs_key,
@@ -14,7 +15,6 @@ from megasync.config.access import (
 )
 from megasync.config.schema import ClusterConfig
 from megasync.errors import ConfigError
-from megasync.serving.keys import Keys
 
 OWN = "a-key-of-the-users-own"
 

@@ -18,7 +18,7 @@ from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import LOAD_FORMAT, encode
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 
 pytestmark = pytest.mark.real
 
@@ -47,7 +47,7 @@ async def serving(path: Path, tensor_parallel: int):
         tensor_parallel=tensor_parallel,
         server_args={"--skip-tokenizer-init": True},
     )
-    server = SGLangServer(path, rollout, "float32", "cpu", "127.0.0.1", 0, path.with_suffix(".log"))
+    server = SGLangServer(ServerSpec(path, rollout, "float32", "cpu"), "127.0.0.1", 0, path.with_suffix(".log"))
     control = ServerControl(await server.start(240))
     try:
         yield control

@@ -21,8 +21,7 @@ from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.serving import control as control_module
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
-from megasync.serving.router import Router
-from megasync.serving.router_members import RouterMembers
+from megasync.serving.router import Router, RouterMembers
 from megasync.sync.disk.sync import DiskServer
 
 SECONDS = 0.05

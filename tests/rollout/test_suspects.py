@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megasync.config.schema import HealthConfig
 from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS, MATCH_SECONDS, REMEMBER_SECONDS, Standing, Suspects
-from megasync.serving.health import HealthPolicy, ServerHealth, State
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
 
 
 class FakeClock:
@@ -88,7 +88,7 @@ class Fleet:
 
     def start_again(self) -> None:
         for health in self.health:
-            if health.state is State.DEAD and health.next_restart() is not None:
+            if health.state is ServerState.DEAD and health.next_restart() is not None:
                 health.begin_restart()
                 health.started()
                 health.synced()
@@ -194,7 +194,7 @@ def test_killers_use_up_no_servers_restarts(servers, groups, poison, seed):
     killers = set(rng.sample([f"{n}" for n in range(groups)], min(poison, groups)))
     fleet = Fleet(servers, groups, killers, rng, chance_deaths=1, tick=1.0)
     fleet.run()
-    assert State.RETIRED not in {health.state for health in fleet.health}
+    assert ServerState.RETIRED not in {health.state for health in fleet.health}
 
 
 # One rule each

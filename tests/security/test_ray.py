@@ -22,8 +22,7 @@ from megasync_patches import ray_bind
 from processes import family, listening
 
 from megasync.launch.node import ray_command
-from megasync.serving.ports import free_port
-from megasync.serving.process import ManagedProcess
+from megasync.serving.process import ManagedProcess, free_port
 
 ADDRESS = "127.0.0.2"
 # Ray's agent listens there for its own machine.

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.serving.health import HealthPolicy, ServerHealth, State
-from megasync.serving.restarts import FIRST_WAIT, LONGEST_WAIT, Restarts
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.restart_budget import FIRST_WAIT, LONGEST_WAIT, RestartBudget
 
 POLICY = HealthPolicy(probe_failures=3, request_failures=2, sync_failures=2, restarts=3, restart_window=100.0)
 EVENTS = {
@@ -19,7 +19,7 @@ EVENTS = {
     "sync_began": lambda h: h.sync_began(),
     "sync_ended": lambda h: h.sync_ended(),
     "died": lambda h: h.died("gone"),
-    "condemn": lambda h: h.condemn("slow"),
+    "mark_dead": lambda h: h.mark_dead("slow"),
     "excuse": lambda h: h.excuse(),
     "next_restart": lambda h: h.next_restart(),
     "begin_restart": lambda h: h.begin_restart(),
@@ -56,7 +56,7 @@ def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_
         EVENTS[name](health)
         if name == "synced" and before.up:
             entitled = True
-        if name in ("sync_failed", "died", "condemn", "retire") or not health.up:
+        if name in ("sync_failed", "died", "mark_dead", "retire") or not health.up:
             entitled = False
         assert health.serves == entitled
         assert health.serves <= health.up
@@ -69,17 +69,17 @@ def test_retired_is_final_and_only_a_restart_leads_out_of_death(names):
     for name in names:
         before = health.state
         EVENTS[name](health)
-        if before is State.RETIRED:
-            assert health.state is State.RETIRED
-        if before is State.DEAD and health.state is not State.DEAD:
+        if before is ServerState.RETIRED:
+            assert health.state is ServerState.RETIRED
+        if before is ServerState.DEAD and health.state is not ServerState.DEAD:
             assert (name, health.state) in {
-                ("begin_restart", State.RESTARTING),
-                ("next_restart", State.RETIRED),
-                ("retire", State.RETIRED),
+                ("begin_restart", ServerState.RESTARTING),
+                ("next_restart", ServerState.RETIRED),
+                ("retire", ServerState.RETIRED),
             }
-        if health.state is State.HEALTHY and before is not State.HEALTHY:
+        if health.state is ServerState.HEALTHY and before is not ServerState.HEALTHY:
             assert name in ("synced", "probe_ok", "request_ok")
-        assert (health.state is State.HEALTHY) <= (health.reason == "")
+        assert (health.state is ServerState.HEALTHY) <= (health.reason == "")
 
 
 @given(st.lists(st.sampled_from(["probe_ok", "probe_failed", "request_ok", "request_failed"]), max_size=40))
@@ -91,9 +91,9 @@ def test_each_kind_of_failure_has_a_streak_of_its_own(names):
         EVENTS[name](health)
         streaks[kind] = streaks[kind] + 1 if outcome == "failed" else 0
         if streaks["probe"] >= 3 or streaks["request"] >= 2:
-            assert health.state is State.DEAD
+            assert health.state is ServerState.DEAD
             return
-        assert health.state is (State.SUSPECT if any(streaks.values()) else State.HEALTHY)
+        assert health.state is (ServerState.SUSPECT if any(streaks.values()) else ServerState.HEALTHY)
 
 
 def test_good_probes_do_not_save_a_wedged_scheduler():
@@ -101,9 +101,9 @@ def test_good_probes_do_not_save_a_wedged_scheduler():
     health.request_failed("late")
     for _ in range(10):
         health.probe_ok()
-    assert health.state is State.SUSPECT
+    assert health.state is ServerState.SUSPECT
     health.request_failed("late")
-    assert health.state is State.DEAD
+    assert health.state is ServerState.DEAD
     assert "2 requests in a row failed: late" in health.reason
 
 
@@ -111,20 +111,20 @@ def test_a_stale_server_dies_of_failed_probes_too():
     health = ServerHealth(POLICY, FakeClock())
     health.started()
     for _ in range(3):
-        assert health.state is State.STALE
+        assert health.state is ServerState.STALE
         health.probe_failed("late")
-    assert health.state is State.DEAD
+    assert health.state is ServerState.DEAD
 
 
 def test_a_server_that_fails_sync_after_sync_is_started_again():
     health = healthy()
     health.sync_failed("lost the link")
-    assert (health.state, health.serves) == (State.STALE, False)
+    assert (health.state, health.serves) == (ServerState.STALE, False)
     health.synced()
     health.sync_failed("lost the link")
-    assert health.state is State.STALE
+    assert health.state is ServerState.STALE
     health.sync_failed("lost the link")
-    assert health.state is State.DEAD
+    assert health.state is ServerState.DEAD
     assert "2 syncs in a row failed: lost the link" in health.reason
 
 
@@ -133,9 +133,9 @@ def test_a_sync_does_not_hide_that_probes_fail():
     health.started()
     health.probe_failed("late")
     health.synced()
-    assert (health.state, health.serves) == (State.SUSPECT, True)
+    assert (health.state, health.serves) == (ServerState.SUSPECT, True)
     health.probe_ok()
-    assert health.state is State.HEALTHY
+    assert health.state is ServerState.HEALTHY
 
 
 def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
@@ -147,18 +147,18 @@ def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
         health.started()
     health.died("killed again")
     assert health.next_restart() is None
-    assert health.state is State.RETIRED
-    assert health.reason == "3 restarts in 100 s were not enough; the last time: killed again"
+    assert health.state is ServerState.RETIRED
+    assert health.reason == "3 restarts in 100 s were not enough; last failure: killed again"
 
 
 @given(limit=st.integers(0, 5), gaps=st.lists(st.floats(0.0, 60.0), max_size=40))
 def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(limit, gaps):
     clock = FakeClock()
-    restarts = Restarts(limit, 100.0, clock)
+    restarts = RestartBudget(limit, 100.0, clock)
     begun = []
     for gap in gaps:
         clock.now += gap
-        wait = restarts.next_wait()
+        wait = restarts.take()
         if wait is None:
             assert len(begun) >= limit
             continue
@@ -170,10 +170,10 @@ def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(lim
 
 def test_waits_double_and_are_forgotten_after_the_window():
     clock = FakeClock()
-    restarts = Restarts(4, 100.0, clock)
-    assert [restarts.next_wait() for _ in range(5)] == [0.0, FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, None]
+    restarts = RestartBudget(4, 100.0, clock)
+    assert [restarts.take() for _ in range(5)] == [0.0, FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, None]
     clock.now = 105.0
-    assert restarts.next_wait() == 0.0
+    assert restarts.take() == 0.0
 
 
 @pytest.mark.parametrize("late", ["started", "synced", "sync_failed", "probe_failed", "probe_ok"])
@@ -181,7 +181,7 @@ def test_news_of_a_server_that_is_gone_changes_nothing(late):
     health = healthy()
     health.died("gone")
     EVENTS[late](health)
-    assert (health.state, health.reason) == (State.DEAD, "gone")
+    assert (health.state, health.reason) == (ServerState.DEAD, "gone")
 
 
 def test_requests_are_to_blame_for_a_death_only_while_they_run_and_no_weights_arrive():
@@ -194,7 +194,7 @@ def test_requests_are_to_blame_for_a_death_only_while_they_run_and_no_weights_ar
     health.sync_ended()
     health.died("gone")
     assert health.to_blame
-    for blameless in ("condemn", "sync_failed"):
+    for blameless in ("mark_dead", "sync_failed"):
         health = healthy()
         EVENTS[blameless](health)
         health.died("gone")
@@ -213,7 +213,7 @@ def test_syncs_that_fail_a_server_to_death_are_not_the_requests_doing():
     health.synced()
     health.sync_failed("lost")
     health.sync_failed("lost")
-    assert (health.state, health.to_blame) == (State.DEAD, False)
+    assert (health.state, health.to_blame) == (ServerState.DEAD, False)
 
 
 def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():

@@ -21,14 +21,14 @@ from processes import command_line, family, living
 from tiny_models import make_tiny_model
 
 from megasync.cluster.server_slot import CHECK, nonsense, throughput
+from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.serving.answers import Asked
 from megasync.serving.control import ServerControl
-from megasync.serving.keys import Keys
 from megasync.serving.router import Router
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.serving.server_guard import GENERATION, PROBES
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -51,10 +51,9 @@ class Stack:
     models: list  # paths: what the servers started with, and other weights of the same shape
 
 
-def make_server(model_path, log_path, **changes) -> SGLangServer:
-    arguments = {"dtype": "float32", "device": "cpu", "host": "127.0.0.1", "port": 0}
-    arguments |= {"api_key": KEYS.admin, "generation_key": KEYS.generation}
-    return SGLangServer(model_path, ROLLOUT, log_path=log_path, **(arguments | changes))
+def make_server(model_path, log_path, port=0, **changes) -> SGLangServer:
+    spec = ServerSpec(model_path, ROLLOUT, "float32", "cpu", **changes)
+    return SGLangServer(spec, "127.0.0.1", port, log_path, KEYS.admin, KEYS.generation)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -360,11 +359,11 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path):
 OWNER = """
 import asyncio, sys
 from megasync.config.schema import RolloutConfig
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 
 async def main():
     rollout = RolloutConfig(max_total_tokens=4096, max_running_requests=8, mem_fraction=0.3)
-    server = SGLangServer(sys.argv[1], rollout, "float32", "cpu", "127.0.0.1", 0, sys.argv[2])
+    server = SGLangServer(ServerSpec(sys.argv[1], rollout, "float32", "cpu"), "127.0.0.1", 0, sys.argv[2])
     await server.start(180)
     print(server._process.pid, *server.scratch(), flush=True)
     await asyncio.sleep(600)

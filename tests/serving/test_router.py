@@ -13,9 +13,8 @@ from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
 from megasync.serving.control import ServerControl
-from megasync.serving.ports import free_port
-from megasync.serving.router import POLICIES, Router
-from megasync.serving.router_members import RouterMembers
+from megasync.serving.process import free_port
+from megasync.serving.router import POLICIES, Router, RouterMembers
 
 
 @asynccontextmanager
@@ -98,7 +97,7 @@ async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):
 
 async def test_a_router_without_its_servers_does_not_start(tmp_path):
     router = Router([f"http://127.0.0.1:{free_port()}"], "round_robin", "127.0.0.1", 0, tmp_path / "log")
-    with pytest.raises(ServerError, match="did not serve"):
+    with pytest.raises(ServerError, match="was not ready"):
         await router.start(3)
     assert not router.alive()
 

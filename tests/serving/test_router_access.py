@@ -15,14 +15,12 @@ import pytest
 from fake_sglang import FakeSGLang
 from processes import command_line, family
 
-from megasync.config.access import router_trust
+from megasync.config.access import Keys, router_trust
 from megasync.config.schema import ClusterConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.serving.control import ServerControl
-from megasync.serving.keys import Keys
-from megasync.serving.router import Router
-from megasync.serving.router_members import RouterMembers
+from megasync.serving.router import Router, RouterMembers
 
 KEYS = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
 OPEN_GENERATION = Keys(KEYS.admin, KEYS.router)

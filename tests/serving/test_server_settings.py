@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 
 from megasync.config.schema import RewardModelConfig, RolloutConfig
-from megasync.serving.reward_server import RewardModelServer
-from megasync.serving.server import MODEL_PACKAGE, SGLangServer, stand_ins_path
+from megasync.serving.server import (
+    MODEL_PACKAGE,
+    RewardModelServer,
+    ServerSpec,
+    SGLangServer,
+    reward_server_spec,
+    stand_ins_path,
+)
 from megasync.serving.server_guard import KEYS_VARIABLE
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:
-    arguments = {"dtype": "bfloat16", "device": "cpu", "host": "127.0.0.1", "port": 30001, "log_path": "log"}
-    return SGLangServer("/models/m", rollout or RolloutConfig(), **(arguments | changes))
+    keys = {name: changes.pop(name) for name in ("api_key", "generation_key") if name in changes}
+    spec = ServerSpec("/models/m", rollout or RolloutConfig(), **({"dtype": "bfloat16", "device": "cpu"} | changes))
+    return SGLangServer(spec, "127.0.0.1", 30001, "log", **keys)
 
 
 def value(server: SGLangServer, name: str) -> str:
@@ -44,7 +51,8 @@ def test_keys_go_through_the_pipe_alone(device, kind):
         server = make(device=device, **keys)
     else:
         model = RewardModelConfig(path="/models/m", kind=kind)
-        server = RewardModelServer(model, "float32", 0.3, device, "127.0.0.1", 30001, "log", **keys)
+        spec = reward_server_spec(model, "float32", device, mem_fraction=0.3)
+        server = RewardModelServer(model, spec, "127.0.0.1", 30001, "log", **keys)
     assert json.loads(server.secrets()) == {"admin": "admin-key", "generation": "generation-key"}
     assert server.environment()[KEYS_VARIABLE] == "stdin"
     for place in (server.command(), [f"{name}={value}" for name, value in server.environment().items()]):

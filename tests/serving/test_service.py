@@ -10,7 +10,7 @@ import pytest
 
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
-from megasync.serving.service import Service
+from megasync.serving.process import Service
 
 SERVER = "import http.server, sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
 
@@ -29,7 +29,7 @@ class Small(Service):
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
-    async def serving(self) -> bool:
+    async def ready(self) -> bool:
         control = ServerControl(self.url)
         try:
             await control.get("/", timeout=1.0)
@@ -108,7 +108,7 @@ async def test_death_at_start_shows_the_last_lines(small):
 async def test_a_start_that_takes_too_long_is_ended(small):
     small.code = "import time; print('still loading', flush=True); time.sleep(600)"
     with pytest.raises(
-        ServerError, match=r"did not serve .* within 0.5 s \(timeouts.server_start\)[\s\S]*still loading"
+        ServerError, match=r"was not ready .* within 0.5 s \(timeouts.server_start\)[\s\S]*still loading"
     ):
         await small.start(0.5)
     assert not small.alive()

@@ -22,7 +22,7 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import Partials
 from megasync.rollout.parts import Parts
 from megasync.serving import answers
-from megasync.serving.health import ServerHealth, State
+from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
 from megasync.trajectory import Partial
@@ -153,7 +153,13 @@ BUGS = [
     (Progress, "next_version", reused_version, "names weights of", ""),
     (AsyncBuffer, "rollback", no_rollback, "asks for a batch", ""),
     (FleetSync, "sync_joiners", joins_without_weights, "answers from version|names weights of", ""),
-    (ServerHealth, "started", lambda self: self._become(State.HEALTHY), "answers from version|names weights of", ""),
+    (
+        ServerHealth,
+        "started",
+        lambda self: self._enter(ServerState.HEALTHY),
+        "answers from version|names weights of",
+        "",
+    ),
     (SimPublisher, "forget_ranks", lambda self: None, "the transport knows the ranks", ""),
     (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound", ""),
     (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained", ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megasync.config.schema import RolloutConfig
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.parity import compare
 
 PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
@@ -35,7 +35,7 @@ def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *,
         mem_fraction=0.6,
         server_args={} if writes else {"--skip-tokenizer-init": True},
     )
-    return SGLangServer(folder, rollout, "float32", "cpu", "127.0.0.1", port, log)
+    return SGLangServer(ServerSpec(folder, rollout, "float32", "cpu"), "127.0.0.1", port, log)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megasync.device import Device
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.server import SGLangServer
+from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.shard.sync import ShardSync
@@ -56,7 +56,7 @@ async def test_both_transports_leave_what_a_load_leaves(folders, local_ranks, tm
     rollout = RolloutConfig(
         context_length=1024, max_total_tokens=4096, mem_fraction=0.5, server_args={"--skip-tokenizer-init": True}
     )
-    engine = SGLangServer(folders[0], rollout, "bfloat16", "cpu", "127.0.0.1", 0, tmp_path / "server.log")
+    engine = SGLangServer(ServerSpec(folders[0], rollout, "bfloat16", "cpu"), "127.0.0.1", 0, tmp_path / "server.log")
     server = ServerControl(await engine.start(180))
     timeouts = TimeoutConfig(weight_sync=60.0)
     syncs = []

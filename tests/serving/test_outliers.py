@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.serving.peers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, Peers
+from megasync.serving.outliers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, OutlierDetector
 
 
 class FakeClock:
@@ -25,7 +25,7 @@ class Load:
     throughput: float
 
 
-def report(peers: Peers, clock: FakeClock, loads: dict[int, Load], seconds: float) -> dict[int, str]:
+def report(peers: OutlierDetector, clock: FakeClock, loads: dict[int, Load], seconds: float) -> dict[int, str]:
     """Every server reports every two seconds; the first verdict on each, after which it is as if it were new."""
     verdicts: dict[int, str] = {}
     until = clock.now + seconds
@@ -44,8 +44,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def peers(clock) -> Peers:
-    return Peers(clock)
+def peers(clock) -> OutlierDetector:
+    return OutlierDetector(clock)
 
 
 # Speed
@@ -55,7 +55,7 @@ def test_a_server_much_slower_than_its_peers_is_named_with_the_numbers(peers, cl
     loads = {0: Load(10, 100.0), 1: Load(10, 120.0), 2: Load(10, 20.0)}
     verdicts = report(peers, clock, loads, SLOW_SECONDS + 10)
     assert list(verdicts) == [2]
-    assert "2 tokens/s a request and 20 in all over 60 s" in verdicts[2]
+    assert "2 tokens/s per request and 20 in total over 60 s" in verdicts[2]
     assert "0.25 (SLOW_SHARE) of the median of 2 peers, 11 and 110" in verdicts[2]
 
 
@@ -76,7 +76,7 @@ def test_load_alone_condemns_nobody(batches, exponent):
     """Equal servers: tokens a second grow with the batch, at most in proportion to it, however unevenly it is spread."""
     clock = FakeClock()
     loads = {slot: Load(batch, 30.0 * batch**exponent) for slot, batch in enumerate(batches)}
-    assert report(Peers(clock), clock, loads, 2 * SLOW_SECONDS) == {}
+    assert report(OutlierDetector(clock), clock, loads, 2 * SLOW_SECONDS) == {}
 
 
 def test_when_all_are_slow_or_idle_nobody_is(peers, clock):
@@ -102,7 +102,7 @@ def test_a_server_whose_answers_alone_make_no_sense_is_named(peers):
         assert peers.checked(1, "log-prob None of token 3") is None
     verdict = peers.checked(1, "log-prob None of token 3")
     assert "log-prob None of token 3; 2 bad checks in a row" in verdict
-    assert "1 of 1 other servers answered theirs well" in verdict
+    assert "1 of 1 other servers passed theirs" in verdict
 
 
 def test_a_good_answer_ends_the_row(peers):
@@ -118,14 +118,14 @@ def test_when_no_server_answers_well_one_is_started_again_once(peers, others):
     slots = [*others, 1]
     verdicts = [peers.checked(slot, "nan") for _ in range(5) for slot in slots]
     (verdict,) = filter(None, verdicts)
-    assert f"as of all {len(slots)} servers: this one is brought the weights again" in verdict
+    assert f"as on all {len(slots)} servers: this one gets the weights again" in verdict
 
 
 def test_a_server_without_peers_is_started_again_each_time(peers):
     """Until its restarts run out, with the reason; nothing is trained meanwhile."""
     for _ in range(3):
         assert peers.checked(1, "nan") is None
-        assert "as of all 1 servers" in peers.checked(1, "nan")
+        assert "as on all 1 servers" in peers.checked(1, "nan")
         peers.left(1)
 
 
@@ -134,4 +134,4 @@ def test_a_peer_that_was_not_asked_yet_or_is_gone_proves_nothing(peers, clock):
     assert [peers.checked(1, "nan") for _ in range(5)] == [None] * 5
     peers.checked(0, None)
     peers.left(0)
-    assert "as of all 1 servers" in peers.checked(1, "nan")
+    assert "as on all 1 servers" in peers.checked(1, "nan")

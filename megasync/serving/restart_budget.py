@@ -1,4 +1,4 @@
-"""How often something that dies may be started again, and how long to wait before. Pure; the clock is passed in."""
+"""How many restarts a crashing process gets within a time window, and the backoff between them. Pure; takes a clock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# Seconds before a second restart within the window, doubled for each further one up to the longest; the first is free.
+# Seconds of backoff before the second restart within the window, doubled for each further one up to the maximum. The first
+# restart is immediate.
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
 
 
-class Restarts:
+class RestartBudget:
     """At most `limit` restarts in any `window` seconds."""
 
     def __init__(self, limit: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,19 +21,19 @@ class Restarts:
         self._clock = clock
         self._times: deque[float] = deque()
 
-    def next_wait(self) -> float | None:
-        """Counts a restart and says after how many seconds it may begin; None when the window holds too many already."""
+    def take(self) -> float | None:
+        """Takes one restart; returns the seconds to wait before it, or None when the budget of the window is spent."""
         now = self._clock()
         while self._times and now - self._times[0] >= self.window:
             self._times.popleft()
         if len(self._times) >= self.limit:
             return None
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (len(self._times) - 1)) if self._times else 0.0
-        # It counts from when it begins: a long wait must not let it leave the window early.
+        # Counted from the moment it begins: a long backoff must not let it leave the window early.
         self._times.append(now + wait)
         return wait
 
-    def forgive(self) -> None:
-        """Takes one restart back: what it was for was no fault of what was started again."""
+    def refund(self) -> None:
+        """Returns the latest restart to the budget, because the process was not at fault."""
         if self._times:
             self._times.pop()

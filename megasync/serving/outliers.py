@@ -1,0 +1,145 @@
+"""Gray failures: a server answers probes and serves, but worse than its peers. Pure; no I/O, no Ray.
+
+    fault    observed by                                                  a server is restarted after
+    -------  -----------------------------------------------------------  ------------------------------------------------
+    answers  a check: one short generation, asked of the server directly  BAD_CHECKS bad ones in a row, while the last check
+                                                                          of some peer was good
+    slow     the server's own reports: tokens per second and running      SLOW_SECONDS of uninterrupted work below SLOW_SHARE
+             requests                                                     of the peers' median, both in tokens per second and
+                                                                          in tokens per second and request
+
+Invariant: a server is judged only against a peer that does well. What all servers have in common comes from the weights or
+from the load, and no restart cures it. There is one exception: when all servers fail their checks, one of them is restarted
+once, because the sync that follows tells broken servers from broken weights (metric `sync/parity`). A server without peers is
+restarted each time: nothing is trained while it fails, and its restart budget runs out with this reason.
+
+Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is slower per
+request and faster in total, one with a smaller batch the reverse. Only a server that is slow itself is low in both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+# Consecutive bad answers to checks. One may coincide with a weight update that failed and is noticed anyway.
+BAD_CHECKS = 2
+# A share of the median that neither batch sizes nor mixed hardware of one generation explain. A thermally throttled GPU, a
+# degraded link or a neighbour on the same cores easily falls below it.
+SLOW_SHARE = 0.25
+# Seconds of uninterrupted work that are compared: many times a weight sync, or a long prefill, which starves decoding.
+SLOW_SECONDS = 60.0
+# The fewest reports within these seconds that allow a judgement; servers report every `rollout.health.probe_seconds`.
+FEWEST_REPORTS = 10
+# Restarts for slowness, per slot. A server that is still slow after these is limited by its hardware, and better than none.
+SLOW_RESTARTS = 2
+
+
+class Load(Protocol):
+    """A server's report on itself; `throughput` in sampled tokens per second."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def throughput(self) -> float: ...
+
+
+@dataclass(slots=True)
+class _Peer:
+    # (clock reading, running requests, tokens per second) of uninterrupted work.
+    work: deque[tuple[float, int, float]] = field(default_factory=deque)
+    # Consecutive bad checks.
+    bad: int = 0
+    # Whether the last check was good; None before the first.
+    good: bool | None = None
+
+    def rates(self) -> tuple[float, float]:
+        """Tokens per second and running request, and tokens per second in total."""
+        tokens = sum(throughput for _, _, throughput in self.work)
+        return tokens / sum(running for _, running, _ in self.work), tokens / len(self.work)
+
+
+class OutlierDetector:
+    """Compares the serving servers, each known by its slot. A method that finds a fault returns the reason to log."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._peers: dict[Hashable, _Peer] = {}
+        self._slow_restarts: dict[Hashable, int] = {}
+        # A server was restarted because all failed, and no check was good since.
+        self._all_were_bad = False
+
+    def left(self, slot: Hashable) -> None:
+        """Forgets a server that no longer serves."""
+        self._peers.pop(slot, None)
+
+    def reported(self, slot: Hashable, load: Load) -> str | None:
+        """Records a load report; returns why this server must be restarted if it alone is slow."""
+        peer, now = self._peer(slot), self._clock()
+        if load.running == 0:
+            peer.work.clear()
+            return None
+        peer.work.append((now, load.running, load.throughput))
+        while now - peer.work[0][0] > SLOW_SECONDS:
+            peer.work.popleft()
+        return self._slow(slot)
+
+    def checked(self, slot: Hashable, problem: str | None) -> str | None:
+        """Records the result of a check; returns why this server must be restarted if its answers alone are invalid."""
+        peer = self._peer(slot)
+        peer.good = problem is None
+        if peer.good:
+            self._all_were_bad = False
+        peer.bad = 0 if problem is None else peer.bad + 1
+        if peer.bad < BAD_CHECKS:
+            return None
+        others = [other for name, other in self._peers.items() if name != slot]
+        good = sum(other.good is True for other in others)
+        if not good:
+            return self._all_bad(peer, others, problem)
+        return (
+            f"its answers are invalid: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}) while "
+            f"{good} of {len(others)} other servers passed theirs"
+        )
+
+    def _all_bad(self, peer: _Peer, others: list[_Peer], problem: str | None) -> str | None:
+        if (others and self._all_were_bad) or any(other.bad < BAD_CHECKS for other in others):
+            return None
+        self._all_were_bad = True
+        return (
+            f"its answers are invalid: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}), as on all "
+            f"{1 + len(others)} servers: this one gets the weights again and is compared with the trainer"
+        )
+
+    def _slow(self, slot: Hashable) -> str | None:
+        if self._slow_restarts.get(slot, 0) >= SLOW_RESTARTS or not self._worked(self._peers[slot]):
+            return None
+        others = [peer.rates() for name, peer in self._peers.items() if name != slot and self._worked(peer)]
+        if not others:
+            return None
+        mine = self._peers[slot].rates()
+        usual = tuple(median(rates[which] for rates in others) for which in (0, 1))
+        if any(own >= SLOW_SHARE * common for own, common in zip(mine, usual, strict=True)):
+            return None
+        self._slow_restarts[slot] = self._slow_restarts.get(slot, 0) + 1
+        return (
+            f"it is slow: {mine[0]:.3g} tokens/s per request and {mine[1]:.3g} in total over {SLOW_SECONDS:.0f} s, below "
+            f"{SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}; restart "
+            f"{self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
+        )
+
+    def _worked(self, peer: _Peer) -> bool:
+        """Whether it worked without a break for the time that is compared, until now."""
+        now, work = self._clock(), peer.work
+        return (
+            len(work) >= FEWEST_REPORTS
+            and now - work[0][0] >= 0.9 * SLOW_SECONDS
+            and now - work[-1][0] <= 0.1 * SLOW_SECONDS
+        )
+
+    def _peer(self, slot: Hashable) -> _Peer:
+        return self._peers.setdefault(slot, _Peer())
