@@ -20,11 +20,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megasync.app.workload import Custom, prepare_workload, read_hf_config
+from megasync.app.workload import Custom, prepare_workload
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
 from megasync.evaluation.evaluate import evaluate
 from megasync.layout.layout import Layout
+from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed

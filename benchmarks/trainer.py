@@ -17,9 +17,9 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 
-from megasync.app.workload import read_hf_config
 from megasync.config import Config, load_config
 from megasync.config.pools import pool_specs
+from megasync.layout.model_files import read_hf_config
 from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 

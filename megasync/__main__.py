@@ -1,5 +1,5 @@
 """`python -m megasync` is the `megasync` command."""
 
-from megasync.cli.commands import main
+from megasync.cli import main
 
 main()

@@ -1,9 +1,9 @@
-"""Everything that differs between a CPU and a GPU run. Other modules ask a `Device` and never test for CUDA themselves.
+"""Everything that differs between CPU and GPU runs. Other modules ask a `Device` and never test for CUDA themselves.
 
-Importing this module imports neither torch nor Megatron, so the driver may ask it too. The driver needs no GPU and asks
-CUDA nothing: even the question whether there is a GPU would take memory of one, and forbid the driver to fork. It names
-the device (`resolve_device`) and looks for what can be seen without (`check_machine`); a trainer rank, which computes,
-asks CUDA itself (`Device.prepare_process`).
+Importing this module imports neither torch nor Megatron, so the driver can use it too. The driver needs no GPU and
+never initializes CUDA: even asking whether a GPU exists would take memory on one and forbid the driver to fork. The
+driver names the device (`resolve_device`) and checks what is visible without CUDA (`check_machine`). Only a trainer
+rank, which computes, initializes CUDA (`Device.prepare_process`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# Of a trainer rank that uses GPUs, unless they are set otherwise.
+# Environment variables of a trainer rank on a GPU, unless they are set already.
 _CUDA_ENVIRONMENT = {
-    # Sequence parallelism overlaps communication with computation only where kernels start in the order of the program.
+    # Sequence parallelism overlaps communication with computation only if kernels start in program order.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # What SGLang sets for its servers; NCCL cannot join two processes of which one takes its memory in another way.
+    # SGLang sets this for its servers, and NCCL cannot connect processes that allocate memory in different ways.
     "NCCL_CUMEM_ENABLE": "0",
 }
 
-# Where a GPU's driver shows it: on a server, under WSL, on a Jetson.
+# Device files that a GPU's driver creates: on a server, under WSL, on a Jetson.
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu")
 
 
 @dataclass(frozen=True)
 class Device:
-    """The kind of device that ranks and servers of this run compute on: "cpu" or "cuda"."""
+    """The kind of device that the trainer ranks and servers of a run compute on: "cpu" or "cuda"."""
 
     kind: str
 
@@ -50,7 +50,7 @@ class Device:
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """This process's device; on CUDA the one that `prepare_process` selected."""
+        """The device of this process; on CUDA the one that `prepare_process` selected."""
         import torch
 
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -62,14 +62,14 @@ class Device:
 
     @property
     def expert_dispatcher(self) -> str:
-        """Megatron's way to bring tokens to experts. Over gloo, its all-to-all gets tensors where it needs numbers."""
+        """Megatron's token dispatcher. Over gloo, its all-to-all dispatcher gets tensors where it needs numbers."""
         return "allgather" if self.kind == "cpu" else "alltoall"
 
     def prepare_process(self, local_rank: int) -> None:
-        """Makes this process a trainer rank: selects its device and bends upstream packages before they are used.
+        """Prepares this process as a trainer rank: selects its device and patches upstream packages before their use.
 
         On a CPU the ranks and servers of a run share the cores, so a rank computes with one thread unless
-        OMP_NUM_THREADS says otherwise. Raises ConfigError for a GPU without what its ranks take.
+        OMP_NUM_THREADS is set. Raises ConfigError on CUDA if there is no GPU or Transformer Engine is missing.
         """
         import torch
 
@@ -78,14 +78,15 @@ class Device:
             set_cuda_environment()
             if not torch.cuda.is_available():
                 raise ConfigError(
-                    f"the run takes GPUs, but torch {torch.__version__} sees none in this process on {os.uname().nodename}; "
+                    f"the run needs GPUs, but torch {torch.__version__} sees none in this process on "
+                    f"{os.uname().nodename}; "
                     f"run `megasync doctor` there, or set cluster.device=cpu"
                 )
             # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            # Megatron announces on import, in several places, that it does without CUDA packages.
+            # On import, Megatron warns in several places that CUDA packages are missing.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
             _import_megatron_uncompiled()
 
@@ -94,7 +95,7 @@ class Device:
         apply_all(self.kind)
 
     def free_cache(self) -> None:
-        """Gives memory that torch keeps for later back to the device, for other processes."""
+        """Returns memory cached by torch to the device, for other processes."""
         if self.kind == "cuda":
             import torch
 
@@ -102,10 +103,10 @@ class Device:
 
 
 def _import_megatron_uncompiled() -> None:
-    """Imports Megatron with the functions that it hands to torch's compiler left as they are.
+    """Imports Megatron without compiling the functions that it passes to `torch.compile`.
 
-    A CPU rank calls none of them, and the compiler's own import takes as long as Megatron's. Megatron can be told to do
-    without it, but only once it has been imported, which is too late for the functions of its first modules.
+    A CPU rank calls none of them, and importing the compiler takes as long as importing Megatron. Megatron's own switch
+    can only be set once it is imported, which is too late for the functions of its first modules.
     """
     import torch
 
@@ -121,13 +122,13 @@ def _import_megatron_uncompiled() -> None:
 
 
 def set_cuda_environment() -> None:
-    """What must be set before a process asks CUDA or NCCL for anything; without effect on a CPU."""
+    """Sets the variables that CUDA and NCCL read at their first use. No effect on a CPU."""
     for name, value in _CUDA_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Within it GPU work of this thread neither waits for that of other threads nor holds it up."""
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Runs this thread's GPU work on a stream of its own, so that it and other threads do not wait for each other."""
     if device.type != "cuda":
         return nullcontext()
     import torch
@@ -137,17 +138,18 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the whole life of the process: memory that torch has used on one stream it keeps for that stream.
+    """One stream for the life of the process, because torch's allocator caches memory per stream.
 
-    Of high priority: those of usual priority come from one small pool, in turn, and an engine computes on one of them.
+    High priority, because streams of default priority come round-robin from one small pool, and an engine computes on
+    one of those.
     """
     import torch
 
     return torch.cuda.Stream(device, priority=-1)
 
 
-def point_in_stream(device: torch.device) -> torch.cuda.Event | None:
-    """What this thread has asked of the device so far, for `wait_for`; None on a CPU, which has done it already."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Marks the work that this thread has queued so far, for `wait_event`; None on a CPU, where it is done already."""
     if device.type != "cuda":
         return None
     import torch
@@ -155,16 +157,16 @@ def point_in_stream(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event()
 
 
-def wait_for(point: torch.cuda.Event | None, device: torch.device) -> None:
-    """What this thread asks of the device from now on begins after ``point``; the thread itself does not wait."""
-    if point is not None:
+def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Makes this thread's later GPU work wait for ``event``. The thread itself does not wait."""
+    if event is not None:
         import torch
 
-        torch.cuda.current_stream(device).wait_event(point)
+        torch.cuda.current_stream(device).wait_event(event)
 
 
-def finish(device: torch.device) -> None:
-    """Returns once the device has done what this thread asked of it."""
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished the work that this thread queued."""
     if device.type == "cuda":
         import torch
 
@@ -172,41 +174,42 @@ def finish(device: torch.device) -> None:
 
 
 def resolve_device(kind: str) -> Device:
-    """The device of a run. ``kind`` is "auto" (CUDA when this machine has a GPU), "cpu" or "cuda". Raises ConfigError for
-    any other. Touches no GPU, so that "cuda" is taken at its word.
+    """The device of a run: ``kind`` is "auto" (CUDA if this machine has a GPU), "cpu" or "cuda".
+
+    Touches no GPU: "cuda" is accepted unchecked. Raises ConfigError for any other kind.
     """
     if kind not in ("auto", *BACKENDS):
         raise ConfigError(f"cluster.device is {kind!r}; it must be auto, cpu or cuda")
     if kind == "auto":
-        return Device("cuda" if gpu_trouble() is None else "cpu")
+        return Device("cuda" if why_no_gpu() is None else "cpu")
     return Device(kind)
 
 
 def check_machine(kind: str, *, trains: bool) -> None:
-    """Raises ConfigError where a run on this machine alone lacks what ``kind`` takes, as far as can be seen untouched."""
+    """Raises ConfigError if a run on this machine alone lacks a GPU or Transformer Engine. Touches no GPU."""
     if resolve_device(kind).kind == "cpu":
         return
-    if (trouble := gpu_trouble()) is not None:
+    if (trouble := why_no_gpu()) is not None:
         raise ConfigError(
-            f"cluster.device is {kind!r}, but {trouble}; set cluster.device=cpu or auto, or cluster.address for machines "
-            f"with GPUs"
+            f"cluster.device is {kind!r}, but {trouble}; set cluster.device=cpu or auto, or cluster.address for "
+            f"machines with GPUs"
         )
     if trains:
         check_transformer_engine()
 
 
 def check_transformer_engine() -> None:
-    """Raises ConfigError where trainer ranks on GPUs have no layers: the local ones are for CPUs."""
+    """Raises ConfigError if Transformer Engine is missing, without which trainer ranks on GPUs have no layers."""
     if find_spec("transformer_engine") is None:
         raise ConfigError(
-            f"trainer ranks take Transformer Engine's layers on GPUs (cluster.device=cuda, or auto where there is one), and "
-            f"it is not installed on {os.uname().nodename}; pip install 'megasync[gpu]' (docs/install.md), or set "
+            f"trainer ranks on GPUs (cluster.device=cuda, or auto on a machine with a GPU) need Transformer Engine, "
+            f"which is not installed on {os.uname().nodename}; pip install 'megasync[gpu]' (docs/install.md), or set "
             f"cluster.device=cpu"
         )
 
 
-def gpu_trouble() -> str | None:
-    """Why this process has no use for a GPU, by its environment, torch's build and the machine's device files."""
+def why_no_gpu() -> str | None:
+    """Why this process cannot use a GPU, judged by environment, device files and torch's build; None if it can."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"

@@ -1,32 +1,32 @@
-"""Errors a person is meant to read: each says what was wrong, where, and what to do."""
+"""Errors that megasync raises on purpose. Each message says what was wrong, where, and what to do."""
 
 
 class MegasyncError(Exception):
-    """Base of every error that megasync raises on purpose."""
+    """Base class of all errors that megasync raises on purpose."""
 
 
 class ConfigError(MegasyncError):
-    """A refused configuration value: names the key, the value and the fix. Raised before any process starts."""
+    """A configuration value is refused. Names the key, the value and the fix; raised before any process starts."""
 
 
 class DataError(MegasyncError):
-    """A prompt, dataset, tokenizer or reward that cannot be used as given."""
+    """A prompt, dataset, tokenizer or reward cannot be used as given."""
 
 
-class ContextFull(DataError):
-    """A prompt that leaves no room for a response in the model's context: a conversation can go no further."""
+class ContextLengthExceeded(DataError):
+    """A prompt leaves no room for a response in the model's context, so its conversation cannot continue."""
 
 
-class KillsServers(DataError):
-    """A prompt whose requests kill the servers that they are sent to: it is not asked again."""
+class PoisonPrompt(DataError):
+    """Requests of this prompt crash the servers that they are sent to; it is not sent again."""
 
 
 class ServerError(MegasyncError):
-    """An SGLang server or router, or a service that a tool asks, that died, refused, or did not answer in time."""
+    """An SGLang server, a router, or a service behind a tool died, refused a request, or did not answer in time."""
 
 
-class Refused(ServerError):
-    """The server answered, with an error `status`."""
+class HttpStatusError(ServerError):
+    """A server answered with an error `status`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -34,21 +34,21 @@ class Refused(ServerError):
 
 
 class InvalidAnswer(ServerError):
-    """A server answered what makes no sense: the answer is refused as a whole, and asked for again."""
+    """A server's answer is malformed or inconsistent. The whole answer is discarded and requested again."""
 
 
 class SyncError(MegasyncError):
-    """A weight sync that failed: names the engine, the phase and the version."""
+    """A weight sync failed. Names the engine, the phase and the version."""
 
 
 class ParityError(SyncError):
-    """Trainer and server disagree on log-probs of the same weights: carries both numbers."""
+    """Trainer and servers compute different log-probs with the same weights. The message gives both numbers."""
 
 
-class Disagreement(ParityError):
-    """Some servers disagree with the trainer although others agree: the fault is theirs, and the others hold the version.
+class ServerParityError(ParityError):
+    """Some servers disagree with the trainer although others agree, so those servers are at fault.
 
-    `reasons` are by server URL; `metrics` are those of the publish, which has come to its end.
+    All other servers hold the version. `reasons` is keyed by server URL; `metrics` are those of the completed publish.
     """
 
     def __init__(self, reasons: dict[str, str], metrics: dict[str, float]) -> None:
@@ -58,32 +58,32 @@ class Disagreement(ParityError):
 
 
 class TraceError(SyncError):
-    """A serving engine loads weights in a way that moving rectangles cannot repeat: names the operation and the tensor."""
+    """An engine loads a weight by an operation that rectangle copies cannot reproduce. Names operation and tensor."""
 
 
 class TrainingError(MegasyncError):
-    """A training step that cannot go on, such as after too many non-finite ones."""
+    """Training cannot continue, for example after too many non-finite steps."""
 
 
-class NotFinite(TrainingError):
-    """More steps in a row than allowed had a loss or gradient that is not finite: not the fault of one batch."""
+class NonFiniteError(TrainingError):
+    """More steps in a row than allowed had a non-finite loss or gradient, so no single batch is at fault."""
 
 
 class StepFailed(TrainingError):
-    """A training step raised an error that may come from its batch. What the ranks hold now is of no use."""
+    """A training step raised an error that its batch may have caused. The state of the ranks is unusable."""
 
 
 class ProcessLost(TrainingError):
-    """A process died, or gave no answer within its deadline: no fault of the call, which can be made to a new process."""
+    """A process died or missed its deadline. The call itself is not at fault and can be repeated on a new process."""
 
 
 class RankLost(ProcessLost):
-    """A trainer rank died or hangs: all ranks can be started again from a checkpoint."""
+    """A trainer rank died or hangs. All ranks can be restarted from a checkpoint."""
 
 
 class CheckpointError(MegasyncError):
-    """A checkpoint that could not be written or read; what was saved before is untouched."""
+    """A checkpoint cannot be written or read. Earlier checkpoints are untouched."""
 
 
 class LedgerError(MegasyncError):
-    """A ledger that cannot be opened, read or written: names the file and what to do. What it holds stays as it is."""
+    """A ledger cannot be opened, read or written. Names the file and the fix; its content is untouched."""

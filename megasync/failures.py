@@ -1,13 +1,13 @@
-"""Whose fault a failed sample or reward is, which decides what happens next.
+"""Classifies the error of a sample or reward, which decides whether it is retried or counted against the prompt.
 
-    kind            what it is                                            what happens
-    --------------  ----------------------------------------------------  ------------------------------------------
-    infrastructure  a server, router or tool's service is down or slow    tried again, elsewhere, for as long as it takes
-    data            a prompt, tool call or reward that megasync refused    counted against the prompt, then dropped
-    unknown         anything else that a workflow or reward raised         as data, and its traceback is logged
+    kind            cause                                                    reaction
+    --------------  -------------------------------------------------------  ------------------------------------------
+    infrastructure  a server, router or tool's service is down or slow       retried elsewhere, for as long as it takes
+    data            megasync refused a prompt, a tool call or a reward       counted against the prompt, then dropped
+    unexpected      anything else that a workflow or reward function raised  as data, and its traceback is logged
 
-Nothing but the run's own watchdog ends the tries of the first kind, since a fleet that can recover must not cost prompts. A
-prompt that kills the servers it is sent to is none of the first kind once it was found: see `suspects`.
+Only the run's watchdog ends the retries of infrastructure failures: a fleet that can recover must not cost prompts. A
+prompt that is known to crash servers is not an infrastructure failure: see `quarantine`.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from megasync.errors import MegasyncError, ServerError
 
 log = logging.getLogger(__name__)
 
-# Tracebacks of the same type of error that are logged in full; later ones would only repeat them.
-LOUD = 3
+# Errors of one type that are logged with their tracebacks; later ones would only repeat them.
+MAX_TRACEBACKS = 3
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Also when a workflow has wrapped the error in one of its own with `raise ... from`."""
+    """Whether the error or one of its explicit causes (`raise ... from`) is a ServerError."""
     return any(isinstance(cause, ServerError) for cause in _chain(error))
 
 
-def asked_to_end(error: BaseException) -> bool:
-    """Whether somebody has cancelled this very task.
+def cancellation_requested(error: BaseException) -> bool:
+    """Whether the error is a cancellation of the current task itself.
 
-    Other cancellations come out of what it awaits, such as a task that users' code shares and that another one cancelled.
-    They are failures like any other: a task that ended by them would end without a word.
+    A CancelledError can also come out of something that the task awaits, such as a task of the user's code that another
+    one cancelled. That is a failure like any other: a task that ended by it would end silently.
     """
-    return isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling() > 0
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-class UnknownErrors:
-    """Logs the first few errors of each type that nobody foresaw, with their tracebacks."""
+class UnexpectedErrors:
+    """Logs the first few errors of each type that is not megasync's own, with tracebacks, and counts them all."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
     def note(self, what: str, error: BaseException) -> None:
-        unknown = next((cause for cause in _chain(error) if not isinstance(cause, MegasyncError)), None)
-        if unknown is None:
+        """Counts the error, and logs it while it is one of the first of its type. `what` names what failed."""
+        unexpected = next((cause for cause in _chain(error) if not isinstance(cause, MegasyncError)), None)
+        if unexpected is None:
             return
-        kind = type(unknown).__name__
+        kind = type(unexpected).__name__
         self.seen[kind] += 1
-        if self.seen[kind] <= LOUD:
-            log.error("%s failed with an error that megasync does not know, %s:", what, kind, exc_info=error)
+        if self.seen[kind] <= MAX_TRACEBACKS:
+            log.error("%s failed with an unexpected %s:", what, kind, exc_info=error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

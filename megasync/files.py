@@ -1,9 +1,9 @@
-"""Files that survive a crash: each is there whole, old or new, whatever ends the process or the machine.
+"""Atomic, durable file writes: after a crash of the process or the machine a file holds its old or its new content.
 
-    write NAME's new content beside it ─▶ fsync ─▶ rename over NAME ─▶ fsync of the folder
+    write a temporary file beside NAME ─▶ fsync ─▶ rename it over NAME ─▶ fsync the folder
 
-A failure or a kill before the rename leaves the old file as it was; `atomic_write` removes what it wrote beside it, and a
-kill leaves at most one hidden file, `.NAME.<random>.part`, that nothing reads. No module here imports torch or Ray.
+A failure before the rename leaves the old file untouched, and `atomic_write` removes the temporary file. A kill leaves
+at most one hidden file, `.NAME.<random>.part`, that nothing reads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PART = ".part"
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """Replaces a file by this content (text as UTF-8), durably. A symbolic link stays, and its target is replaced.
+    """Replaces a file durably; text is encoded as UTF-8. If `path` is a symbolic link, its target is replaced.
 
-    Raises OSError, with the earlier file untouched.
+    Raises OSError and leaves the earlier file untouched.
     """
     path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
@@ -35,29 +35,29 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-    to_disk(path.parent)
+    fsync(path.parent)
 
 
-def rename_to_disk(draft: Path, path: Path) -> None:
-    """Gives a file or folder its final name, durably. What it holds must be on disk already: see `to_disk`."""
+def durable_rename(draft: Path, path: Path) -> None:
+    """Renames a file or folder durably. Its content must be on disk already: see `fsync`."""
     os.replace(draft, path)
-    to_disk(path.parent)
+    fsync(path.parent)
 
 
-def to_disk(path: str | Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk. Raises OSError."""
+def fsync(path: str | Path) -> None:
+    """Flushes a file, or the entries of a folder, to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems cannot sync a folder; their servers keep names durably.
+        # Some network file systems cannot fsync a folder; their servers store its entries durably.
         if error.errno != errno.EINVAL or not os.path.isdir(path):
             raise
     finally:
         os.close(handle)
 
 
-def tree_to_disk(folder: Path) -> None:
-    """`to_disk` of a folder with all files and folders in it."""
+def fsync_tree(folder: Path) -> None:
+    """Flushes a folder and everything below it to disk. Raises OSError."""
     for found in (*folder.rglob("*"), folder):
-        to_disk(found)
+        fsync(found)

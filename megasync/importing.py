@@ -1,4 +1,4 @@
-"""Importing large packages quickly, and finding functions by the names that configurations give them."""
+"""Fast imports of large packages, and functions loaded by their `package.module:function` names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megasync.errors import ConfigError
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Pauses garbage collection in this process, for a block that imports torch, SGLang or the like.
+    """Pauses garbage collection in this process while the block imports torch, SGLang or similar packages.
 
-    Modules are made of many small objects, all of which stay. The collector walks over them again and again and finds
-    nothing, which takes a quarter of the time of such an import; so it is told that they stay, and does not do it later
-    either. Objects that are there already are still freed when nobody refers to them, but not cycles of them.
+    Modules consist of many small objects, none of which is ever freed. The collector scans them again and again, which
+    takes a quarter of the time of such an import. So it is paused, and afterwards all existing objects are frozen: they
+    are still freed by reference counting, but reference cycles among them are not.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -42,7 +42,7 @@ def load_function(reference: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{reference!r}: there is no module {error.name!r}; check the name and that its folder is on PYTHONPATH"
         ) from error
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{reference!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
@@ -53,7 +53,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name for messages: with its module where it has one."""
+    """A function's name for messages, qualified by its module if it has one."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
     module = getattr(function, "__module__", None)
     return f"{module}.{name}" if module and isinstance(name, str) and ":" not in name else str(name)

@@ -1,10 +1,11 @@
-"""What a rollout leaves behind, and what a training step consumes. Plain data: no torch, no Ray.
+"""Trajectories, prompts and groups: what rollouts produce and training steps consume. Plain data: no torch, no Ray.
 
 Invariant: all per-token lists of a ``Trajectory`` have the length of ``response_ids``; ``__post_init__`` guarantees it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 class Trajectory:
     """One sampled response, token for token as the server produced it.
 
-    ``loss_mask`` is 0 on tokens that the policy did not write (tool output, injected text). ``logprobs`` are the
-    behaviour policy's, ``versions`` the published weight version that sampled each token; both come from the server's
-    own report. ``reward`` is None until scored, or when the reward function declined to score it.
+    ``loss_mask`` is 0 for tokens that the policy did not write (tool output, injected text). ``logprobs`` are those of
+    the behaviour policy, ``versions`` the published weight version that sampled each token; both are reported by the
+    server. ``reward`` is None until it is scored, or if the reward function declined to score it.
     """
 
     prompt_ids: list[int]
@@ -43,7 +44,7 @@ class Trajectory:
         return min(compress(self.versions, self.loss_mask), default=None)
 
     def masked(self, least: int) -> Trajectory:
-        """The same trajectory with tokens older than version ``least`` left out of the loss."""
+        """The same trajectory with tokens older than version ``least`` masked out of the loss."""
         if self.oldest_version is None or self.oldest_version >= least:
             return self
         mask = [m if v >= least else 0 for m, v in zip(self.loss_mask, self.versions, strict=True)]
@@ -52,26 +53,26 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is generated of one response so far; lists are per token.
+    """The tokens generated so far of one response; lists are per token.
 
-    ``request_digest`` is of the prompt and the sampling parameters: a workflow that asks something else this time cannot
-    go on from here. A ``finish_reason`` other than "abort" says that the response is complete: nothing is sampled behind
-    its last token.
+    ``request_digest`` identifies the prompt and the sampling parameters: only a request with the same digest can
+    continue from here. A ``finish_reason`` other than "abort" means that the response is complete and nothing more is
+    sampled.
     """
 
     request_digest: str
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish_reason: str = "abort"  # "stop" or "length" when it is complete
+    finish_reason: str = "abort"  # "stop" or "length" when complete
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One dataset row on its way to the servers.
+    """A dataset row as a tokenized prompt.
 
-    ``uid`` is unique across epochs and restarts (``"<epoch>:<row>"``). ``columns`` are the row's other fields, handed
+    ``uid`` is unique across epochs and restarts (``"<epoch>:<row>"``). ``columns`` are the row's other fields, passed
     to the reward function as keyword arguments.
     """
 
@@ -82,11 +83,27 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All scored trajectories of one prompt: the unit that is admitted, leased and trained."""
+    """The scored trajectories of one prompt: the unit that is admitted, leased and trained."""
 
     uid: str
     trajectories: list[Trajectory]
 
     @property
     def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+def finite_float(value: Any) -> float | None:
+    """The value as a float, or None if it is not a finite real number. Never raises.
+
+    For rewards and metrics from users' code. Accepts Python's numbers and bools and scalars of NumPy and torch. Text is
+    not a number, even if it spells one.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        return None
+    return number if math.isfinite(number) else None

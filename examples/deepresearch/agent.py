@@ -20,7 +20,7 @@ from deepresearch.clients import RefineClient, RetrieveClient, as_text
 from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.prompts import OPEN_RULE, SOLVED, SYSTEM, UNMARKED
 from deepresearch.scoring import exact_match, f1, marked_answer
-from megasync.errors import ContextFull
+from megasync.errors import ContextLengthExceeded
 from megasync.rollout.generation import Reply
 from megasync.rollout.tools import Toolbox, ToolCall, as_tool
 from megasync.trajectory import Trajectory
@@ -95,7 +95,7 @@ class SearchAgent:
         for turn in range(self._rules.max_turns):
             try:
                 reply = await client.chat(messages, tools=self._tools)
-            except ContextFull:
+            except ContextLengthExceeded:
                 if reply is None:
                     raise
                 counts["context_full"] += 1

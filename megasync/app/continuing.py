@@ -19,7 +19,7 @@ from pathlib import Path
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import begun
 from megasync.config import CONFIG_FILE, load_config
-from megasync.config.limits import SHOWN_PATH, path_trouble
+from megasync.config.limits import SHOWN_PATH, path_problem
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
 
@@ -52,9 +52,9 @@ def named_run(file: Path) -> Path | None:
     if not name:
         raise ConfigError(f"--continue {file} is empty, so it names no run; {fix}")
     run_dir = Path(name)
-    if path_trouble(name) is None and has_begun(run_dir):
+    if path_problem(name) is None and has_begun(run_dir):
         return run_dir
-    if path_trouble(name) is not None or not (run_dir / CONFIG_FILE).is_file():
+    if path_problem(name) is not None or not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(
             f"--continue {file} names {name[:SHOWN_PATH]!r}, which is not a run directory: it has no {CONFIG_FILE}; put the "
             f"run back there, {fix}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from megasync.app.mailbox import Mailbox
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import Servers, reserve
-from megasync.app.workload import Workload, read_hf_config
+from megasync.app.workload import Workload
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
@@ -33,9 +33,10 @@ from megasync.control.progress import Progress
 from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
-from megasync.errors import Disagreement
+from megasync.errors import ServerParityError
 from megasync.evaluation.held_out import HeldOut
 from megasync.layout.layout import Layout
+from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import export_checkpoint
 from megasync.layout.topology import Topology
 from megasync.observe.awaits import describe_tasks
@@ -165,7 +166,7 @@ class Run:
         )
         try:
             await self._first_weights(publisher, progress, observer)
-        except Disagreement as found:
+        except ServerParityError as found:
             observer.message(f"starting servers again that alone disagree with the trainer: {found}")
             await fleet.disagreed(found.reasons)
         await buffer.publish(progress.version)

@@ -21,6 +21,7 @@ from megasync.evaluation.evaluate import HeldOutSet
 from megasync.evaluation.held_out_sets import held_out_sets
 from megasync.gateway import AgentWorkflow
 from megasync.importing import load_function
+from megasync.layout.model_files import read_hf_config
 from megasync.rewards import RewardRunner
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.tool_agent import tool_agent
@@ -146,11 +147,6 @@ def _model(config: Config) -> tuple[Any, int, int]:
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
     return load_tokenizer(config.model.path), model["vocab_size"], context_length
-
-
-def read_hf_config(path: str) -> dict[str, Any]:
-    """The model folder's config.json, which `check_config` has looked at already."""
-    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
 
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:

@@ -16,7 +16,7 @@ from megasync.buffer.errors import BufferStateError
 from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
 from megasync.buffer.record import Standing
 from megasync.errors import LedgerError
-from megasync.files import PART, rename_to_disk, to_disk
+from megasync.files import PART, durable_rename, fsync
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
@@ -77,8 +77,8 @@ def begin_ledger(path: Path, step: int, version: int, counters: dict[str, Any], 
             ledger.merge_log()
         finally:
             ledger.close()
-        to_disk(draft)
-        rename_to_disk(draft, path)
+        fsync(draft)
+        durable_rename(draft, path)
     except OSError as error:
         raise LedgerError(f"{path} cannot be begun: {error}; free some space, then start the run again") from error
     finally:

@@ -303,11 +303,11 @@ def check_limits(config: Config) -> None:
 
 def check_path(key: str, path: str) -> None:
     """Raises ConfigError for a text that the file system refuses as a path."""
-    if (trouble := path_trouble(path)) is not None:
+    if (trouble := path_problem(path)) is not None:
         raise ConfigError(f"{key}={path[:SHOWN_PATH]!r} cannot be looked at: {trouble}; choose another path")
 
 
-def path_trouble(path: str) -> str | None:
+def path_problem(path: str) -> str | None:
     """Why the file system refuses a text as a path: empty, too long, a home of nobody, a folder that may not be entered."""
     if not path:
         return "it is empty"

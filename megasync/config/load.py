@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megasync.config.limits import PATHS, SHOWN_PATH, path_trouble, value_of
+from megasync.config.limits import PATHS, SHOWN_PATH, path_problem, value_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
@@ -128,7 +128,7 @@ def _rename_keys(values: dict[Any, Any]) -> None:
 
 def _located(text: str | Path, folder: Path = Path()) -> Path:
     """The absolute path of a file that is named relative to a folder. Raises ConfigError where there can be none."""
-    if (trouble := path_trouble(str(text))) is not None:
+    if (trouble := path_problem(str(text))) is not None:
         raise ConfigError(
             f"configuration file {str(text)[:SHOWN_PATH]!r} cannot be looked at: {trouble}; check the path"
         )
@@ -137,7 +137,7 @@ def _located(text: str | Path, folder: Path = Path()) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     named_by = f" (named as `base` in {above[-1]})" if above else ""
-    if (trouble := path_trouble(str(path))) is not None:
+    if (trouble := path_problem(str(path))) is not None:
         raise ConfigError(f"configuration file {path}{named_by} cannot be looked at: {trouble}; check the path")
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "does not exist"

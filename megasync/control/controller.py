@@ -42,7 +42,7 @@ from megasync.control.watchdog import Watchdog
 from megasync.errors import (
     CheckpointError,
     MegasyncError,
-    NotFinite,
+    NonFiniteError,
     RankLost,
     ServerError,
     StepFailed,
@@ -240,13 +240,13 @@ class Controller:
             await self._save()
 
     async def _train_on(self, groups: list[Group], step: int) -> dict[str, float]:
-        """Raises RankLost, NotFinite, and StepFailed for any other error of the ranks."""
+        """Raises RankLost, NonFiniteError, and StepFailed for any other error of the ranks."""
         self._observer.activity("trainer", "training")
         self._trainer_fit, self._incomplete = False, (step, groups)
         try:
             with self._watchdog.bounded():
                 metrics = await self._trainer.step(groups, step, self.progress.version)
-        except (RankLost, NotFinite):
+        except (RankLost, NonFiniteError):
             raise
         except MegasyncError as error:
             raise StepFailed(f"step {step} failed: {error}") from error

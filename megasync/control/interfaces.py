@@ -45,7 +45,7 @@ class WeightPublisher(Protocol):
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         """Publishes to every server, or to those with these URLs. Returns metrics.
 
-        Raises PublishError, which names who failed; Disagreement for servers that alone compute other log-probs than
+        Raises PublishError, which names who failed; ServerParityError for servers that alone compute other log-probs than
         the trainer; ParityError when all servers do.
         """
         ...

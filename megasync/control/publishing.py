@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from megasync.errors import Disagreement
+from megasync.errors import ServerParityError
 from megasync.sync.attempt import PublishError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class FleetSync:
         with self._watchdog.bounded(), self._fleet.syncing(targets if only is None else only):
             try:
                 return await self._publisher.publish(version, only), set()
-            except Disagreement as found:
+            except ServerParityError as found:
                 disagreement = found
         self._faults["parity_restarts"] += len(disagreement.reasons)
         self._observer.message(f"restarting servers that alone disagree with the trainer: {disagreement}")

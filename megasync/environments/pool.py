@@ -20,8 +20,8 @@ from typing import Any
 from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
-from megasync.finite import finite_float
 from megasync.importing import name_of
+from megasync.trajectory import finite_float
 
 log = logging.getLogger(__name__)
 

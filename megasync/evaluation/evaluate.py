@@ -16,7 +16,7 @@ from typing import Any
 
 from megasync.errors import DataError
 from megasync.evaluation.pass_at_k import counted, pass_at_k
-from megasync.failures import asked_to_end
+from megasync.failures import cancellation_requested
 from megasync.rewards import RewardRunner
 from megasync.rollout.intake import Intake
 from megasync.rollout.requests import RequestGate, SampleClient, request_seed
@@ -152,7 +152,7 @@ class _Evaluator:
                 answer = Answer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
             except (Exception, asyncio.CancelledError) as error:
                 # A user's workflow or reward, or a server: one answer less, said below.
-                if asked_to_end(error):
+                if cancellation_requested(error):
                     raise
                 log.debug("evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
                 answer = Answer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)

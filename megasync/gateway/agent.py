@@ -15,11 +15,10 @@ from typing import Any
 from megasync.concurrency.threads import AllThreadsStuck, DeadlineExceeded
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError, ServerError
-from megasync.finite import finite_float
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.importing import name_of
-from megasync.trajectory import Trajectory
+from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megasync.errors import ContextFull, DataError, ServerError
+from megasync.errors import ContextLengthExceeded, DataError, ServerError
 
 
 class RequestError(Exception):
@@ -28,7 +28,7 @@ def as_request_error(error: Exception) -> RequestError:
     match error:
         case RequestError():
             return error
-        case ContextFull():
+        case ContextLengthExceeded():
             return RequestError(400, str(error), code="context_length_exceeded", param="messages")
         case DataError():
             return RequestError(400, str(error))

@@ -1,4 +1,4 @@
-"""Finds and reads what is known of a model before it is loaded: its config.json, and whether its folder is complete."""
+"""Finds and reads a model's config.json and checks that its folder is complete, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megasync.config.limits import path_trouble
+from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.families.sizes import EXPERT_KEYS
@@ -38,13 +38,14 @@ TYPED = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def read_hf_config(model: ModelConfig, *, planning: bool = False) -> tuple[dict[str, Any], Path]:
-    """The config.json of the model folder and its path.
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The content of a config.json; `path` is the file or the Hugging Face model folder that holds it.
 
-    With `planning` the file `model.config` is taken while the folder is not there; a run always needs the folder.
-    Raises ConfigError for a missing folder or file, a quantised model, or a file that is no JSON object.
+    Raises ConfigError for a missing folder or file, a file that holds no JSON object, and a quantised model.
     """
-    path = _config_path(model, planning)
+    path = Path(path).expanduser()
+    if not path.is_file():
+        path = find_hf_config(ModelConfig(path=str(path)))
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,7 +54,7 @@ def read_hf_config(model: ModelConfig, *, planning: bool = False) -> tuple[dict[
         raise ConfigError(f"{path} must hold one JSON object")
     if values.get("quantization_config"):
         raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
-    return values, path
+    return values
 
 
 def check_values(values: Mapping[str, Any]) -> None:
@@ -78,7 +79,11 @@ def check_model_folder(model: ModelConfig) -> None:
         raise ConfigError(f"model.path={model.path!r} has no tokenizer files (tokenizer.json); add them")
 
 
-def _config_path(model: ModelConfig, planning: bool) -> Path:
+def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:
+    """The path of a model's config.json. With `planning`, `model.config` replaces it while the folder is missing.
+
+    Raises ConfigError for a missing folder or file.
+    """
     folder = Path(model.path).expanduser()
     if planning and model.config is not None and not folder.is_dir():
         path = Path(model.config).expanduser()
@@ -89,12 +94,12 @@ def _config_path(model: ModelConfig, planning: bool) -> Path:
         only = " (model.config serves `megasync plan` alone)" if model.config is not None else ""
         raise ConfigError(f"model.path={model.path!r} is no folder on this machine{only}; {_how_to_get(folder)}")
     path = folder / "config.json"
-    if (trouble := path_trouble(str(path))) is not None:
+    if (trouble := path_problem(str(path))) is not None:
         raise ConfigError(f"{path} cannot be looked at: {trouble}; give the folder to the user that runs this")
     if not path.is_file():
         raise ConfigError(
-            f"model.path={model.path!r} has no config.json; give a Hugging Face model folder (config.json, *.safetensors "
-            f"and tokenizer files)"
+            f"model.path={model.path!r} has no config.json; give a Hugging Face model folder (config.json, "
+            f"*.safetensors and tokenizer files)"
         )
     return path
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megasync.errors import CheckpointError
-from megasync.files import atomic_write, rename_to_disk, to_disk, tree_to_disk
+from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
 from megasync.layout.layout import Box, Layout, Piece
@@ -208,7 +208,7 @@ def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: 
     if mine:
         file = Path(checkpoint_dir) / shard_file(rank)
         save_file(mine, file)
-        to_disk(file)
+        fsync(file)
 
 
 class ShardFiles:
@@ -306,8 +306,8 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
             _write_weights(draft, layout, files.of, dtype)
         if out.exists():
             out.rmdir()
-        tree_to_disk(draft)
-        rename_to_disk(draft, out)
+        fsync_tree(draft)
+        durable_rename(draft, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"export to {out} failed: {error}") from error
     finally:

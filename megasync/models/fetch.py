@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megasync.errors import ConfigError
-from megasync.files import rename_to_disk, tree_to_disk
+from megasync.files import durable_rename, fsync_tree
 from megasync.models.digits import write_digits
 from megasync.models.smollm2 import write_smollm2
 
@@ -48,8 +48,8 @@ def fetch(name: str, out: str | Path) -> Path:
     try:
         MODELS[name](unfinished)
         _share(unfinished)
-        tree_to_disk(unfinished)
-        rename_to_disk(unfinished, out)
+        fsync_tree(unfinished)
+        durable_rename(unfinished, out)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{name} cannot be written to {out}: {error}; free some space, or name another place"

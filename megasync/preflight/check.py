@@ -20,7 +20,7 @@ from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_tra
 from megasync.errors import ConfigError
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
-from megasync.layout.model_files import check_model_folder, check_values, read_hf_config
+from megasync.layout.model_files import check_model_folder, check_values, find_hf_config, read_hf_config
 from megasync.layout.topology import Topology
 from megasync.preflight.check_agent import check_agent
 from megasync.preflight.check_chat import check_chat
@@ -268,7 +268,8 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
     Raises ConfigError for a missing or unsupported model, for options that its layers do not implement, and for a split
     that Megatron would refuse.
     """
-    values, source = read_hf_config(config.model, planning=planning)
+    source = find_hf_config(config.model, planning=planning)
+    values = read_hf_config(source)
     try:
         check_values(values)
         layout = Layout(values, Topology.from_config(config.trainer))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.layout import Box, Layout
@@ -134,7 +133,7 @@ def check_layout(
         ConfigError, CheckpointError: a folder, model, topology or dtype that cannot be used; nothing was started.
         SyncError: trainer and engine do not hold the same tensors.
     """
-    config, _ = read_hf_config(ModelConfig(path=str(model)))
+    config = read_hf_config(model)
     dtype = _dtype(dtype, config)
     layout = Layout(config, topology, spec)
     with _weights(model, layout, random) as read:

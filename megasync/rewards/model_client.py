@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megasync.concurrency.tasks import Backoff
-from megasync.errors import DataError, Refused, ServerError
+from megasync.errors import DataError, HttpStatusError, ServerError
 from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class RewardModelClient:
             self._running[server] += 1
             try:
                 return read(await server.post(path, body, timeout=self._timeout))
-            except Refused as refused:
+            except HttpStatusError as refused:
                 if refused.status in _BAD_REQUEST:
                     raise DataError(f"reward model {self._name!r} refused a request: {refused}") from refused
                 failures.append(str(refused))

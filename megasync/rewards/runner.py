@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from megasync.errors import DataError, ServerError
-from megasync.failures import asked_to_end
-from megasync.finite import finite_float
+from megasync.failures import cancellation_requested
 from megasync.importing import name_of
 from megasync.rewards.combine import combine
 from megasync.rewards.function import RewardFunction, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
-from megasync.trajectory import Trajectory
+from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class RewardRunner:
             problem = "ended its worker process (out of memory, or a crash in native code)"
             raise _error(function, uid, problem) from error
         except (Exception, asyncio.CancelledError) as error:  # whatever a user's function raises
-            if asked_to_end(error):
+            if cancellation_requested(error):
                 raise
             raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
         try:

@@ -28,7 +28,7 @@ import orjson
 
 from megasync.concurrency.tasks import Backoff
 from megasync.config.schema import ChatConfig, SamplingConfig
-from megasync.errors import ContextFull, DataError, InvalidAnswer, ServerError
+from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, ServerError
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
@@ -159,7 +159,7 @@ class RolloutClient:
         that the trainer scores.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, those that a trained response may not have,
-        or a prompt that a server calls wrong, ContextFull for one that leaves no room, KillsServers for one that did;
+        or a prompt that a server calls wrong, ContextLengthExceeded for one that leaves no room, PoisonPrompt for one that did;
         ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
@@ -168,7 +168,7 @@ class RolloutClient:
             check_trained(params, self._base["temperature"])
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
         if budget < 1:
-            raise ContextFull(
+            raise ContextLengthExceeded(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
             )
         params["max_new_tokens"] = budget

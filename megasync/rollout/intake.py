@@ -17,10 +17,9 @@ from itertools import compress
 from typing import Any
 
 from megasync.errors import DataError
-from megasync.finite import finite_float
 from megasync.importing import name_of
 from megasync.rollout.workflow import Workflow
-from megasync.trajectory import Trajectory
+from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 

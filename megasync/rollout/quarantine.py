@@ -4,7 +4,7 @@
                                         │  ▲
                                      suspected, waits ──▶ trial: alone at one server ──▶ completed | the server dies
                                                                                                         │
-                                                                                             guilty: KillsServers
+                                                                                             guilty: PoisonPrompt
 
     task    consumes                         produces                waits for
     ------  -------------------------------  ----------------------  ----------------------------------------------
@@ -32,7 +32,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.errors import KillsServers, MegasyncError
+from megasync.errors import MegasyncError, PoisonPrompt
 from megasync.files import atomic_write
 from megasync.rollout.suspects import Standing, Suspects
 
@@ -130,7 +130,7 @@ class Quarantine:
 
     @asynccontextmanager
     async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
-        """Around one generation. Raises KillsServers for a prompt that has been found to."""
+        """Around one generation. Raises PoisonPrompt for a prompt that has been found to."""
         ticket = Ticket(key, prompt, key)
         try:
             yield ticket
@@ -141,7 +141,7 @@ class Quarantine:
 
     async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
         """Before each request for it: the URL of the server that it must go to, None for the router; waits while the
-        prompt is held back. Raises KillsServers."""
+        prompt is held back. Raises PoisonPrompt."""
         url = await self._door(ticket)
         ticket.sent = self._clock()
         ticket.broke, ticket.explained, ticket.body = None, False, body
@@ -186,7 +186,7 @@ class Quarantine:
                 ticket.suspect = self._prompts.get(_digest(ticket.prompt), ticket.key)
             standing = self._suspects.standing(ticket.suspect)
             if standing is Standing.GUILTY:
-                raise KillsServers(self._crimes.setdefault(ticket.key, self._crimes[ticket.suspect]))
+                raise PoisonPrompt(self._crimes.setdefault(ticket.key, self._crimes[ticket.suspect]))
             if standing is Standing.FREE:
                 return None
             self._owed.setdefault(ticket.suspect, set()).add(ticket)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from megasync.errors import DataError, Refused, ServerError
+from megasync.errors import DataError, HttpStatusError, ServerError
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
 from megasync.serving.answers import converted
@@ -105,7 +105,7 @@ class ReplyParser:
                         try:
                             answer = await server.post(path, body, timeout=_ANSWER_SECONDS)
                             return converted(answer, form, server.url + path)
-                        except Refused as error:
+                        except HttpStatusError as error:
                             if error.status in _BAD_REQUEST:
                                 raise DataError(
                                     f"a tool's schema, or a format, that SGLang refuses: {error}"

@@ -33,7 +33,7 @@ from megasync.buffer import BufferClosed
 from megasync.concurrency.tasks import Backoff
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError, MegasyncError, ServerError
-from megasync.failures import UnknownErrors, asked_to_end, is_infrastructure
+from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
 from megasync.importing import name_of
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import DropWatch
@@ -111,7 +111,7 @@ class Rollouter:
         self._gate = RequestGate()
         self._tally = RolloutTally(schedule.groups_per_step, clock)
         self._drops = DropWatch(max_drop_share)
-        self._unknown = UnknownErrors()
+        self._unknown = UnexpectedErrors()
         self._partials = Partials()
         self._server_failures = 0
         self._groups: dict[str, asyncio.Task] = {}
@@ -367,7 +367,7 @@ class Rollouter:
             try:
                 trajectories = await self._attempt(prompt, index)
             except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
-                if asked_to_end(error):
+                if cancellation_requested(error):
                     raise
                 if is_infrastructure(error):
                     await self._after_servers(f"sample {index} of group {prompt.uid}", error, backoff)

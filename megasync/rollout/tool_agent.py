@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megasync.errors import ContextFull, DataError
+from megasync.errors import ContextLengthExceeded, DataError
 from megasync.rollout.generation import Reply
 from megasync.rollout.tools import Toolbox, as_tool
 from megasync.rollout.workflow import Workflow
@@ -37,7 +37,7 @@ def tool_agent(
         for turn in range(max_turns):
             try:
                 reply = await client.chat(messages, tools=toolbox.tools)
-            except ContextFull:
+            except ContextLengthExceeded:
                 if reply is None:
                     raise
                 ended["context_full"] = 1.0

@@ -23,7 +23,7 @@ import msgspec
 
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 from megasync.errors import ConfigError, DataError
-from megasync.failures import asked_to_end, is_infrastructure
+from megasync.failures import cancellation_requested, is_infrastructure
 from megasync.importing import name_of
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Toolbox:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} is not available: none of its {THREADS} earlier calls has ended."
         except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
-            if asked_to_end(error) or is_infrastructure(error):
+            if cancellation_requested(error) or is_infrastructure(error):
                 raise
             self.counts["errors"] += 1
             log.debug("the tool %s failed", call.name, exc_info=error)

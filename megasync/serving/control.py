@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megasync.errors import InvalidAnswer, Refused, ServerError
+from megasync.errors import HttpStatusError, InvalidAnswer, ServerError
 from megasync.serving.answers import read_bounded
 
 # Characters of a refused answer that go into the error.
@@ -40,7 +40,7 @@ class ServerControl:
         """The parsed JSON answer, or its text when it is not JSON. `timeout` is in seconds.
 
         Raises:
-            Refused: the server answered with an error status.
+            HttpStatusError: the server answered with an error status.
             InvalidAnswer: the answer is too long.
             ServerError: no answer within `timeout`, or the connection failed.
         """
@@ -88,7 +88,7 @@ class ServerControl:
             raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
         if status >= 400:
             shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")
-            raise Refused(f"{call}: status {status}: {shown}", status)
+            raise HttpStatusError(f"{call}: status {status}: {shown}", status)
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:

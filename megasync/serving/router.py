@@ -26,7 +26,7 @@ import msgspec
 
 from megasync.config.access import Keys, check_certificates, router_trust
 from megasync.config.schema import ClusterConfig
-from megasync.errors import Refused, ServerError
+from megasync.errors import HttpStatusError, ServerError
 from megasync.serving.answers import converted
 from megasync.serving.control import ServerControl
 from megasync.serving.process import Service, free_port
@@ -199,7 +199,7 @@ class RouterMembers:
     async def _remove(self, worker: str) -> None:
         try:
             await self._control.delete(f"/workers/{worker}", timeout=ANSWER_SECONDS)
-        except Refused as error:
+        except HttpStatusError as error:
             # An earlier removal of the same server has completed in the meantime.
             if error.status != 404:
                 raise

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megasync.config.schema import RewardModelConfig, RolloutConfig
-from megasync.errors import Refused, ServerError
+from megasync.errors import HttpStatusError, ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE
 from megasync.serving.process import Service
@@ -247,7 +247,7 @@ class SGLangServer(Service):
         anonymous = ServerControl(self.url)
         try:
             await anonymous.get(CLOSED_ROUTE, timeout=30.0)
-        except Refused as refused:
+        except HttpStatusError as refused:
             if refused.status == 401:
                 return
         finally:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megasync.config.schema import SyncConfig
-from megasync.errors import Disagreement, ParityError, ServerError
+from megasync.errors import ParityError, ServerError, ServerParityError
 from megasync.sync.choose import WeightSync
 from megasync.sync.parity import compare
 
@@ -37,7 +37,7 @@ class Publisher:
     """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
 
     A server that alone disagrees with the trainer is a fault of that server; that all do, of the weights. So a ParityError
-    means that no server agreed when it was last asked, and a Disagreement that the version is published on all others.
+    means that no server agreed when it was last asked, and a ServerParityError that the version is published on all others.
     The servers change while a run goes on; `servers` are those that the transport was made with.
     """
 
@@ -89,13 +89,13 @@ class Publisher:
             # A server that came up meanwhile has not been brought the version.
             try:
                 metrics |= await self.check_parity(version, report.servers)
-            except Disagreement as found:
-                raise Disagreement(found.reasons, metrics | found.metrics) from found
+            except ServerParityError as found:
+                raise ServerParityError(found.reasons, metrics | found.metrics) from found
         return metrics
 
     async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         """Compares trainer and servers on the probe prompts. Raises ParityError with both numbers when no server agrees,
-        Disagreement when some do.
+        ServerParityError when some do.
 
         A server that does not answer is left out: it holds the version, and its health is somebody else's business.
         """
@@ -124,7 +124,7 @@ class Publisher:
             raise next(iter(reasons.values()))
         if reasons:
             agree = f"{len(self._agree)} other servers agree with the trainer (sync.parity_threshold)"
-            raise Disagreement({url: f"{error}; {agree}" for url, error in reasons.items()}, metrics)
+            raise ServerParityError({url: f"{error}; {agree}" for url, error in reasons.items()}, metrics)
         return metrics
 
     async def _ask(self, server: ServerControl) -> list[list[float]] | None:

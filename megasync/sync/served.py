@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from megasync.errors import Refused, ServerError, SyncError
+from megasync.errors import HttpStatusError, ServerError, SyncError
 from megasync.sync.attempt import Attempt
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ async def begin_update(server: ServerControl, seconds: float) -> None:
     """Opens a weight update. One that is open already was left by a driver that is gone, and is closed. Raises ServerError."""
     try:
         await server.post("/begin_weight_update", {}, timeout=seconds)
-    except Refused as error:
+    except HttpStatusError as error:
         log.warning("%s may have been left inside a weight update, which is closed now: %s", server.url, error)
         await server.post("/end_weight_update", {}, timeout=seconds)
         await server.post("/begin_weight_update", {}, timeout=seconds)

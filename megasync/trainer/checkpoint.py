@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megasync.errors import CheckpointError
-from megasync.files import atomic_write, rename_to_disk, to_disk
+from megasync.files import atomic_write, durable_rename, fsync
 from megasync.layout.layout import Layout
 from megasync.layout.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
 from megasync.trainer.collectives import all_agree, first_failure
@@ -162,9 +162,9 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
     atomic_write(partial / LAYOUT, json.dumps(describe(shard.layout, shard.dtype), indent=1))
     atomic_write(partial / STATE, json.dumps(state, indent=1))
     atomic_write(partial / MARKER, "")
-    rename_to_disk(partial, path)
+    durable_rename(partial, path)
     # The folder of all checkpoints may be new too.
-    to_disk(path.parent.parent)
+    fsync(path.parent.parent)
 
 
 def load(

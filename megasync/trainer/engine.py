@@ -12,7 +12,6 @@ quarter of the float32 time; and the weights that train are bit for bit those th
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError, TrainingError
 from megasync.layout.layout import Layout
+from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
@@ -361,18 +361,3 @@ class MegatronEngine:
     def close(self) -> None:
         """Forgets Megatron's process groups; they end with torch.distributed.destroy_process_group."""
         parallel_state.destroy_model_parallel()
-
-
-def read_hf_config(path: str) -> dict[str, Any]:
-    """The config.json of a model folder.
-
-    Raises:
-        ConfigError: there is no such folder, or no readable config.json in it.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"model.path is {path!r}, which has no config.json; give the folder of a Hugging Face model")
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error

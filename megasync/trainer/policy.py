@@ -26,7 +26,7 @@ import torch
 from megasync.algorithms.advantages import group_advantages
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import NotFinite, TrainingError
+from megasync.errors import NonFiniteError, TrainingError
 from megasync.files import atomic_write
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
@@ -103,7 +103,7 @@ class PolicyTrainer:
             version: of the weights that train now; staleness is counted from it.
 
         Raises:
-            NotFinite: more steps in a row than allowed were not.
+            NonFiniteError: more steps in a row than allowed were not.
             TrainingError: a group has fewer than two rewards.
         """
         start = time.monotonic()
@@ -215,7 +215,7 @@ class PolicyTrainer:
             self._dump(members, name, loss, grad_norm)
         self._skips_left -= 1
         if self._skips_left < 0:
-            raise NotFinite(
+            raise NonFiniteError(
                 f"{self._skips_allowed + 1} optimizer steps in a row had a loss or gradient that is not finite "
                 f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name}, with {values}; the batches "
                 f"are in {self._dump_dir}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megasync.device import Device, own_stream, point_in_stream, wait_for
+from megasync.device import Device, record_event, side_stream, wait_event
 from megasync.errors import TrainingError
 from megasync.trainer.model import PolicyModel, named_weights
 
@@ -88,7 +88,7 @@ class ReferenceWeights:
         """
         device = self._device.torch_device
         buffers = [torch.empty(self._slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        ready = point_in_stream(device)
+        ready = record_event(device)
         use = _Pass([_Slot(buffer, read=ready) for buffer in buffers])
         hooks = [hook for order in self._order for hook in self._hooks(order, use)]
         try:
@@ -100,7 +100,7 @@ class ReferenceWeights:
                 tensor.data = own
             # The slots' memory goes back to this stream, so copies into it must have ended before that.
             for slot in use.slots:
-                wait_for(slot.filled, device)
+                wait_event(slot.filled, device)
         for order in self._order:
             runs = {use.runs.get(module, 0) for module, _ in order}
             if len(runs) > 1:
@@ -115,7 +115,7 @@ class ReferenceWeights:
             def enter(module: torch.nn.Module, _: Any, block: _Block = block, following: _Block = following) -> None:
                 use.runs[module] = use.runs.get(module, 0) + 1
                 slot = self._filled(use, block)
-                wait_for(slot.filled, slot.buffer.device)
+                wait_event(slot.filled, slot.buffer.device)
                 for tensor, part in zip(block.tensors, _parts(block, slot.buffer), strict=True):
                     use.swapped.setdefault(tensor, tensor.data)
                     tensor.data = part
@@ -126,7 +126,7 @@ class ReferenceWeights:
                 for tensor in block.tensors:
                     tensor.data = use.swapped.pop(tensor)
                 slot = next(slot for slot in use.slots if slot.holds is block)
-                slot.read = point_in_stream(slot.buffer.device)
+                slot.read = record_event(slot.buffer.device)
 
             yield module.register_forward_pre_hook(enter)
             yield module.register_forward_hook(leave)
@@ -138,10 +138,10 @@ class ReferenceWeights:
                 return slot
         slot = next(slot for slot in use.slots if slot is not busy)
         device = slot.buffer.device
-        with own_stream(device):
-            wait_for(slot.read, device)
+        with side_stream(device):
+            wait_event(slot.read, device)
             slot.buffer[: block.kept.nbytes].copy_(block.kept, non_blocking=True)
-            slot.filled = point_in_stream(device)
+            slot.filled = record_event(device)
         slot.holds = block
         # The slot that was filled longest ago is the first to be filled again.
         use.slots.remove(slot)

@@ -12,7 +12,7 @@ from killed import cut_short
 
 import megasync
 from megasync import files
-from megasync.files import atomic_write, rename_to_disk, to_disk, tree_to_disk
+from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_the_content_is_on_disk_before_its_name_and_the_name_before_the_return(
     order.clear()
     (tmp_path / "draft" / "below").mkdir(parents=True)
     (tmp_path / "draft" / "below" / "file").touch()
-    tree_to_disk(tmp_path / "draft")
-    rename_to_disk(tmp_path / "draft", tmp_path / "done")
+    fsync_tree(tmp_path / "draft")
+    durable_rename(tmp_path / "draft", tmp_path / "done")
     assert order == ["below", "file", "draft", "rename", tmp_path.name]
 
 
@@ -100,29 +100,29 @@ def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(
         raise OSError(errno.EINVAL, "cannot")
 
     monkeypatch.setattr(os, "fsync", fail)
-    to_disk(tmp_path)
+    fsync(tmp_path)
     (tmp_path / "a").touch()
     with pytest.raises(OSError, match="cannot"):
-        to_disk(tmp_path / "a")
+        fsync(tmp_path / "a")
 
 
-# Other ways to write a file, and why each of these is none of a run's small files.
-OTHERWISE = {
+# Modules that write files in another way, and why.
+OTHER_WRITERS = {
+    "app/run_lock.py": "the lock itself: its inode must stay",
+    "chaos/inject.py": "fills up a disk",
+    "chaos/run.py": "a log, appended to",
+    "evaluation/show.py": "answers, appended to while the evaluation runs",
     "files.py": "atomic_write itself",
-    "chaos.py": "a log, appended to",
-    "inject.py": "filler of a disk that is to be full",
     "launch/node.py": "copies of logs",
-    "observe/evaluation.py": "answers, appended to while the evaluation goes on",
     "observe/metrics.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",
-    "preflight/cluster_checks.py": "a probe of a shared folder, removed again",
+    "preflight/cluster_checks.py": "a probe of a shared folder, removed afterwards",
     "rewards/sandbox_child.py": "a program's scratch folder, and what the kernel reads of its namespaces",
-    "rollout/engine_blueprint.py": "a scratch folder of two processes",
-    "rollout/process.py": "a log, appended to",
-    "run_lock.py": "the lock itself: its inode must stay",
+    "serving/engine_blueprint.py": "a scratch folder of two processes",
+    "serving/process.py": "a log, appended to",
     "sim/ranks.py": "a simulated checkpoint",
-    "sync/disk_writer.py": "weights, with their own sync, in a folder that is sealed later",
-    "trainer/checkpoint.py": "a shard, with its own sync, in a folder that is renamed later",
+    "sync/disk/writer.py": "weights, with their own fsync, in a folder that is sealed later",
+    "trainer/checkpoint.py": "a shard, with its own fsync, in a folder that is renamed later",
 }
 
 
@@ -133,8 +133,8 @@ def test_no_module_writes_a_small_file_in_another_way() -> None:
         lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if _writes(node)]
         if lines:
             found[str(path.relative_to(root))] = lines
-    assert found.keys() <= OTHERWISE.keys(), f"use megasync.files.atomic_write, or say why not: {found}"
-    assert OTHERWISE.keys() <= found.keys(), "a reason without a writer"
+    assert found.keys() <= OTHER_WRITERS.keys(), f"use megasync.files.atomic_write, or say why not: {found}"
+    assert OTHER_WRITERS.keys() <= found.keys(), "a reason without a writer"
 
 
 def _writes(node: ast.AST) -> bool:

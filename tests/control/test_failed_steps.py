@@ -12,7 +12,7 @@ from controller_rig import FakeTrainer, Rig
 from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.control.progress import Progress
 from megasync.control.recovery import write_failed_batch
-from megasync.errors import NotFinite, TrainingError
+from megasync.errors import NonFiniteError, TrainingError
 from megasync.trajectory import Group, Trajectory
 
 POISON = "0:3"
@@ -67,10 +67,10 @@ async def test_none_is_set_aside_with_zero() -> None:
 async def test_too_many_steps_that_are_not_finite_end_the_run_at_once() -> None:
     class Diverged(FakeTrainer):
         async def step(self, groups, step, version):
-            raise NotFinite("4 optimizer steps in a row had a loss or gradient that is not finite")
+            raise NonFiniteError("4 optimizer steps in a row had a loss or gradient that is not finite")
 
     rig = Rig(trainer=Diverged())
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteError):
         await rig.run()
     assert (rig.trainer.restarts, (await rig.buffer.counts())["dropped"]) == (0, {})
 

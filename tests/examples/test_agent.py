@@ -8,7 +8,7 @@ from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.prompts import UNMARKED
 from trajectories import trajectory
 
-from megasync.errors import ContextFull
+from megasync.errors import ContextLengthExceeded
 from megasync.failures import is_infrastructure
 from megasync.rollout.tools import ToolCall
 
@@ -145,10 +145,10 @@ async def test_the_turns_are_limited_and_no_answer_is_worth_nothing():
 
 
 async def test_a_full_context_ends_the_sample_with_what_there_is():
-    _, _, episode, found = await play(search("a"), ContextFull("full"))
+    _, _, episode, found = await play(search("a"), ContextLengthExceeded("full"))
     assert (found["context_full"], found["answered"], episode.reward) == (1.0, 0.0, 0.0)
-    with pytest.raises(ContextFull):
-        await play(ContextFull("full"))
+    with pytest.raises(ContextLengthExceeded):
+        await play(ContextLengthExceeded("full"))
 
 
 async def test_searches_are_refined_and_shown_whole_where_that_fails():

@@ -36,8 +36,4 @@ def test_a_wheel_has_the_code_the_patches_and_the_entry_points(tmp_path):
     code = {str(path.relative_to(ROOT)) for path in ROOT.glob("megasync/**/*.py")}
     patches = {f"megasync_{path.relative_to(ROOT)}" for path in ROOT.glob("patches/**/*.py")}
     assert code | patches <= names
-    assert (
-        "megasync = megasync.cli.commands:main" in points
-        and "[sglang.srt.plugins]" in points
-        and "[verl.plugins]" in points
-    )
+    assert "megasync = megasync.cli:main" in points and "[sglang.srt.plugins]" in points and "[verl.plugins]" in points

@@ -12,7 +12,7 @@ from tiny_models import byte_tokenizer
 from trajectories import trajectory
 
 from megasync.config.schema import RewardModelConfig
-from megasync.errors import ConfigError, DataError, InvalidAnswer, Refused, ServerError
+from megasync.errors import ConfigError, DataError, HttpStatusError, InvalidAnswer, ServerError
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rewards import model_client as module
 from megasync.rewards.model_client import RewardModelClient
@@ -180,7 +180,7 @@ async def test_requests_are_bounded_and_go_to_the_least_busy_server():
     assert [server.asked for server in servers] == [20, 20]
 
 
-@pytest.mark.parametrize("failure", [ServerError("connection reset"), Refused("overloaded", 503)])
+@pytest.mark.parametrize("failure", [ServerError("connection reset"), HttpStatusError("overloaded", 503)])
 async def test_what_one_server_fails_another_answers(failure):
     bad, good = FakeServer("bad", lambda *_: failure), FakeServer("good", length)
     client = client_of(bad, good)
@@ -205,7 +205,7 @@ async def test_requests_wait_for_a_server_and_leave_one_that_is_gone():
 
 
 async def test_a_refused_request_is_a_fault_of_the_data_and_silence_one_of_the_servers():
-    refusing = client_of(FakeServer("a", lambda *_: Refused("too long", 400)))
+    refusing = client_of(FakeServer("a", lambda *_: HttpStatusError("too long", 400)))
     with pytest.raises(DataError, match="'grader' refused a request: too long"):
         await refusing.ask("/classify", {}, dict)
     silent = client_of(FakeServer("a", lambda *_: ServerError("reset")), timeout=0.05)

@@ -10,7 +10,7 @@ import pytest
 from fake_sglang import FakeSGLang, complete
 
 from megasync.config.schema import SamplingConfig
-from megasync.errors import KillsServers, ServerError
+from megasync.errors import PoisonPrompt, ServerError
 from megasync.evaluation.evaluate import HeldOutSet, evaluate
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
@@ -103,12 +103,12 @@ async def serving(folder, **options):
 
 async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_crowd_and_two_alone(tmp_path, caplog):
     async with serving(tmp_path / "poison") as (client, servers, quarantine), asyncio.timeout(PATIENCE):
-        with pytest.raises(KillsServers, match=r"prompt 0:7 was in flight at 2 deaths .* the only one at 2 more"):
+        with pytest.raises(PoisonPrompt, match=r"prompt 0:7 was in flight at 2 deaths .* the only one at 2 more"):
             await client.generate([POISON, 1], routing_key="0:7", temperature=0.5)
         assert servers.deaths == ["router", "router", "alone", "alone"]
         assert servers.excused == [0] * 4
         # The same prompt again, such as in the next epoch: no server sees it.
-        with pytest.raises(KillsServers):
+        with pytest.raises(PoisonPrompt):
             await client.generate([POISON, 1], routing_key="1:7")
         assert len(servers.deaths) == 4
         assert not servers.isolated
@@ -127,9 +127,9 @@ async def test_a_prompt_held_back_as_a_suspect_holds_back_the_same_prompt_under_
         first = asyncio.create_task(client.generate([POISON, 1], routing_key="0:7"))
         while len(servers.deaths) < 2:
             await asyncio.sleep(0.001)
-        with pytest.raises(KillsServers):
+        with pytest.raises(PoisonPrompt):
             await client.generate([POISON, 1], routing_key="1:7")
-        with pytest.raises(KillsServers):
+        with pytest.raises(PoisonPrompt):
             await first
         assert quarantine.crime("0:7") == quarantine.crime("1:7")
         assert servers.deaths.count("router") == 2
@@ -140,7 +140,7 @@ async def test_bystanders_of_a_killer_complete(tmp_path):
         bystander = asyncio.create_task(client.generate([SLOW], routing_key="0:1"))
         while not servers.running:
             await asyncio.sleep(0.001)
-        with pytest.raises(KillsServers):
+        with pytest.raises(PoisonPrompt):
             await client.generate([POISON], routing_key="0:2")
         servers.finish.set()
         answer = await bystander
@@ -205,7 +205,7 @@ async def test_time_at_the_door_is_no_time_of_the_request(tmp_path):
     async with serving(tmp_path) as (client, _, _), asyncio.timeout(PATIENCE):
         client._timeout = 0.5
         client._quarantine._verdict_seconds = 0.8
-        with pytest.raises(KillsServers):
+        with pytest.raises(PoisonPrompt):
             await client.generate([POISON], routing_key="0:7")
 
 

@@ -10,7 +10,7 @@ from tiny_models import byte_tokenizer
 
 from megasync.app.workload import _configured_workflow
 from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
-from megasync.errors import ContextFull, DataError, ServerError
+from megasync.errors import ContextLengthExceeded, DataError, ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.requests import RequestGate, SampleClient
 from megasync.rollout.tool_agent import tool_agent
@@ -129,7 +129,7 @@ async def test_a_full_context_ends_the_sample_with_what_there_is(fake):
 
 
 async def test_a_prompt_that_fills_the_context_alone_is_an_error(fake):
-    with pytest.raises(ContextFull):
+    with pytest.raises(ContextLengthExceeded):
         await Rig(fake, [], context_length=50).play(tool_agent([add]))
 
 

@@ -14,7 +14,15 @@ from megasync.config import Config
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
-from megasync.errors import CheckpointError, DataError, Disagreement, MegasyncError, RankLost, SyncError, TrainingError
+from megasync.errors import (
+    CheckpointError,
+    DataError,
+    MegasyncError,
+    RankLost,
+    ServerParityError,
+    SyncError,
+    TrainingError,
+)
 from megasync.sync.attempt import PublishError
 from megasync.trajectory import Group, Trajectory
 
@@ -255,7 +263,7 @@ class FakePublisher:
         self.versions.append(version)
         metrics = {"sync/version": float(version)}
         if wrong := self._disagree.pop(version, None):
-            raise Disagreement(dict.fromkeys(wrong, "off by 3 nats"), metrics)
+            raise ServerParityError(dict.fromkeys(wrong, "off by 3 nats"), metrics)
         return metrics
 
     def forget_ranks(self) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megasync.config.schema import SyncConfig
-from megasync.errors import Disagreement, ParityError, ServerError
+from megasync.errors import ParityError, ServerError, ServerParityError
 from megasync.sync.attempt import SyncReport
 from megasync.sync.publisher import Publisher
 
@@ -83,7 +83,7 @@ async def test_a_server_that_alone_disagrees_is_named_and_the_version_is_publish
     publisher, _ = make_publisher([], wrong=("b",))
     for url in "abc":
         publisher.add(server(url))
-    with pytest.raises(Disagreement, match=r"b, version 4: .* differ by nan .*; 2 other servers agree") as found:
+    with pytest.raises(ServerParityError, match=r"b, version 4: .* differ by nan .*; 2 other servers agree") as found:
         await publisher.publish(4)
     assert list(found.value.reasons) == ["b"]
     assert found.value.metrics["sync/parity"] == 0.0
@@ -99,7 +99,7 @@ async def test_when_all_servers_disagree_the_weights_are_wrong():
     wrong |= {"a", "b"}
     with pytest.raises(ParityError, match="a, version 2") as error:
         await publisher.publish(2)
-    assert not isinstance(error.value, Disagreement)
+    assert not isinstance(error.value, ServerParityError)
 
 
 async def test_a_joiner_is_judged_by_the_servers_that_agreed_before_it_came():
@@ -107,7 +107,7 @@ async def test_a_joiner_is_judged_by_the_servers_that_agreed_before_it_came():
     publisher.add(server("a"))
     await publisher.publish(1)
     publisher.add(server("late"))
-    with pytest.raises(Disagreement):
+    with pytest.raises(ServerParityError):
         await publisher.publish(1, only=["late"])
     publisher.remove("a")
     with pytest.raises(ParityError, match="late, version 1"):

@@ -223,7 +223,7 @@ def test_waits_for_messages_hold_up_no_other_stream_and_a_commit_is_over_when_it
         arrived(*args)
 
     arrived = receiving._wait
-    monkeypatch.setattr(receiving, "own_stream", fake_stream)
+    monkeypatch.setattr(receiving, "side_stream", fake_stream)
     monkeypatch.setattr(receiving, "_wait", wait)
     w = wires()
     monkeypatch.setattr(receiving, "finish", finished.append)

@@ -106,7 +106,7 @@ def test_a_draft_that_is_discarded_while_it_is_sealed_never_gets_a_final_name(wo
         sealing.set()
         discarded.wait(10)
 
-    monkeypatch.setattr(version_folders, "to_disk", slow)
+    monkeypatch.setattr(version_folders, "fsync", slow)
     failure = []
 
     def seal():

@@ -41,7 +41,7 @@ def fake_cuda(monkeypatch):
 def test_a_side_stream_is_one_of_high_priority_for_ever(fake_cuda):
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for where in (first, first, second):
-        device.own_stream(where)
+        device.side_stream(where)
     one, again, other = fake_cuda.entered
     assert one is again
     assert (one.where, one.priority) == (first, -1)
@@ -49,11 +49,11 @@ def test_a_side_stream_is_one_of_high_priority_for_ever(fake_cuda):
 
 
 def test_only_a_gpu_is_waited_for(fake_cuda):
-    device.finish(torch.device("cpu"))
-    with device.own_stream(torch.device("cpu")):
+    device.synchronize(torch.device("cpu"))
+    with device.side_stream(torch.device("cpu")):
         pass
     assert (fake_cuda.waited, fake_cuda.entered) == ([], [])
-    device.finish(torch.device("cuda", 0))
+    device.synchronize(torch.device("cuda", 0))
     assert fake_cuda.waited == ["current"]
 
 

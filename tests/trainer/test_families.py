@@ -243,6 +243,6 @@ def test_the_balancing_loss_is_switch_transformers_and_ignores_padding_and_maske
 
 def layout_of(path, options):
     from megasync.config.schema import TrainerConfig
-    from megasync.trainer.engine import read_hf_config
+    from megasync.layout.model_files import read_hf_config
 
     return Layout(read_hf_config(path), Topology.from_config(TrainerConfig(**options)))

@@ -8,8 +8,9 @@ import torch
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import Device, resolve_device
 from megasync.errors import ConfigError
+from megasync.layout.model_files import read_hf_config
 from megasync.trainer.architecture import rope_parameters
-from megasync.trainer.engine import MegatronEngine, read_hf_config
+from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.rotary import attention_factor, inverse_frequencies
 
@@ -95,10 +96,10 @@ def test_partial_frequencies_are_hugging_faces(stated):
 
 
 def test_a_missing_model_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*has no config.json"):
+    with pytest.raises(ConfigError, match="nowhere.*is no folder on this machine"):
         read_hf_config(str(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
         read_hf_config(str(tmp_path))
 
 

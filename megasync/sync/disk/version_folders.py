@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.errors import SyncError
-from megasync.files import atomic_write, rename_to_disk, to_disk
+from megasync.files import atomic_write, durable_rename, fsync
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
 from megasync.sync.broadcast.plan import BroadcastPlan
 
@@ -95,10 +95,10 @@ class VersionFolders:
             atomic_write(draft / MANIFEST, json.dumps(manifest, indent=2))
             for path in draft.iterdir():
                 if path.name not in files:
-                    to_disk(path)
-            to_disk(draft)
+                    fsync(path)
+            fsync(draft)
             sealed = draft.with_name(draft.name.removesuffix(_DRAFT))
-            rename_to_disk(draft, sealed)
+            durable_rename(draft, sealed)
         except OSError as error:
             raise SyncError(f"{draft} cannot be completed: {error}") from error
         return sealed

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megasync.device import finish, own_stream
+from megasync.device import side_stream, synchronize
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.sync.disk import delta
@@ -109,7 +109,7 @@ class Receiver:
             # An engine in inference mode would make a tensor that another thread may not write to.
             with torch.inference_mode(False):
                 self._arena = torch.zeros(program.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
-            finish(self._wire)
+            synchronize(self._wire)
         return {"stages": stages, "bytes": program.nbytes}
 
     def _check_idle(self) -> None:
@@ -130,7 +130,7 @@ class Receiver:
         def run() -> None:
             start = time.monotonic()
             try:
-                with own_stream(self._wire):
+                with side_stream(self._wire):
                     links = self._fill_arena(program, given, stage)
                     stage.seconds["total"] = time.monotonic() - start
                     self._base = stage.attempt
@@ -329,7 +329,7 @@ class Receiver:
         else:
             torch._foreach_copy_(*self._copies(program, params), non_blocking=True)
         # The arena may be written again as soon as this is answered.
-        finish(self._wire)
+        synchronize(self._wire)
 
     def _present_forms(self, program: Program) -> dict[str, tuple]:
         params = self._params()
