@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -19,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=TIERS,
         default="standard",
-        help="fast: no real servers, ranks or runs. standard (default): what CI runs. full: matrices, long faults and soak",
+        help="fast: starts no Python processes. standard (default): what CI runs. full: matrices, long faults and soak",
     )
 
 
@@ -35,6 +39,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if above:
         config.hook.pytest_deselected(items=above)
         items[:] = [item for item in items if item not in set(above)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--tier") == "fast":
+        sys.addaudithook(refuse_python_processes)
+
+
+def refuse_python_processes(event: str, arguments: tuple) -> None:
+    """Keeps interpreters, and thus ranks and servers, out of the fast tier. Short programs of the system may run."""
+    if event != "subprocess.Popen" or "PYTEST_CURRENT_TEST" not in os.environ:
+        return
+    program = Path(os.fsdecode(arguments[0])).name
+    if program.startswith("python") or program in ("megasync", "ray", "uv"):
+        raise AssertionError(f"a test of the fast tier starts {program}: mark it with pytest.mark.processes")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

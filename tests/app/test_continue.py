@@ -81,6 +81,7 @@ def test_a_run_whose_folder_is_gone_is_an_error(config: Config, name: Path, tmp_
         AsyncTrainer.begin_or_resume(config, name)
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_name_of_the_run_as_it_was(tmp_path: Path, name: Path) -> None:
     setup = """
 from pathlib import Path

@@ -16,6 +16,7 @@ from megasync.errors import ConfigError
 HOLD = "import sys, time; from megasync.app.run_lock import RunLock; lock = RunLock(sys.argv[1]); lock.__enter__(); print('held', flush=True); time.sleep(600)"
 
 
+@pytest.mark.processes
 def test_a_second_driver_is_refused_by_name_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

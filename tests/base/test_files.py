@@ -27,6 +27,7 @@ def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) 
     assert sorted(found.name for found in tmp_path.iterdir()) == ["a", "link"]
 
 
+@pytest.mark.processes
 def test_a_kill_at_any_line_or_a_full_disk_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     setup = """
 from megasync.files import atomic_write

@@ -255,6 +255,7 @@ def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
         begin_ledger(path, 0, 0, {}, {})
 
 
+@pytest.mark.processes
 def test_whatever_ends_the_first_second_leaves_no_ledger_or_a_whole_one(tmp_path):
     setup = """
 from megasync.buffer import resume

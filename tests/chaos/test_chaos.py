@@ -97,6 +97,7 @@ def test_a_slow_process_may_end_meanwhile(sleeper: psutil.Process) -> None:
         sleeper.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_run_is_slowed_and_the_time_to_its_next_step_is_taken(tmp_path: Path) -> None:
     experiment = chaos(tmp_path, slow=True)
     faults, status = run(experiment)
@@ -160,6 +161,7 @@ def test_a_folder_or_a_shared_mount_is_not_filled(shared: str, tmp_path: Path) -
         Disk.of(folder, folder / "runs")
 
 
+@pytest.mark.processes
 @as_root
 def test_a_run_that_a_full_disk_ends_is_resumed_once_there_is_room(small_disk: Path) -> None:
     said: list[str] = []

@@ -67,6 +67,7 @@ def test_help_of_a_command_has_an_example(command):
     assert f"megasync {command}" in result.output
 
 
+@pytest.mark.processes
 def test_help_loads_nothing_heavy():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom megasync import cli\n"
@@ -76,6 +77,7 @@ def test_help_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.processes
 def test_an_error_is_one_message_on_stderr_and_status_2():
     result = run("plan", "configs/qwen3_8b_math.yaml", "trainer.tensor_paralel=2")
     assert result.returncode == 2
@@ -84,22 +86,26 @@ def test_an_error_is_one_message_on_stderr_and_status_2():
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.processes
 def test_the_traceback_is_there_for_those_who_ask():
     result = run("plan", "nowhere.yaml", MEGASYNC_DEBUG="1")
     assert "Traceback" in result.stderr and "nowhere.yaml" in result.stderr and result.returncode != 0
 
 
+@pytest.mark.processes
 def test_a_missing_argument_is_explained():
     result = run("train")
     assert result.returncode == 2 and "CONFIG" in result.stderr
 
 
+@pytest.mark.processes
 def test_training_refuses_before_anything_starts(tmp_path):
     result = run("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits", f"run_root={tmp_path}/runs")
     assert result.returncode == 2 and "megasync fetch digits" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.processes
 def test_plan_prints_the_plan_with_overrides_applied():
     result = run("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
     assert result.returncode == 2

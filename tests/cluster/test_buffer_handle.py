@@ -23,6 +23,8 @@ from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, TrainingError
 from megasync.trajectory import Group, Partial, Trajectory
 
+pytestmark = pytest.mark.processes
+
 SCHEDULE = ScheduleConfig(groups_per_step=2, max_staleness=1)
 PATIENCE = 60.0
 

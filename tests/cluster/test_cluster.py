@@ -96,6 +96,7 @@ async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
     pools.remove()
 
 
+@pytest.mark.processes
 async def test_calls_reach_every_member_in_slot_order(workers: Actors) -> None:
     answers = await workers.call("whoami", timeout=60)
     assert [slot for slot, _ in answers] == [0, 1]
@@ -104,6 +105,7 @@ async def test_calls_reach_every_member_in_slot_order(workers: Actors) -> None:
     assert (await workers.call_one(1, "whoami", timeout=60))[0] == 1
 
 
+@pytest.mark.processes
 async def test_our_own_errors_come_back_as_they_were_and_others_say_who_failed_where(workers: Actors) -> None:
     with pytest.raises(DataError, match="slot 1 refuses"):
         await workers.call("refuse", 1, timeout=60)
@@ -111,6 +113,7 @@ async def test_our_own_errors_come_back_as_they_were_and_others_say_who_failed_w
         await workers.call("crash", timeout=60)
 
 
+@pytest.mark.processes
 async def test_a_member_that_is_late_or_dead_is_named(workers: Actors) -> None:
     await workers.call("whoami", timeout=60)
     with pytest.raises(TrainingError, match=r"fake \[1\] did not finish sleep\(\) within 1 s"):
@@ -119,6 +122,7 @@ async def test_a_member_that_is_late_or_dead_is_named(workers: Actors) -> None:
         await workers.call_one(0, "die", timeout=60)
 
 
+@pytest.mark.processes
 async def test_a_pool_that_does_not_fit_says_what_the_cluster_has(cluster: None) -> None:
     pools = Pools({"trainer": PoolSpec("trainer", slots=64, devices=1, slots_per_node=64)}, "cpu")
     with pytest.raises(MegasyncError, match=r"pool 'trainer' needs 1 node\(s\) with \{'CPU': 64\} each.*cluster has"):
@@ -126,6 +130,7 @@ async def test_a_pool_that_does_not_fit_says_what_the_cluster_has(cluster: None)
     pools.remove()
 
 
+@pytest.mark.processes
 async def test_the_buffer_actor_keeps_the_buffers_waits(cluster: None) -> None:
     config = Config()
     config.schedule.groups_per_step, config.schedule.max_staleness = 1, 0

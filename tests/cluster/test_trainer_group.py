@@ -20,6 +20,8 @@ from megasync.errors import RankLost, TrainingError
 from megasync.models import fetch
 from megasync.trajectory import Group, Trajectory
 
+pytestmark = pytest.mark.processes
+
 PROBE = [[3, 4, 5, 6]]
 # A rank that answers nobody is given up after this long.
 TRAIN_STEP_SECONDS = 15.0

@@ -12,7 +12,11 @@ from megasync.environments import EnvironmentPool
 from megasync.errors import DataError
 
 ROW = {"goal": 2}
-KINDS = [("thread", envs.Counter), ("process", envs.Counter), ("thread", envs.AsyncCounter)]
+KINDS = [
+    ("thread", envs.Counter),
+    pytest.param("process", envs.Counter, marks=pytest.mark.processes),
+    ("thread", envs.AsyncCounter),
+]
 
 
 @pytest.fixture
@@ -95,6 +99,7 @@ async def test_what_is_no_step_is_an_error(make_pool, action, message):
         await play(make_pool(), action)
 
 
+@pytest.mark.processes
 async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make_pool):
     pool = make_pool("process", size=1)
     await play(pool)
@@ -141,7 +146,7 @@ async def test_an_error_of_the_workflows_own_costs_no_environment(make_pool):
     assert pool.made == 1
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.processes)])
 async def test_an_environment_that_cannot_be_made_says_why(make_pool, isolation):
     with pytest.raises(DataError, match="reset raised ValueError: no licence"):
         await play(make_pool(isolation, refuse=True))

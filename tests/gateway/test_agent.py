@@ -294,6 +294,7 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
         await asyncio.wait_for(call, 5)
 
 
+@pytest.mark.processes
 async def test_a_program_of_its_own_is_an_agent_too(rig):
     rig.write("x")
     program = (

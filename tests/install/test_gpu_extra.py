@@ -36,6 +36,7 @@ def test_patches_accept_the_versions_that_sglang_pins():
             assert any(release in pins[patch.package] for release in (*patch.versions, *patch.mended)), patch.name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("python", MEGATRON)
 def test_it_resolves(python):
     options = ["--extra", "gpu", "--python-version", python, "--python-platform", PLATFORM, "--no-header", "--quiet"]

@@ -40,6 +40,7 @@ def test_a_collector_that_was_off_stays_off():
         gc.unfreeze()
 
 
+@pytest.mark.processes
 def test_the_router_starts_without_torch():
     *_, launch, _ = Router(["http://127.0.0.1:1"], "round_robin", "127.0.0.1", 0, "log").command()
     imports = launch.partition("setproctitle(")[0]

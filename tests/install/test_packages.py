@@ -7,6 +7,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -21,6 +23,7 @@ def test_every_extra_is_in_the_table_of_the_documentation():
     assert [extra for extra in PROJECT["project"]["optional-dependencies"] if f"| `{extra}` |" not in page] == []
 
 
+@pytest.mark.processes
 def test_a_wheel_has_the_code_the_patches_and_the_entry_points(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

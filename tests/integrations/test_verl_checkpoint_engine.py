@@ -132,10 +132,12 @@ async def test_weights_of_another_engine_are_refused():
         await MegasyncCheckpointEngine(100).send_weights(iter([("a", torch.ones(3))]))
 
 
+@pytest.mark.processes
 def test_every_rollout_worker_puts_the_folder_together_bit_for_bit(sides, model):
     check_whole(sides, model)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "fault, reason",
     [

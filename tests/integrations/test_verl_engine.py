@@ -16,6 +16,8 @@ pytest.importorskip("verl.version", reason="verl is not installed; run `bash lau
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch
 
+pytestmark = pytest.mark.processes
+
 RANK = Path(__file__).with_name("verl_rank.py")
 DRIVER = Path(__file__).with_name("verl_driver.py")
 WORLD = 2

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"

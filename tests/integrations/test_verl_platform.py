@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 OPEN = """

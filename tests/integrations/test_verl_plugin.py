@@ -19,6 +19,7 @@ print("after:", EngineRegistry.get_engine_cls("value_model", "megasync").__name_
 """
 
 
+@pytest.mark.processes
 def test_processes_that_compute_nothing_are_spared_the_engine():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOK],

@@ -14,6 +14,8 @@ from processes import lives
 from megasync.launch import remote as remote_shell
 from megasync.launch.remote import Remote
 
+pytestmark = pytest.mark.processes
+
 PATIENCE = 30.0
 # Prints its pid and parts of its environment, then every SIGINT that it receives; SIGTERM ends it.
 COMMAND = """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = Path(__file__).parent / "dry_runs"
 CONFIG = "configs/qwen3_32b_math.yaml"

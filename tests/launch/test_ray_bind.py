@@ -39,7 +39,10 @@ OTHERS = [
     ("AF_INET6", "SOCK_DGRAM", 0, "::"),
 ]
 
-pytestmark = pytest.mark.skipif(ray_bind.compiler() is None, reason="needs a C compiler")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(ray_bind.compiler() is None, reason="needs a C compiler"),
+]
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from megasync.launch import command
 from megasync.launch.hosts import Host
 from megasync.launch.launcher import STOPPED, Job, Launcher
 
+pytestmark = pytest.mark.processes
+
 PATIENCE = 60.0
 # Replaces Python on a host. Head and doctor succeed immediately; the run ends on SIGINT.
 PYTHON = """#!/usr/bin/env bash

@@ -263,6 +263,7 @@ def test_a_run_root_below_a_file_is_refused(make, tmp_path):
     assert str(tmp_path / "file") in refused(make(f"run_root={tmp_path}/file/runs"))
 
 
+@pytest.mark.processes
 def test_checking_loads_neither_torch_nor_ray():
     code = "import sys, megasync.config; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -262,6 +262,7 @@ def test_a_probe_reads_reaches_and_adds_for_real(monkeypatch, tmp_path):
     here.all_reduce("gloo", *here.meeting_point(), rank=0, world=1, seconds=20.0)
 
 
+@pytest.mark.processes
 def test_a_probe_examines_its_machine_for_the_configuration(config, monkeypatch):
     monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
     config.model.path = "/absent"

@@ -23,6 +23,7 @@ from megasync.preflight.render import findings_table
 from megasync.preflight.space import check_ports
 
 
+@pytest.mark.processes
 def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
     findings = doctor.examine()
     assert [finding for finding in findings if finding.status == FAILURE] == []

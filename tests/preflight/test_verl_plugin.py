@@ -25,6 +25,7 @@ def test_without_verl_there_is_nothing_to_repair(monkeypatch):
     assert finding.detail == "verl is not installed; the plugin is for verl 0.9.1"
 
 
+@pytest.mark.processes
 @needs_verl
 def test_a_fresh_interpreter_has_the_engine():
     (finding,) = verl_plugin.check_verl()
@@ -32,6 +33,7 @@ def test_a_fresh_interpreter_has_the_engine():
     assert finding.detail == "verl 0.9.1 has the engine of megasync.integrations.verl.engine"
 
 
+@pytest.mark.processes
 @needs_verl
 def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")

@@ -12,6 +12,7 @@ def fenced(program, language="python"):
     return f"Here it is:\n```{language}\n{program}\n```\nDone."
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("completion", "tests", "strict", "partial"),
     [
@@ -33,6 +34,7 @@ async def test_a_program_counts_by_its_tests(completion, tests, strict, partial)
     assert await CodeReward(partial=True)([completion], tests=[tests]) == [partial]
 
 
+@pytest.mark.processes
 async def test_a_program_that_never_ends_costs_its_own_score_only():
     reward = CodeReward(cpu_seconds=1, wall_seconds=20, parallel=2)
     completions = [fenced("while True: pass"), fenced("print(4)"), fenced("print(5)")]

@@ -15,6 +15,8 @@ from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.sandbox import Isolation
 
+pytestmark = pytest.mark.processes
+
 SQUARE = "assert solve(2) == 4\nassert solve(3) == 9"
 CLOSE = "assert abs(solve(2) - 4) < 1e-9"
 NEEDLE = "assert solve(2) == 'needle 0badcafe'"

@@ -206,6 +206,7 @@ def test_a_function_that_cannot_be_pickled_is_refused_at_start():
         RewardRunner(lambda completions, **columns: [1.0], processes=1)
 
 
+@pytest.mark.processes
 async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_call(
     make_trajectory, tmp_path, monkeypatch
 ):
@@ -243,6 +244,7 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
         await runner.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("fate", "told"), [("exit", "ended its worker process"), ("sleep", "did not answer within")])
 async def test_a_call_that_ends_its_process_or_is_ended_costs_those_beside_it_nothing(
     make_trajectory, tmp_path, monkeypatch, fate, told
@@ -280,6 +282,7 @@ async def test_a_call_that_ends_its_process_or_is_ended_costs_those_beside_it_no
         await runner.close()
 
 
+@pytest.mark.processes
 async def test_a_process_that_died_of_something_else_costs_no_call(make_trajectory, tmp_path, monkeypatch):
     (tmp_path / "whereabouts.py").write_text(
         "import os\ndef reward(completions, **columns):\n    return [float(os.getpid())] * len(completions)\n"
@@ -298,6 +301,7 @@ async def test_a_process_that_died_of_something_else_costs_no_call(make_trajecto
         await runner.close()
 
 
+@pytest.mark.processes
 async def test_a_cancelled_call_leaves_its_process_to_no_other(make_trajectory, tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text(
         "import os, time\n"

@@ -15,6 +15,8 @@ from sandboxes import of_sandboxes
 from megasync.rewards import sandbox
 from megasync.rewards.sandbox import Isolation, Limits, network_is_cut, run_check, run_program, sweep
 
+pytestmark = pytest.mark.processes
+
 LIMITS = Limits(cpu_seconds=1, wall_seconds=30, memory_mb=256, file_mb=1)
 
 

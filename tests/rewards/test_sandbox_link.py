@@ -82,6 +82,7 @@ def make(): return Stack([1, 2])
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "check",
     [
@@ -141,6 +142,7 @@ async def test_what_a_test_can_do_with_a_program(check):
     assert await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "check",
     [

@@ -18,6 +18,8 @@ from processes import family as family_of
 from megasync.errors import ServerError
 from megasync.serving.process import ManagedProcess
 
+pytestmark = pytest.mark.processes
+
 # A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM. The child
 # has much memory, so that it takes a while to go when it is killed.
 FAMILY = """

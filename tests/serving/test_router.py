@@ -16,6 +16,8 @@ from megasync.serving.control import ServerControl
 from megasync.serving.process import free_port
 from megasync.serving.router import POLICIES, Router, RouterMembers
 
+pytestmark = pytest.mark.processes
+
 
 @asynccontextmanager
 async def routed(tmp_path, policy: str, workers: int = 2):

@@ -22,6 +22,8 @@ from megasync.rollout.client import RolloutClient
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router, RouterMembers
 
+pytestmark = pytest.mark.processes
+
 KEYS = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
 OPEN_GENERATION = Keys(KEYS.admin, KEYS.router)
 SECRETS = (KEYS.admin, KEYS.router, KEYS.generation)

@@ -12,6 +12,8 @@ from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.process import Service
 
+pytestmark = pytest.mark.processes
+
 SERVER = "import http.server, sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
 
 

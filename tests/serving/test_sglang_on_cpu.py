@@ -12,6 +12,8 @@ import pytest
 
 from megasync.serving.server import MODEL_PACKAGE, stand_ins_path
 
+pytestmark = pytest.mark.processes
+
 ENV = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
+
 from megasync.config.changes import why_fixed
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS
@@ -33,6 +35,7 @@ def test_what_a_resumed_schedule_changes_may_change() -> None:
     assert [key for key in RESUMABLE if why_fixed(key) is not None] == []
 
 
+@pytest.mark.processes
 def test_a_seed_is_the_same_run_again_in_any_process() -> None:
     seed = next(seed for seed in range(100) if len(simulate(seed).faults) > 5)
     here = simulate(seed).history

@@ -15,6 +15,8 @@ from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import group_name, plan_broadcast
 
+pytestmark = pytest.mark.processes
+
 RECEIVER = """
 import hashlib, importlib.util, json, sys
 from datetime import timedelta

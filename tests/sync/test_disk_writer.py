@@ -45,6 +45,7 @@ def test_the_files_of_one_rank_hold_the_model_in_the_served_dtype(source, tmp_pa
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.processes
 async def test_a_full_disk_is_named_by_path_and_the_next_attempt_works(source, local_ranks, tmp_path):
     _, folder, config = source
     topology = Topology(tensor=2, pipeline=2)

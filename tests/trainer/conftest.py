@@ -209,6 +209,12 @@ def rows() -> list[dict]:
     return found
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "run_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
+
+
 class Ranks:
     """``world`` worker processes in one process group, which take one request after another."""
 

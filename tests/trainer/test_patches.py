@@ -42,6 +42,7 @@ for name in [*(patch.name for patch in megasync_patches.registered() if patch.ne
 """
 
 
+@pytest.mark.processes
 def test_every_patch_is_still_needed(models):
     """A line "without X works" means that upstream does without patch X: delete it."""
     done = subprocess.run(
@@ -88,6 +89,7 @@ def test_patches_are_applied_once_and_only_on_their_device(monkeypatch):
     assert applied == [1]
 
 
+@pytest.mark.processes
 def test_a_cpu_rank_imports_no_compiler():
     code = (
         "import sys; from megasync.device import resolve_device; resolve_device('cpu').prepare_process(0);"
@@ -99,6 +101,7 @@ def test_a_cpu_rank_imports_no_compiler():
     assert done.stdout.splitlines()[-1] == "[] torch"
 
 
+@pytest.mark.processes
 def test_looking_at_the_registry_imports_nothing_upstream():
     code = (
         "import sys, megasync_patches; megasync_patches.registered(); import megasync.device;"
