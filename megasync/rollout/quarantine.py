@@ -25,8 +25,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -100,6 +100,9 @@ class Quarantine:
         # Suspects by the digest of their prompts; guilty ones stay, because they come again, such as in the next epoch.
         self._prompts: dict[bytes, str] = {}
         self._waiting: Counter[str] = Counter()
+        # Requests that have waited at the door, and those that do now.
+        self.holds = 0
+        self._held = 0
         self._url = ""
         self._news = asyncio.Event()
         self._trials: asyncio.Task | None = None
@@ -119,7 +122,7 @@ class Quarantine:
     @property
     def busy(self) -> bool:
         """Requests are held back or on trial, so they take longer than others."""
-        return bool(self._waiting or self._suspects.members)
+        return bool(self._held or self._suspects.members)
 
     async def close(self) -> None:
         if self._trials is not None:
@@ -178,9 +181,10 @@ class Quarantine:
     async def _door(self, ticket: Ticket) -> str | None:
         if ticket.broke is not None:
             until = ticket.broke + self._verdict_seconds
-            while not ticket.explained and (left := until - self._clock()) > 0:
-                await asyncio.sleep(min(left, self._verdict_seconds / 10))
-                ticket.explained = self._suspects.standing(ticket.suspect) is not ticket.standing
+            with self._holding():
+                while not ticket.explained and (left := until - self._clock()) > 0:
+                    await asyncio.sleep(min(left, self._verdict_seconds / 10))
+                    ticket.explained = self._suspects.standing(ticket.suspect) is not ticket.standing
         while True:
             if self._prompts and not self._owes(ticket):
                 ticket.suspect = self._prompts.get(_digest(ticket.prompt), ticket.key)
@@ -195,9 +199,19 @@ class Quarantine:
             self._waiting[ticket.suspect] += 1
             try:
                 self._open_trials()
-                await self._news.wait()
+                with self._holding():
+                    await self._news.wait()
             finally:
                 self._waiting -= Counter([ticket.suspect])
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self.holds += 1
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
 
     def _owes(self, ticket: Ticket) -> bool:
         return ticket in self._owed.get(ticket.suspect, ())

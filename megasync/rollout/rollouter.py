@@ -151,13 +151,17 @@ class Rollouter:
         self._stopped.set()
 
     async def gate(self, timeout: float) -> None:
-        """Starts no further request and returns when none is running. Raises ServerError after `timeout` seconds, in which
-        no request was suspected."""
+        """Starts no further request and returns when none is running.
+
+        Raises ServerError after `timeout` seconds in which no request was held back as a suspect's: that time is no time
+        of the request.
+        """
         while True:
+            holds = self._quarantine.holds if self._quarantine is not None else 0
             try:
                 return await self._gate.close(timeout)
             except ServerError:
-                if self._quarantine is None or not self._quarantine.busy:
+                if self._quarantine is None or not (self._quarantine.busy or self._quarantine.holds > holds):
                     raise
 
     def open(self) -> None:

@@ -209,6 +209,30 @@ async def test_time_at_the_door_is_no_time_of_the_request(tmp_path):
             await client.generate([POISON], routing_key="0:7")
 
 
+async def test_a_request_that_waits_for_the_verdict_on_a_death_counts_as_held_back(tmp_path):
+    """Its deadline stands still, so whoever waits for its end must know."""
+    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+        servers.crash = lambda place: None
+        broken = iter(range(1))
+
+        def behave():
+            async def one(fake: FakeSGLang, body: dict):
+                if next(broken, None) is not None:
+                    fake.http.transport.close()
+                return await complete(fake, body)
+
+            return one
+
+        servers.router.script = Endless(behave)
+        request = asyncio.create_task(client.generate([5], routing_key="0:1"))
+        while not quarantine.busy:
+            assert not request.done()
+            await asyncio.sleep(0.01)
+        await request
+        assert not quarantine.busy
+        assert quarantine.holds == 1
+
+
 async def test_an_answer_that_makes_no_sense_has_the_servers_checked(tmp_path):
     doubts = []
     async with serving(tmp_path, on_nonsense=lambda: doubts.append(1)) as (client, servers, _):

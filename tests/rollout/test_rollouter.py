@@ -517,7 +517,7 @@ async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_op
 
 
 async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
-    suspects = SimpleNamespace(busy=True, metrics=dict, crime=lambda uid: None)
+    suspects = SimpleNamespace(busy=True, holds=0, metrics=dict, crime=lambda uid: None)
     release = asyncio.Event()
 
     async def behave(ids, options):
@@ -534,6 +534,29 @@ async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
     with pytest.raises(ServerError, match="4 requests still ran"):
         await gate
     release.set()
+    bench.rollouter.open()
+    await asyncio.wait_for(run, PATIENCE)
+
+
+async def test_the_gate_has_patience_after_a_request_was_held_back_for_a_moment(make_bench):
+    """Its own deadline stood still meanwhile, so it may end later than the gate's patience."""
+    suspects = SimpleNamespace(busy=False, holds=0, metrics=dict, crime=lambda uid: None)
+    release = asyncio.Event()
+
+    async def behave(ids, options):
+        await release.wait()
+        return "x"
+
+    bench = make_bench(total=2, capacity=2, behave=behave, quarantine=suspects)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    gate = asyncio.create_task(bench.rollouter.gate(0.05))
+    await asyncio.sleep(0.01)
+    suspects.holds += 1
+    await asyncio.sleep(0.06)
+    assert not gate.done()
+    release.set()
+    await gate
     bench.rollouter.open()
     await asyncio.wait_for(run, PATIENCE)
 
