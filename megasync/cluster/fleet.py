@@ -91,6 +91,7 @@ class Fleet:
         # The newest weight version that a server can hold; None where nobody knows it.
         self.newest_version: Callable[[], int | None] = lambda: None
         self.asked = Asked(vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version())
+        self.streams = config.rollout.stream_interval > 0
         # Slots that are kept out of the router although they serve.
         self._isolated: set[int] = set()
         self._leavers: list[Callable[[int, bool, bool], None]] = []
@@ -293,6 +294,9 @@ class Fleet:
     def checked(self, slot: int, problem: str | None) -> str | None:
         return self._ruled("answers", self._peers.checked(slot, problem))
 
+    def unanswered(self, slot: int) -> None:
+        self._peers.unanswered(slot)
+
     def _ruled(self, fault: str, verdict: str | None) -> str | None:
         self._gray[fault] += verdict is not None
         return verdict
@@ -351,6 +355,7 @@ class Fleet:
                 on_left(slot.index, state is ServerState.DEAD, slot.health.to_blame)
         if state is ServerState.RETIRED:
             del self._slots[slot.index]
+            self._peers.retired(slot.index)
             self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
         self._router.look_now()
         self._changed.set()

@@ -20,6 +20,7 @@ import orjson
 
 from megasync.config.schema import HealthConfig
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
+from megasync.rollout.event_stream import events
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.parts import Parts
 from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
@@ -36,13 +37,14 @@ ANSWER_SECONDS = 30.0
 # Seconds between two checks of a server's answers, and the least between two when there is doubt.
 CHECK_SECONDS = 60.0
 DOUBT_SECONDS = 1.0
-# Any vocabulary has these.
+# Any vocabulary has these. Two tokens: what does not end shows only behind the first one.
 CHECK = {
     "input_ids": [1, 2, 3],
-    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True},
     "return_logprob": True,
     "logprob_start_len": 0,
 }
+STREAMED_CHECK = CHECK | {"stream": True}
 # Seconds between two looks at a server that is to finish its requests.
 _DRAIN_POLL = 0.2
 
@@ -65,13 +67,17 @@ class ServerProcess(Protocol):
 
 
 class Judge(Protocol):
-    """Compares a server with its peers. Each call says why the server must be started again, or None. `asked` bounds the
-    answer to `CHECK`."""
+    """Compares a server with its peers. `reported` and `checked` say why the server must be restarted, or None.
+
+    `asked` bounds the answer to `CHECK`; `streams` says whether servers send the tokens of a response piece by piece.
+    """
 
     asked: Asked
+    streams: bool
 
     def reported(self, slot: int, load: ServerLoad) -> str | None: ...
     def checked(self, slot: int, problem: str | None) -> str | None: ...
+    def unanswered(self, slot: int) -> None: ...
 
 
 class ServerSlot:
@@ -267,7 +273,7 @@ class ServerSlot:
                 self.note(self.health.request_ok)
 
     async def _check(self, control: ServerControl, judge: Judge) -> None:
-        """Asks for one token and the log-probs of a few, as any request would. No answer is no verdict: probes see to that."""
+        """Asks for two tokens and the log-probs of a few, as any request would."""
         while True:
             try:
                 await asyncio.wait_for(self._doubted.wait(), CHECK_SECONDS)
@@ -275,21 +281,62 @@ class ServerSlot:
                 pass
             self._doubted.clear()
             # Paused, it would not answer; what it holds is checked after the sync.
-            if self.health.serves and not self.health.syncing:
-                try:
-                    answer = await control.post("/generate", CHECK, self._config.request_timeout)
-                except ServerError as error:
-                    log.debug("%s: its answers could not be checked: %s", self._name, error)
-                else:
-                    problem = nonsense(answer, judge.asked)
-                    if problem:
-                        log.warning("%s: its answers make no sense: %s", self._name, problem)
-                    self._judged(judge.checked(self.index, problem))
-                    if problem:
-                        # Soon again: one bad answer decides nothing.
-                        await asyncio.sleep(DOUBT_SECONDS)
-                        self._doubted.set()
+            if self._settled and await self._check_once(control, judge):
+                # Soon again: one bad answer decides nothing.
+                await asyncio.sleep(DOUBT_SECONDS)
+                self._doubted.set()
             await asyncio.sleep(DOUBT_SECONDS)
+
+    async def _check_once(self, control: ServerControl, judge: Judge) -> bool:
+        """Whether it is to be asked again soon."""
+        owes, syncs = self._owes_answers, self.health.syncs
+        try:
+            problem = await self._problem(control, judge)
+        except CheckAborted:
+            return True
+        except ServerError as error:
+            if not self._settled or self.health.syncs != syncs:
+                return False
+            if not (owes and self._owes_answers):
+                log.debug("%s: its answers could not be checked: %s", self._name, error)
+                judge.unanswered(self.index)
+                return True
+            problem = f"it answers probes and its queue is empty, but it does not answer the check: {error}"
+        if not self._settled:
+            return False
+        if problem:
+            log.warning("%s: its answers make no sense: %s", self._name, problem)
+        self._judged(judge.checked(self.index, problem))
+        return problem is not None
+
+    @property
+    def _settled(self) -> bool:
+        """It serves, and no weights are on their way into it."""
+        return self.health.serves and not self.health.syncing
+
+    @property
+    def _owes_answers(self) -> bool:
+        """Nothing excuses silence: its probes and requests are answered, and nothing waits in its queue."""
+        return self.health.state is ServerState.HEALTHY and self.load is not None and self.load.waiting == 0
+
+    async def _problem(self, control: ServerControl, judge: Judge) -> str | None:
+        """What is wrong with its answer to `CHECK`. Raises ServerError where there is none in time, CheckAborted."""
+        seconds, clock = self._config.request_timeout, asyncio.get_running_loop().time
+        answer = CheckAnswer(judge.asked)
+        try:
+            if not judge.streams:
+                answer.add(orjson.dumps(await control.post("/generate", CHECK, seconds)))
+                return answer.problem()
+            async with asyncio.timeout(seconds) as deadline, control.stream("/generate", STREAMED_CHECK) as response:
+                async for piece in events(response, judge.asked.most_bytes):
+                    answer.add(piece)
+                    # It has begun. A stream without an end is told by its empty pieces, which may come slowly.
+                    deadline.reschedule(clock() + max(seconds, CHECK_SECONDS))
+                return answer.problem()
+        except TimeoutError:
+            raise ServerError(f"no complete answer to a check within its time, after {answer.tokens} tokens") from None
+        except (InvalidAnswer, AnsweredError) as error:
+            return str(error)
 
     def _judged(self, verdict: str | None) -> None:
         if verdict is not None:
@@ -315,14 +362,51 @@ def throughput(info: Any) -> float:
         return 0.0
 
 
-def nonsense(answer: Any, asked: Asked) -> str | None:
-    """Why the client would refuse an answer to `CHECK`, or the parity check its scores; servers write NaN as null."""
-    parts = Parts()
-    parts.begin(asked.tokens)
-    try:
-        read_scored(answer, CHECK["input_ids"])
-        if not parts.add(read_generated(orjson.dumps(answer), asked)):
+class CheckAborted(Exception):
+    """Whoever aborted all requests of the server aborted its check too."""
+
+
+class CheckAnswer:
+    """An answer to `CHECK` as it arrives, read as the client reads answers, and its scores as the parity check does."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._parts = Parts()
+        self._parts.begin(asked.tokens)
+        self._last = b""
+        self._finished = False
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return len(self._parts.token_ids)
+
+    def add(self, piece: bytes) -> None:
+        """Takes a piece, or the whole answer. Raises InvalidAnswer, AnsweredError, CheckAborted."""
+        generated = read_generated(piece, self._asked)
+        self._finished = self._parts.add(generated)
+        self._last = piece
+        if generated.finish is not None and generated.finish.type == "abort":
+            if generated.finish.status_code:
+                raise AnsweredError(generated.finish.status_code, generated.finish.message)
+            raise CheckAborted
+
+    def problem(self) -> str | None:
+        """What is wrong with it, now that no more comes. Raises InvalidAnswer."""
+        if not self._finished:
             return "it has no finish_reason"
+        read_scored(orjson.loads(self._last), CHECK["input_ids"])
+        return None
+
+
+def nonsense(answer: Any, asked: Asked) -> str | None:
+    """Why the client would refuse a whole answer to `CHECK`, or the parity check its scores.
+
+    Servers write NaN as null.
+    """
+    check = CheckAnswer(asked)
+    try:
+        check.add(orjson.dumps(answer))
+        return check.problem()
     except (InvalidAnswer, AnsweredError) as error:
         return str(error)
-    return None

@@ -7,6 +7,9 @@ an answer that has not. So whenever a part breaks off, what is here can be sent 
 A server says which token has which version only with the end of a request (`weight_versions`). Until then each piece
 carries the version at its sending, so the tokens of a piece that straddles an update are given the version before it:
 if a server dies mid-request, its last tokens may be labelled one version too old, never too new.
+
+A stream that goes on without tokens is refused: a server sends a piece when it has sampled something or when the request
+ends, and nothing at all while it is paused, has retracted the request or is busy with a prefill.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from dataclasses import dataclass, field
 from megasync.errors import InvalidAnswer
 from megasync.serving.answers import Generated
 from megasync.trajectory import Partial
+
+# Pieces in a row that bring neither a token nor the end, with which a stream is refused. SGLang sends none, except with
+# `stream_interval: 1`, where a request may be reported for a batch that brought it nothing; the next one brings a token.
+EMPTY_PIECES = 4
 
 
 @dataclass(slots=True)
@@ -35,6 +42,8 @@ class Parts:
     _start: int = 0
     _room: int = 0
     _version: int | None = None
+    # Pieces in a row that brought nothing.
+    _empty: int = 0
 
     @classmethod
     def of(cls, partial: Partial) -> Parts:
@@ -76,7 +85,7 @@ class Parts:
         """
         if not self.texts or len(self.token_ids) > self._start:
             self.texts.append("")
-        self._start, self._room, self._version = len(self.token_ids), room, published
+        self._start, self._room, self._version, self._empty = len(self.token_ids), room, published, 0
 
     def add(self, piece: Generated) -> bool:
         """Takes a piece, or the whole answer, of the request that is growing; True when it is the request's last one.
@@ -87,6 +96,11 @@ class Parts:
         if count > self._room:
             raise InvalidAnswer(f"{count} tokens, and {self._room} at most were asked for")
         if piece.finish is None:
+            self._empty = 0 if piece.token_ids else self._empty + 1
+            if self._empty >= EMPTY_PIECES:
+                raise InvalidAnswer(
+                    f"its stream does not end: {self._empty} pieces without a token after {count} tokens"
+                )
             before, self._version = self._version, piece.version
             self.versions += [piece.version if before is None else before] * len(piece.token_ids)
         else:

@@ -153,8 +153,8 @@ class Rollouter:
     async def gate(self, timeout: float) -> None:
         """Starts no further request and returns when none is running.
 
-        Raises ServerError after `timeout` seconds in which no request was held back as a suspect's: that time is no time
-        of the request.
+        Raises ServerError after `timeout` seconds in which the quarantine held no request back: while it does, the
+        request's own deadline stands still.
         """
         while True:
             holds = self._quarantine.holds if self._quarantine is not None else 0

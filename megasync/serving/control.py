@@ -7,7 +7,8 @@ event loop of the first call; `close` closes it there, for good. Calls to a clos
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -54,6 +55,23 @@ class ServerControl:
         """Like `post`."""
         return await self._request("DELETE", path, None, timeout)
 
+    @asynccontextmanager
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a POST, to be read while it arrives. Raises like `post`; the caller sets the deadline."""
+        call = f"POST {self.url}{path}"
+        if self._closed:
+            raise ServerError(f"{call}: the server is gone, or no longer part of the run")
+        no_limit = aiohttp.ClientTimeout(total=None)
+        try:
+            async with self._open().request(
+                "POST", self.url + path, data=orjson.dumps(body), timeout=no_limit
+            ) as response:
+                if response.status >= 400:
+                    raise _refusal(call, response.status, await read_bounded(response, _MOST_BYTES))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
+
     async def weight_version(self, timeout: float = 60.0) -> int:
         """The version of the weights that the server holds, by its own report. Raises like `post`."""
         info = await self.get("/model_info", timeout)
@@ -87,8 +105,7 @@ class ServerControl:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
         if status >= 400:
-            shown = raw[:_BODY_SHOWN].decode("utf-8", "replace")
-            raise HttpStatusError(f"{call}: status {status}: {shown}", status)
+            raise _refusal(call, status, raw)
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:
@@ -106,3 +123,7 @@ class ServerControl:
                 headers=headers, connector=aiohttp.TCPConnector(force_close=True, ssl=self._trust or True)
             )
         return self._session
+
+
+def _refusal(call: str, status: int, raw: bytes) -> HttpStatusError:
+    return HttpStatusError(f"{call}: status {status}: {raw[:_BODY_SHOWN].decode('utf-8', 'replace')}", status)

@@ -77,6 +77,8 @@ class ServerHealth:
         self._request_streak = 0
         self._sync_streak = 0
         self._syncing = False
+        # Weight syncs of this server that have begun, over all its starts.
+        self.syncs = 0
         # For a dead server: whether its death takes no restart from the budget, and whether it has taken one.
         self._excused = False
         self._charged = False
@@ -102,6 +104,7 @@ class ServerHealth:
 
     def sync_began(self) -> None:
         self._syncing = True
+        self.syncs += 1
 
     def sync_ended(self) -> None:
         """The sync has ended, successfully or not."""

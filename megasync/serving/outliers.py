@@ -9,9 +9,11 @@
                                                                           in tokens per second and request
 
 Invariant: a server is judged only against a peer that does well. What all servers have in common comes from the weights or
-from the load, and no restart cures it. There is one exception: when all servers fail their checks, one of them is restarted
-once, because the sync that follows tells broken servers from broken weights (metric `sync/parity`). A server without peers is
-restarted each time: nothing is trained while it fails, and its restart budget runs out with this reason.
+from the load, and no restart cures it. There is one exception: when no server passes its checks, one of them is restarted,
+because the sync that follows tells broken servers from broken weights (metric `sync/parity`). No other server is restarted
+for this reason until that one has passed a check or is retired; if it fails again, it is restarted again. So the fleet
+either gets a good server to compare with, or uses up its restart budgets with this reason. A peer that does not answer its
+checks vouches for nobody and delays no verdict.
 
 Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is slower per
 request and faster in total, one with a smaller batch the reverse. Only a server that is slow itself is low in both.
@@ -52,10 +54,18 @@ class Load(Protocol):
 class _Peer:
     # (clock reading, running requests, tokens per second) of uninterrupted work.
     work: deque[tuple[float, int, float]] = field(default_factory=deque)
-    # Consecutive bad checks.
+    # Consecutive bad checks, and consecutive checks without an answer.
     bad: int = 0
+    silent: int = 0
     # Whether the last check was good; None before the first.
     good: bool | None = None
+
+    @property
+    def vouches(self) -> bool | None:
+        """Whether its checks show that it does well; None while that is not known."""
+        if self.good:
+            return True
+        return False if max(self.bad, self.silent) >= BAD_CHECKS else None
 
     def rates(self) -> tuple[float, float]:
         """Tokens per second and running request, and tokens per second in total."""
@@ -70,12 +80,18 @@ class OutlierDetector:
         self._clock = clock
         self._peers: dict[Hashable, _Peer] = {}
         self._slow_restarts: dict[Hashable, int] = {}
-        # A server was restarted because all failed, and no check was good since.
-        self._all_were_bad = False
+        # The slot whose server was restarted because no server passed its check; None once one did.
+        self._tried: Hashable | None = None
 
     def left(self, slot: Hashable) -> None:
         """Forgets a server that no longer serves."""
         self._peers.pop(slot, None)
+
+    def retired(self, slot: Hashable) -> None:
+        """Forgets a server that will not be restarted."""
+        self.left(slot)
+        if slot == self._tried:
+            self._tried = None
 
     def reported(self, slot: Hashable, load: Load) -> str | None:
         """Records a load report; returns why this server must be restarted if it alone is slow."""
@@ -91,28 +107,34 @@ class OutlierDetector:
     def checked(self, slot: Hashable, problem: str | None) -> str | None:
         """Records the result of a check; returns why this server must be restarted if its answers alone are invalid."""
         peer = self._peer(slot)
+        peer.silent = 0
         peer.good = problem is None
         if peer.good:
-            self._all_were_bad = False
+            self._tried = None
         peer.bad = 0 if problem is None else peer.bad + 1
         if peer.bad < BAD_CHECKS:
             return None
         others = [other for name, other in self._peers.items() if name != slot]
         good = sum(other.good is True for other in others)
         if not good:
-            return self._all_bad(peer, others, problem)
+            return self._none_good(slot, others, problem)
         return (
             f"its answers are invalid: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}) while "
             f"{good} of {len(others)} other servers passed theirs"
         )
 
-    def _all_bad(self, peer: _Peer, others: list[_Peer], problem: str | None) -> str | None:
-        if (others and self._all_were_bad) or any(other.bad < BAD_CHECKS for other in others):
+    def unanswered(self, slot: Hashable) -> None:
+        """Records a check without an answer, for which there may be good reasons."""
+        self._peer(slot).silent += 1
+
+    def _none_good(self, slot: Hashable, others: list[_Peer], problem: str | None) -> str | None:
+        if self._tried not in (None, slot) or any(other.vouches is None for other in others):
             return None
-        self._all_were_bad = True
+        self._tried = slot
         return (
-            f"its answers are invalid: {problem}; {peer.bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}), as on all "
-            f"{1 + len(others)} servers: this one gets the weights again and is compared with the trainer"
+            f"its answers are invalid: {problem}; {self._peer(slot).bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}), and "
+            f"none of {len(others)} other servers passed theirs: this one gets the weights again and is compared with the "
+            f"trainer"
         )
 
     def _slow(self, slot: Hashable) -> str | None:

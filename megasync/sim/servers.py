@@ -147,7 +147,8 @@ class SimServer:
             if self.lie == "no end":
                 while not request.answer.left:
                     await asyncio.sleep(ENDLESS_SECONDS)
-                    self._send(request, None)
+                    if request.streams:
+                        self._send(request, None)
 
     def _end_step(self, request: _Request) -> None:
         """An abort takes effect behind the step under way, whose token may be the end of the answer."""
@@ -202,7 +203,7 @@ class _Request:
         self.streams: bool = body.get("stream", False)
         self.ids: list[int] = body["input_ids"]
         self.budget: int = params["max_new_tokens"]
-        self.least: int = params.get("min_new_tokens", 0)
+        self.least: int = self.budget if params.get("ignore_eos") else params.get("min_new_tokens", 0)
         self.task: asyncio.Task | None = None
         self.aborted = False
         self.token_ids: list[int] = []

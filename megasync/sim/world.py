@@ -45,8 +45,8 @@ RESUMABLE = (
     "checkpoint.keep",
 )
 
-# What the run does not survive yet, and no schedule has therefore.
-ABSENT = frozenset({"no end"})
+# Faults that a run cannot handle yet, and that no schedule has therefore.
+ABSENT: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from megasync.cluster import server_slot
 from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.errors import ServerError
+from megasync.rollout.event_stream import CONTENT_TYPE
 from megasync.serving.answers import Asked
 from megasync.serving.health import ServerState
 from megasync.sim.clock import VirtualLoop
@@ -21,7 +25,7 @@ VOCABULARY = 100
 
 def answer(scores: list | None = None, sampled: list | None = None, **changes: Any) -> dict:
     """To the fleet's check; a server that does well says this."""
-    sampled = [[-0.5, 7, None]] if sampled is None else sampled
+    sampled = [[-0.5, 7, None], [-0.5, 8, None]] if sampled is None else sampled
     meta = {
         "input_token_logprobs": scores or [[None, 1, None], [-1.5, 2, None], [-2.0, 3, None]],
         "output_token_logprobs": sampled,
@@ -35,6 +39,10 @@ GOOD = answer()
 BAD = answer(scores=[[None, 1, None], [None, 2, None], [-2.0, 3, None]])
 
 
+def event(said: Any) -> bytes:
+    return b"data: " + orjson.dumps(said) + b"\n\n"
+
+
 class FakeServer:
     """A process and what answers under its URL."""
 
@@ -42,6 +50,8 @@ class FakeServer:
         self.url = url
         self.living = True
         self.running, self.throughput, self.answer = 0, 0.0, GOOD
+        # Whether it answers checks at all, whether the answer ends, and what waits in its queue.
+        self.silent, self.endless, self.waiting = False, False, 0
         self.asked: list[str] = []
         self.aborts = 0
 
@@ -63,7 +73,7 @@ class FakeServer:
             raise ServerError("it refuses the connection")
         if path == "/server_info":
             return {"internal_states": [{"last_gen_throughput": self.throughput}]}
-        return {"loads": [{"token_usage": 0.1, "num_running_reqs": self.running, "num_waiting_reqs": 0}]}
+        return {"loads": [{"token_usage": 0.1, "num_running_reqs": self.running, "num_waiting_reqs": self.waiting}]}
 
     async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
         await asyncio.sleep(0.01)
@@ -72,7 +82,26 @@ class FakeServer:
             self.running = 0
             return ""
         self.asked.append(path)
+        if self.silent:
+            await asyncio.sleep(timeout)
+            raise ServerError("no answer")
         return self.answer
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: dict) -> AsyncIterator[SimpleNamespace]:
+        self.asked.append(path)
+        if self.silent:
+            await asyncio.Event().wait()
+        assert body["stream"]
+        yield SimpleNamespace(content_type=CONTENT_TYPE, content=SimpleNamespace(iter_any=self._pieces))
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        if self.endless:
+            yield event(answer(sampled=[[-0.5, 7, None]], finish_reason=None, weight_version="0"))
+            while True:
+                await asyncio.sleep(5.0)
+                yield event(answer(sampled=[], finish_reason=None, weight_version="0"))
+        yield event(self.answer)
 
     async def close(self) -> None: ...
 
@@ -262,6 +291,66 @@ async def test_servers_are_not_asked_for_tokens_while_weights_arrive(fleet):
 
 
 @in_virtual_time
+async def test_a_server_whose_streams_do_not_end_is_started_again(fleet):
+    fleet.made[1].endless = True
+    fleet.doubt()
+    await fleet.until(lambda: fleet.left, 60.0)
+    assert fleet.left == [(1, True, False)]
+
+
+@in_virtual_time
+async def test_a_server_that_answers_probes_but_no_check_although_nothing_waits_is_started_again(fleet):
+    fleet.made[1].silent = True
+    await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
+    assert fleet.left == [(1, True, False)]
+    assert fleet.metrics()["fleet/gray_answers"] == 1.0
+
+
+@in_virtual_time
+async def test_without_streams_such_a_server_is_found_too(fleet):
+    fleet.streams = False
+    fleet.made[1].silent = True
+    await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
+    assert fleet.left == [(1, True, False)]
+
+
+@in_virtual_time
+async def test_a_server_with_a_queue_may_leave_its_check_unanswered(fleet):
+    fleet.made[1].silent, fleet.made[1].waiting = True, 3
+    await asyncio.sleep(20 * server_slot.CHECK_SECONDS)
+    assert fleet.left == []
+
+
+@in_virtual_time
+async def test_a_check_that_falls_into_a_sync_may_stay_unanswered(fleet):
+    fleet.made[1].silent = True
+    for _ in range(20):
+        await asyncio.sleep(server_slot.CHECK_SECONDS / 2)
+        with fleet.syncing([fleet.made[1].url]):
+            await asyncio.sleep(1.0)
+    assert fleet.left == []
+
+
+@in_virtual_time
+async def test_a_check_that_is_aborted_proves_nothing(fleet):
+    aborted = answer(sampled=[], finish_reason={"type": "abort"})
+    del aborted["meta_info"]["input_token_logprobs"]
+    fleet.made[1].answer = aborted
+    await asyncio.sleep(20 * server_slot.CHECK_SECONDS)
+    assert fleet.left == []
+
+
+@in_virtual_time
+async def test_a_server_that_answers_nonsense_beside_a_silent_one_is_started_again(fleet):
+    """Nobody vouches that answers can be better, but the silent one cannot be waited for."""
+    fleet.made[0].silent, fleet.made[0].waiting = True, 3
+    fleet.made[2].silent, fleet.made[2].waiting = True, 3
+    fleet.made[1].answer = BAD
+    await fleet.until(lambda: fleet.left, 10 * server_slot.CHECK_SECONDS)
+    assert fleet.left == [(1, True, False)]
+
+
+@in_virtual_time
 async def test_a_server_much_slower_than_its_peers_is_started_again(fleet):
     for server in fleet.made:
         server.running, server.throughput = 10, 100.0
@@ -291,20 +380,20 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
         (answer(scores=[[None, 1, None]]), "it scored 1 tokens, not the 3"),
         (answer(sampled=[[None, 7, None]]), "Expected `float`"),
         (answer(sampled=[[-0.5, VOCABULARY, None]]), "token id 100 is outside the vocabulary"),
-        (answer(sampled=[[-0.5, 7, None]] * 2), "2 tokens, and 1 at most were asked for"),
+        (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, and 2 at most were asked for"),
         (answer(sampled=[]), "it ended (length) without a token"),
-        (answer() | {"output_ids": [8]}, "1 output_ids and other log-probs"),
+        (answer() | {"output_ids": [8, 7]}, "2 output_ids and other log-probs"),
         (answer(finish_reason=None, weight_version="0"), "it has no finish_reason"),
         (answer(finish_reason={"type": "stop", "matched": "NaN happened"}), "it stopped at the text 'NaN happened'"),
-        (answer(weight_versions=[]), "do not cover 1 tokens"),
-        (answer(weight_versions=[{"version": "5", "start": 0, "end": 1}]), "weight version 5 does not exist yet"),
-        ({"meta_info": {}}, "missing required field `input_token_logprobs`"),
+        (answer(weight_versions=[]), "do not cover 2 tokens"),
+        (answer(weight_versions=[{"version": "5", "start": 0, "end": 2}]), "weight version 5 does not exist yet"),
+        ({"meta_info": {}}, "missing required field `finish_reason`"),
         ("Internal Server Error", "Expected `object`"),
         (answer() | {"error": {"code": 500, "message": "out of memory"}}, "out of memory"),
     ],
 )
 def test_the_check_refuses_what_the_client_refuses(said: Any, problem: str | None) -> None:
-    found = server_slot.nonsense(said, Asked(VOCABULARY, tokens=1, newest=lambda: 4))
+    found = server_slot.nonsense(said, Asked(VOCABULARY, tokens=2, newest=lambda: 4))
     assert (found is None) if problem is None else (problem in found)
 
 

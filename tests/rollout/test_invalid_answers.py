@@ -17,6 +17,7 @@ from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import ServerLoad
+from megasync.rollout.parts import EMPTY_PIECES
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.serving import control as control_module
 from megasync.serving.control import ServerControl
@@ -189,3 +190,53 @@ async def test_a_server_whose_parsers_answer_nonsense_is_passed_over(liar):
         parser = ReplyParser(lambda: [liar.control, honest.control], 10.0)
         found = await parser.parse("<tool_call>f</tool_call>", [TOOL], "hermes", None)
         assert [call.name for call in found.calls] == ["f"]
+
+
+async def stream_of(pieces):
+    """(the client's answer, invalid answers, requests) where the first stream has these pieces: lists of token ids."""
+    requests = []
+
+    async def answer(request):
+        requests.append(json.loads(await request.text()))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sampled = []
+        for ids in pieces if len(requests) == 1 else [[4, 5]]:
+            sampled += ids
+            meta = {"output_token_logprobs": [[-0.5, i, None] for i in ids], "weight_version": "0"}
+            meta["finish_reason"] = None
+            if len(sampled) == 2:
+                spans = [{"version": "0", "start": 0, "end": 2}]
+                meta |= {"finish_reason": {"type": "length"}, "weight_versions": spans}
+            piece = {"text": "", "output_ids": ids, "meta_info": meta}
+            await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+            if meta["finish_reason"]:
+                return response
+        # It goes on without end.
+        await asyncio.Event().wait()
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=2), 20.0, stream_interval=1)
+    try:
+        return await client.generate([1]), client.metrics()["rollout/invalid_answers"], requests
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+async def test_a_stream_that_goes_on_without_tokens_is_refused_and_asked_for_again():
+    got, invalid, requests = await stream_of([[3], *[[]] * EMPTY_PIECES])
+    assert (got.token_ids, invalid, len(requests)) == ([4, 5], 1.0, 2)
+    # Nothing of the stream without an end is used.
+    assert requests[1]["input_ids"] == [1]
+
+
+async def test_a_stream_may_have_a_few_empty_pieces_at_a_time():
+    few = [[]] * (EMPTY_PIECES - 1)
+    got, invalid, requests = await stream_of([*few, [3], *few, [4]])
+    assert (got.token_ids, invalid, len(requests)) == ([3, 4], 0.0, 1)

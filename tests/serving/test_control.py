@@ -78,3 +78,17 @@ async def test_a_version_that_is_no_number_is_refused(server):
     control, _, _ = server
     with pytest.raises(ServerError, match="weight_version"):
         await control.weight_version()
+
+
+async def test_a_response_can_be_read_while_it_arrives(server):
+    control, seen, url = server
+    async with control.stream("/json", {"x": 1}) as response:
+        assert await response.json() == {"a": 1}
+    assert seen == [("POST", "/json", "Bearer secret", '{"x":1}')]
+    with pytest.raises(ServerError, match=rf"POST {url}/bad: status 400: begin first"):
+        async with control.stream("/bad", {}):
+            pytest.fail("it was refused")
+    await control.close()
+    with pytest.raises(ServerError, match="the server is gone"):
+        async with control.stream("/json", {}):
+            pytest.fail("it is closed")

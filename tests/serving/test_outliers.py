@@ -113,19 +113,35 @@ def test_a_good_answer_ends_the_row(peers):
 
 
 @pytest.mark.parametrize("others", [[0], [0, 2]])
-def test_when_no_server_answers_well_one_is_started_again_once(peers, others):
-    """What its next sync brings tells whether the weights are wrong."""
+def test_when_no_server_answers_well_one_of_them_is_restarted(peers, others):
+    """What its next sync brings tells whether the weights are wrong; the others wait for what comes of it."""
     slots = [*others, 1]
-    verdicts = [peers.checked(slot, "nan") for _ in range(5) for slot in slots]
-    (verdict,) = filter(None, verdicts)
-    assert f"as on all {len(slots)} servers: this one gets the weights again" in verdict
+    *early, verdict = [peers.checked(slot, "nan") for _ in range(BAD_CHECKS) for slot in slots]
+    assert not any(early)
+    assert f"and none of {len(others)} other servers passed theirs: this one gets the weights again" in verdict
+    peers.left(1)
+    assert [peers.checked(slot, "nan") for _ in range(5) for slot in others] == [None] * 5 * len(others)
+    # It has come back, and passes: now the others have somebody to be compared with.
+    peers.checked(1, None)
+    assert all("1 of" in (peers.checked(slot, "nan") or "") for slot in others)
+
+
+def test_a_server_that_still_fails_after_that_restart_is_restarted_until_it_is_given_up_then_another_one(peers):
+    """So a run whose weights are wrong ends by its restart budgets, with the reason."""
+    assert [peers.checked(slot, "nan") is not None for _ in range(BAD_CHECKS) for slot in (0, 1)][-1]
+    for _ in range(3):
+        peers.left(1)
+        assert [peers.checked(1, "nan") is not None for _ in range(BAD_CHECKS)] == [False] * (BAD_CHECKS - 1) + [True]
+        assert peers.checked(0, "nan") is None
+    peers.retired(1)
+    assert "none of 0 other servers" in peers.checked(0, "nan")
 
 
 def test_a_server_without_peers_is_started_again_each_time(peers):
     """Until its restarts run out, with the reason; nothing is trained meanwhile."""
     for _ in range(3):
         assert peers.checked(1, "nan") is None
-        assert "as on all 1 servers" in peers.checked(1, "nan")
+        assert "none of 0 other servers" in peers.checked(1, "nan")
         peers.left(1)
 
 
@@ -134,4 +150,20 @@ def test_a_peer_that_was_not_asked_yet_or_is_gone_proves_nothing(peers, clock):
     assert [peers.checked(1, "nan") for _ in range(5)] == [None] * 5
     peers.checked(0, None)
     peers.left(0)
-    assert "as on all 1 servers" in peers.checked(1, "nan")
+    assert "none of 0 other servers" in peers.checked(1, "nan")
+
+
+def test_a_peer_that_does_not_answer_its_checks_vouches_for_nobody_and_delays_no_verdict(peers):
+    for _ in range(BAD_CHECKS - 1):
+        peers.unanswered(0)
+    assert [peers.checked(1, "nan") for _ in range(5)] == [None] * 5
+    peers.unanswered(0)
+    assert "none of 1 other servers" in peers.checked(1, "nan")
+
+
+def test_a_peer_that_passed_a_check_vouches_although_it_is_silent_now(peers):
+    peers.checked(0, None)
+    for _ in range(5):
+        peers.unanswered(0)
+    assert peers.checked(1, "nan") is None
+    assert "1 of 1 other servers passed theirs" in peers.checked(1, "nan")

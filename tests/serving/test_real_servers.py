@@ -20,11 +20,12 @@ import torch
 from processes import command_line, family, living
 from tiny_models import make_tiny_model
 
-from megasync.cluster.server_slot import CHECK, nonsense, throughput
+from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer, nonsense, throughput
 from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
+from megasync.rollout.event_stream import events
 from megasync.serving.answers import Asked
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router
@@ -139,7 +140,13 @@ async def test_logprobs_are_those_of_the_tempered_distribution(stack, temperatur
 async def test_a_server_says_how_fast_it_is_and_answers_the_fleets_check(stack):
     await asyncio.gather(*(stack.client.generate([5, 6], max_new_tokens=100, ignore_eos=True) for _ in range(2)))
     for control in stack.controls:
-        assert nonsense(await control.post("/generate", CHECK), Asked(VOCAB, 1)) is None
+        asked = Asked(VOCAB, CHECK["sampling_params"]["max_new_tokens"])
+        assert nonsense(await control.post("/generate", CHECK), asked) is None
+        answer = CheckAnswer(asked)
+        async with control.stream("/generate", STREAMED_CHECK) as response:
+            async for piece in events(response, asked.most_bytes):
+                answer.add(piece)
+        assert (answer.tokens, answer.problem()) == (2, None)
         assert throughput(await control.get("/server_info")) > 0
 
 
