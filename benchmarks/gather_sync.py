@@ -17,7 +17,7 @@ from megasync.device import Device
 from megasync.layout.layout import Layout
 from megasync.layout.shards import assemble
 from megasync.serving.control import ServerControl
-from megasync.sync.groups import Deadline, Group, join_store, open_store
+from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
 
 GROUP = "gather"
 SECONDS = 300.0
@@ -44,7 +44,7 @@ class GatherPeer:
         store = self._store if self._rank == 0 else join_store(*address, SECONDS)
         self._peers = dist.ProcessGroupGloo(dist.PrefixStore("peers", store), self._rank, ranks)
         if self._rank == 0:
-            self._engines = Group(store, GROUP, 0, 1 + engine_ranks, Device("cpu").backend, SECONDS, SECONDS)
+            self._engines = SyncGroup(store, GROUP, 0, 1 + engine_ranks, Device("cpu").backend, SECONDS, SECONDS)
 
     def send(self) -> None:
         ranks = self._layout.topology.world

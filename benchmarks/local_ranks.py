@@ -1,15 +1,17 @@
 """Trainer ranks as plain processes that only hold shards: a weight sync without Megatron and without Ray.
 
-`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one JSON call a
-line, and answers with one JSON line.
+`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one pickled call a
+line, and answers with one pickled line; both are in base64.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -25,6 +27,14 @@ from megasync.layout.topology import Topology
 LINE_BYTES = 2**24
 # How long reading a trapped parameter takes.
 SLOW_SECONDS = 3.0
+
+
+def to_line(message: object) -> bytes:
+    return base64.b64encode(pickle.dumps(message)) + b"\n"
+
+
+def from_line(line: bytes) -> Any:
+    return pickle.loads(base64.b64decode(line))
 
 
 class LocalRanks:
@@ -73,7 +83,7 @@ class LocalRanks:
             raise SyncError(f"trainer rank {rank} is dead")
         number = next(self._ids)
         self._waiting[rank][number] = answer
-        process.stdin.write(json.dumps([number, method, args]).encode() + b"\n")
+        process.stdin.write(to_line((number, method, args)))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -82,7 +92,7 @@ class LocalRanks:
     async def _read(self, rank: int) -> None:
         waiting = self._waiting[rank]
         while line := await self.processes[rank].stdout.readline():
-            number, error, result = json.loads(line)
+            number, error, result = from_line(line)
             answer = waiting.pop(number)
             if answer.done():
                 continue
@@ -177,7 +187,7 @@ class Rank:
             chosen = torch.rand(tensor.shape) < fraction
             tensor.add_(chosen.to(tensor.dtype) * 0.25 * torch.rand_like(tensor).add_(1))
 
-    def call(self, method: str, args: list[Any]) -> Any:
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
         if method.startswith("sync_"):
             return getattr(self._sender, method.removeprefix("sync_"))(*args)
         if method.startswith("shard_"):
@@ -191,16 +201,16 @@ class Rank:
 
 def main() -> None:
     # Libraries may write to standard output; the answers keep the original pipe for themselves.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     rank = Rank(json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        number, method, args = json.loads(line)
+    for line in sys.stdin.buffer:
+        number, method, args = from_line(line)
         try:
             answer = [number, None, rank.call(method, args)]
         except SyncError as error:
             answer = [number, str(error), None]
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(to_line(answer))
         answers.flush()
 
 

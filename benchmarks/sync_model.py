@@ -25,7 +25,7 @@ from megasync.layout.topology import Topology
 from megasync.sync.shard.plan import ShardPlan, plan_shards
 
 DTYPE = "bfloat16"
-PARCEL_BYTES = 256 * 2**20
+BUCKET_BYTES = 256 * 2**20
 
 
 class Case(NamedTuple):
@@ -129,14 +129,14 @@ def engine_ranks(config: dict[str, Any], topology: Topology) -> list[EngineRank]
 def received(plan: ShardPlan) -> int:
     """Bytes that the busiest engine rank receives."""
     return max(
-        sum(parcel.nbytes for parcel in plan.parcels if parcel.target == rank) for rank in range(plan.engine_ranks)
+        sum(bucket.nbytes for bucket in plan.buckets if bucket.target == rank) for rank in range(plan.engine_ranks)
     )
 
 
 def row(case: Case, nic: float, memory: float) -> str:
     start = time.monotonic()
     layout = Layout(case.config, case.trainer)
-    plan = plan_shards(layout, engine_ranks(case.config, case.engine), PARCEL_BYTES, DTYPE)
+    plan = plan_shards(layout, engine_ranks(case.config, case.engine), BUCKET_BYTES, DTYPE)
     sent = max(plan.sent_bytes().values()) * case.engines
     kept = received(plan)
     stage, commit = max(sent, kept) / (nic * 1e9), 2 * kept / (memory * 1e9)

@@ -1,23 +1,49 @@
 """Which rectangle of which Hugging Face tensor a serving rank keeps, and where: the engine's side of the plan.
 
-A `Slot` is found by tracing the engine's own loader (`sync.trace`), so nothing here knows a model family. Tensors of
-more than two dimensions count as matrices of their first dimension by all the others.
+Slots come from tracing the engine's own loader (`layout.trace`), so nothing here knows a model family. A tensor of more
+than two dimensions counts as the matrix of its first dimension by all the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from megasync.layout.layout import Box
 
+if TYPE_CHECKING:
+    import torch
+
+
+class ParamRectangle(NamedTuple):
+    """A strided rectangle of a parameter, in elements from the parameter's first."""
+
+    param: str
+    offset: int
+    rows: int
+    cols: int
+    row_stride: int
+    col_stride: int
+
+    def of(self, param: torch.Tensor) -> torch.Tensor:
+        """The view [rows, cols] of the parameter, or of a tensor with the same storage layout."""
+        size, stride = (self.rows, self.cols), (self.row_stride, self.col_stride)
+        return param.as_strided(size, stride, int(param.storage_offset()) + self.offset)
+
+    @property
+    def last(self) -> int:
+        """The last element of the parameter that the rectangle has."""
+        return self.offset + (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride
+
 
 class Slot(NamedTuple):
-    """Box ``hf_box`` of a Hugging Face tensor is kept in ``param``: its element (row, col), counted from the box's
-    first, lies ``offset + row * row_stride + col * col_stride`` elements behind the parameter's first."""
+    """Box ``hf_box`` of a Hugging Face tensor is kept in ``param``.
+
+    Element (row, col) of the box lies ``offset + row * row_stride + col * col_stride`` elements behind the parameter's
+    first.
+    """
 
     hf_name: str
     hf_box: Box
@@ -31,6 +57,12 @@ class Slot(NamedTuple):
         rows, cols = box.row - self.hf_box.row, box.col - self.hf_box.col
         return self._replace(hf_box=box, offset=self.offset + rows * self.row_stride + cols * self.col_stride)
 
+    @property
+    def rectangle(self) -> ParamRectangle:
+        """The slot's rectangle of its parameter."""
+        box = self.hf_box
+        return ParamRectangle(self.param, self.offset, box.rows, box.cols, self.row_stride, self.col_stride)
+
 
 class Fill(NamedTuple):
     """A rectangle of ``param`` that the loader sets to a constant (padding of heads or of the vocabulary)."""
@@ -43,9 +75,13 @@ class Fill(NamedTuple):
     col_stride: int
     value: float
 
+    @property
+    def rectangle(self) -> ParamRectangle:
+        """The rectangle that is filled."""
+        return ParamRectangle(*self[:-1])
 
-@dataclass(frozen=True)
-class EngineRank:
+
+class EngineRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that loading a checkpoint writes on one serving rank.
 
     ``dtypes`` and ``sizes`` (elements) are of every parameter; ``unwritten`` names those that loading leaves alone.
@@ -53,29 +89,10 @@ class EngineRank:
 
     slots: tuple[Slot, ...]
     fills: tuple[Fill, ...]
-    dtypes: Mapping[str, str]
-    sizes: Mapping[str, int]
+    dtypes: dict[str, str]
+    sizes: dict[str, int]
     unwritten: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "slots": [list(slot._replace(hf_box=list(slot.hf_box))) for slot in self.slots],
-            "fills": [list(fill) for fill in self.fills],
-            "dtypes": dict(self.dtypes),
-            "sizes": dict(self.sizes),
-            "unwritten": list(self.unwritten),
-        }
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        return cls(
-            slots=tuple(Slot(name, Box(*box), *rest) for name, box, *rest in found["slots"]),
-            fills=tuple(Fill(*fill) for fill in found["fills"]),
-            dtypes=dict(found["dtypes"]),
-            sizes=dict(found["sizes"]),
-            unwritten=tuple(found["unwritten"]),
-        )
 
     def digest(self) -> str:
         """Equal for ranks that keep the same rectangles at the same places."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()

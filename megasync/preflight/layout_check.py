@@ -24,7 +24,7 @@ from megasync.layout.shards import HfFolder, Read
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.sync.shard.plan import ShardPlan, plan_shards
-from megasync.sync.shard.rehearsal import Problem, carry_out
+from megasync.sync.shard.rehearsal import Problem, rehearse
 
 SEED = 0
 # Made-up tensors that are kept: those of one fused parameter are asked for in turn.
@@ -43,7 +43,7 @@ class TrainerUse:
     pp: int
     held_bytes: int
     sent_bytes: int
-    parcels: int
+    buckets: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EngineUse:
 
     rank: int
     received_bytes: int
-    parcels: int
+    buckets: int
     arena_bytes: int
 
 
@@ -139,7 +139,7 @@ def check_layout(
     with _weights(model, layout, random) as read:
         engine = engine_ranks(dtype, list(layout.hf_tensors.items()))
         plan = plan_shards(layout, engine, bucket_mb * 2**20, dtype)
-        outcome = carry_out(layout, engine, plan, read, dtype)
+        outcome = rehearse(layout, engine, plan, read, dtype)
     return Report(
         model=str(model),
         tensors=len(layout.hf_tensors),
@@ -209,7 +209,7 @@ def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerU
             **layout.topology.coords(rank)._asdict(),
             held_bytes=sum(map(prod, layout.params(rank).values())) * ITEM_BYTES[dtype],
             sent_bytes=sent.get(rank, 0),
-            parcels=len(plan.of_source(rank)),
+            buckets=len(plan.of_source(rank)),
         )
         for rank in range(layout.topology.world)
     )
@@ -218,7 +218,7 @@ def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerU
 def _engine_uses(plan: ShardPlan) -> tuple[EngineUse, ...]:
     found = []
     for rank in range(plan.engine_ranks):
-        sizes = [parcel.nbytes for _, parcel in plan.of_target(rank)]
+        sizes = [bucket.nbytes for _, bucket in plan.of_target(rank)]
         found.append(EngineUse(rank, sum(sizes), len(sizes), arena_bytes=sum(sizes)))
     return tuple(found)
 

@@ -40,15 +40,15 @@ def report_tables(report: Report) -> RenderableType:
 
 def _trainer(report: Report) -> Table:
     rows = (
-        (u.rank, u.tp, u.dp, u.pp, bytes_text(u.held_bytes), bytes_text(u.sent_bytes), u.parcels)
+        (u.rank, u.tp, u.dp, u.pp, bytes_text(u.held_bytes), bytes_text(u.sent_bytes), u.buckets)
         for u in report.trainer
     )
-    return _table("Trainer ranks", ("rank", "tensor", "data", "pipeline", "holds", "sends", "parcels"), rows)
+    return _table("Trainer ranks", ("rank", "tensor", "data", "pipeline", "holds", "sends", "buckets"), rows)
 
 
 def _engine(report: Report) -> Table:
-    rows = ((u.rank, bytes_text(u.received_bytes), u.parcels, bytes_text(u.arena_bytes)) for u in report.engine)
-    return _table("Engine ranks", ("rank", "receives", "parcels", "arena"), rows)
+    rows = ((u.rank, bytes_text(u.received_bytes), u.buckets, bytes_text(u.arena_bytes)) for u in report.engine)
+    return _table("Engine ranks", ("rank", "receives", "buckets", "arena"), rows)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
@@ -64,7 +64,7 @@ def _summary(report: Report) -> Table:
     rows = {
         "on the wire": f"{bytes_text(report.wire_bytes)} for each version; the engine's ranks keep "
         f"{bytes_text(report.minimum_bytes)}: {report.ratio:.4f} of the minimum",
-        "sender's buffers": f"{bytes_text(report.sender_bytes)} (two packed parcels)",
+        "sender's buffers": f"{bytes_text(report.sender_bytes)} (two packed buckets)",
         "replicas": _replicas(report),
         "cast by the engine": "; ".join(f"{cast}: {_names(names)}" for cast, names in report.casts.items())
         or "nothing",

@@ -3,7 +3,7 @@
     python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
 
 SGLang's own model class is built on the meta device, once for each tensor-parallel rank and one rank after the other,
-and `sync.trace` runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is
+and `layout.trace` runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is
 needed. What a server would do to weights after they are loaded (packing for a kernel) is not seen.
 
 Next to the plugin this is the only file that knows SGLang's insides.
@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import MegasyncError, ServerError, TraceError
@@ -74,7 +76,7 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
         found = json.loads(answer.read_text())
     if "error" in found:
         raise TraceError(found["error"])
-    return [EngineRank.from_json(rank) for rank in found["ranks"]]
+    return msgspec.convert(found["ranks"], list[EngineRank])
 
 
 # Inside that process
@@ -145,7 +147,7 @@ def main(request: str, answer: str) -> None:
     """Errors that a person is meant to read come back as data; all others end the process."""
     given = json.loads(Path(request).read_text())
     try:
-        found: dict[str, Any] = {"ranks": [r.to_json() for r in trace_ranks(given["arguments"], given["specs"])]}
+        found: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(given["arguments"], given["specs"]))}
     except MegasyncError as error:
         found = {"error": str(error)}
     Path(answer).write_text(json.dumps(found))

@@ -1,4 +1,6 @@
-"""Weights between Megatron, Hugging Face and SGLang: layout, plan, and the transports that publish a version.
+"""Moves weights from the trainer's ranks into SGLang's servers, as versions.
 
-Layout, plan and topology are pure; a `..._sender` or `disk_writer` runs on the trainer ranks, a `..._sync` in the driver.
+`choose_sync` picks a transport (`WeightSync`: shard to shard, broadcast or disk); `WeightPublisher` publishes through
+it and checks the result. A ``sender`` or ``writer`` runs on the trainer ranks, a ``sync`` in the driver, the plugin
+and the receiver in SGLang's processes.
 """

@@ -1,49 +1,51 @@
-"""A published version is one that every server holds and that computes what the trainer computes.
+"""Publishes a version: every server holds it, and computes with it what the trainer computes.
 
-A `WeightSync` moves the bytes; the publisher then asks trainer and servers for the log-probs of the same few tokens and
-compares. It is the cheapest check that catches a wrong layout, a stale cache, a wrong scaling or a wrong kernel.
+A `WeightSync` moves the bytes. The publisher then asks trainer and servers for the log-probs of the same few tokens and
+compares them: the cheapest check that catches a wrong layout, a stale cache, a lost bucket, a wrong scaling or a wrong
+kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megasync.config.schema import SyncConfig
 from megasync.errors import ParityError, ServerError, ServerParityError
-from megasync.sync.choose import WeightSync
-from megasync.sync.parity import compare
+from megasync.sync.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 
-# Mean absolute log-prob difference per token that numerics alone do not explain, by served dtype. Prompts hold unlikely
+# Mean absolute log-prob difference per token that rounding does not explain, by served dtype. Prompts contain unlikely
 # tokens, where bfloat16 is coarse: 0.04 to 0.05 is usual for a 135M model; wrong weights give more than 1.
 PARITY_THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class Scorer(Protocol):
-    """Answers the log-prob of each token but the first, for one token sequence."""
+    """Returns the log-prob of each token but the first, for one token sequence."""
 
-    def __call__(self, server: ServerControl, token_ids: list[int]) -> Awaitable[list[float]]: ...
+    def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[list[float]]: ...
 
 
-class Publisher:
+class WeightPublisher:
     """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
 
-    A server that alone disagrees with the trainer is a fault of that server; that all do, of the weights. So a ParityError
-    means that no server agreed when it was last asked, and a ServerParityError that the version is published on all others.
-    The servers change while a run goes on; `servers` are those that the transport was made with.
+    One server that disagrees with the trainer is faulty itself; if all disagree, the weights are. So a ParityError
+    means that no server agreed when it was last asked, and a ServerParityError that the version is published on all
+    others.
+    Servers come and go during a run; `servers` are those that the transport was created with.
     """
 
     def __init__(
         self,
-        sync: WeightSync,
+        sync: WeightSync[Any],
         *,
         config: SyncConfig,
         dtype: str,
@@ -53,7 +55,7 @@ class Publisher:
         server_logprobs: Scorer,
     ) -> None:
         self._sync = sync
-        # Prompts of one token have nothing to compare.
+        # Without probes there is nothing to compare.
         self._every = config.parity_every if probes else 0
         self._threshold = PARITY_THRESHOLDS[dtype] if config.parity_threshold is None else config.parity_threshold
         self._probes = list(probes)
@@ -65,7 +67,7 @@ class Publisher:
         self._agree: set[str] = set()
 
     def add(self, server: ServerControl) -> None:
-        """The next publish brings this server a whole version, whatever it holds now."""
+        """The next publish brings this server a complete version, whatever it holds now."""
         self._servers[server.url] = server
         self._sync.add(server)
 
@@ -76,17 +78,17 @@ class Publisher:
         self._sync.remove(url)
 
     def forget_ranks(self) -> None:
-        """The trainer ranks were started again."""
+        """The trainer ranks were restarted."""
         self._sync.forget_ranks()
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        """Brings every server, or those that `only` names, to the version."""
+        """Brings every server, or those that `only` names, to the version; metrics of sync and parity check."""
         report = await self._sync.publish(version, only)
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in report.seconds.items()}
         metrics |= {"sync/bytes": float(report.bytes), "sync/version": float(version)}
         self._published += 1
         if self._every and self._published % self._every == 0:
-            # A server that came up meanwhile has not been brought the version.
+            # Not those that joined meanwhile: they do not hold the version.
             try:
                 metrics |= await self.check_parity(version, report.servers)
             except ServerParityError as found:
@@ -94,17 +96,20 @@ class Publisher:
         return metrics
 
     async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        """Compares trainer and servers on the probe prompts. Raises ParityError with both numbers when no server agrees,
-        ServerParityError when some do.
+        """Compares trainer and servers on the probe prompts.
 
-        A server that does not answer is left out: it holds the version, and its health is somebody else's business.
+        A server that does not answer is left out: it holds the version, and others watch its health.
+
+        Raises:
+            ParityError: no server agrees with the trainer; has both numbers.
+            ServerParityError: some servers do not agree.
         """
         if not self._every:
             return {}
         start = time.monotonic()
         servers = [server for url, server in self._servers.items() if only is None or url in only]
-        trainer, *answers = await asyncio.gather(
-            self._trainer_logprobs(self._probes), *(self._ask(server) for server in servers)
+        trainer, answers = await asyncio.gather(
+            self._trainer_logprobs(self._probes), asyncio.gather(*(self._ask(server) for server in servers))
         )
         worst: list[float] = []
         reasons: dict[str, ParityError] = {}
@@ -112,7 +117,7 @@ class Publisher:
             if answer is None:
                 continue
             try:
-                worst.append(compare(trainer, answer, self._threshold, engine=server.url, version=version))
+                worst.append(compare_logprobs(trainer, answer, self._threshold, engine=server.url, version=version))
                 self._agree.add(server.url)
             except ParityError as error:
                 reasons[server.url] = error
@@ -131,5 +136,45 @@ class Publisher:
         try:
             return await asyncio.gather(*(self._server_logprobs(server, probe) for probe in self._probes))
         except ServerError as error:
-            log.warning("log-probs could not be compared with those of %s: %s", server.url, error)
+            log.warning("%s did not return log-probs to compare: %s", server.url, error)
             return None
+
+
+def compare_logprobs(
+    trainer: Sequence[Sequence[float | None]],
+    server: Sequence[Sequence[float | None]],
+    threshold: float,
+    *,
+    engine: str = "server",
+    version: int | None = None,
+) -> float:
+    """Mean absolute difference per token, in nats, between two models' log-probs of the same prompts.
+
+    Args:
+        trainer, server: one list per prompt, one log-prob per token but the first; None stands for NaN, as in JSON.
+        threshold: largest mean that passes, inclusive.
+
+    Raises:
+        ParityError: the mean is above the threshold or not finite, or the lengths differ.
+    """
+    what = f"{engine}, version {version}" if version is not None else engine
+    lengths = [len(tokens) for tokens in trainer], [len(tokens) for tokens in server]
+    if lengths[0] != lengths[1]:
+        raise ParityError(f"{what}: trainer and server scored different tokens: lengths {lengths[0]} and {lengths[1]}")
+    pairs = [
+        (math.nan if ours is None else ours, math.nan if theirs is None else theirs, prompt, token)
+        for prompt, (row, other) in enumerate(zip(trainer, server, strict=True))
+        for token, (ours, theirs) in enumerate(zip(row, other, strict=True), 1)
+    ]
+    if not pairs:
+        raise ParityError(f"{what}: no log-probs to compare; parity needs prompts of at least two tokens")
+    gaps = [abs(ours - theirs) for ours, theirs, _, _ in pairs]
+    mean = sum(gaps) / len(gaps)
+    if math.isfinite(mean) and mean <= threshold:
+        return mean
+    worst = max(range(len(gaps)), key=lambda i: gaps[i] if math.isfinite(gaps[i]) else math.inf)
+    ours, theirs, prompt, token = pairs[worst]
+    raise ParityError(
+        f"{what}: log-probs of the same weights differ by {mean:.3g} a token on average, over the threshold "
+        f"{threshold:g}; worst at prompt {prompt}, token {token}: trainer {ours:.6f}, server {theirs:.6f}"
+    )

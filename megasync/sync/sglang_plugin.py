@@ -1,22 +1,22 @@
-"""megasync inside SGLang: loaded by SGLang itself, in each of its processes, through its plugin entry point.
+"""megasync inside SGLang: SGLang itself loads it, in each of its processes, through its plugin entry point.
 
-Two doors, both through stock endpoints. *Commands* arrive at every tensor-parallel rank's weight checker, need no pause,
-and are answered per rank. A *commit* arrives as a weight update in megasync's load format, between ``begin_weight_update``
-and ``end_weight_update``, and writes weights that a `Receiver` has at hand already.
+Two kinds of request arrive through stock endpoints. *Commands* reach every tensor-parallel rank's weight checker, need
+no pause, and are answered per rank. A *commit* arrives as a weight update in megasync's load format, between
+``begin_weight_update`` and ``end_weight_update``, and writes weights that a `WeightReceiver` has at hand already.
 
-All ranks report the same outcome of a commit: only the first rank's answer reaches the caller, and a rank that failed
-alone would go on with other weights than its peers. Guaranteed by `_agree`, which each rank passes twice: before
-anything is written (then the old weights serve on everywhere), and after. A command never raises, because the other
+All ranks report the same result of a commit: only the first rank's answer reaches the caller, and a rank that failed
+alone would keep other weights than its peers. Guaranteed by `_all_succeed`, which each rank passes twice: before
+anything is written (then the old weights keep serving everywhere), and after. A command never raises, because the other
 ranks already wait for this one's answer; errors come back as data.
 
-A server that megasync has started with keys is guarded besides (`Guarded`): its HTTP routes are closed but for a few.
+`GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
-Besides `engine_blueprint` this is the only file that knows SGLang's insides. SGLang and torch are imported when a hook first runs.
+Besides `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and torch are imported when
+a hook first runs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -26,8 +26,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import msgspec
 from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
 
 from megasync.errors import ServerError
@@ -38,10 +39,18 @@ from megasync.serving.engine_protocol import (
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
+    Hello,
+    RankAnswer,
+    TraceRequest,
     decode,
     encode,
 )
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
+
+if TYPE_CHECKING:
+    from megasync.layout.engine_layout import EngineRank
+    from megasync.sync.messages import CommitRequest, Message
+    from megasync.sync.shard.receiver import ShardReceiver
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
@@ -50,8 +59,12 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 
 log = logging.getLogger(__name__)
 
-# Bytes of what a rank may tell its peers.
-MOST_SAID = 4096
+# Bytes of an error message that a rank sends to its peers.
+MAX_ERROR_BYTES = 4096
+
+T = TypeVar("T")
+# A hooked method of SGLang. It is passed on and called, never inspected.
+Stock = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -63,56 +76,61 @@ class ServingRank:
     tp_size: int
 
 
-class Receiver(Protocol):
-    """Takes in new weights and writes them. One object a process, called from the scheduler's thread."""
+class WeightReceiver(Protocol):
+    """Takes in new weights and writes them. One object per process, called from the scheduler's thread.
 
-    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        """Answer a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
+    Requests are parsed JSON; what `handle` returns is a msgspec struct, or JSON's own types.
+    """
 
-    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
-        """Raise when this rank cannot commit the request; write nothing."""
+    def handle(self, command: str, payload: Any, rank: ServingRank) -> object:
+        """Answers a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
+        ...
 
-    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
-        """Write the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
+    def check(self, request: Any, rank: ServingRank) -> Any:
+        """The request in the form that `commit` takes. Raises when this rank cannot commit it; writes nothing."""
+        ...
+
+    def commit(self, request: Any, rank: ServingRank) -> None:
+        """Writes the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
+        ...
 
 
-class ShardReceiver:
-    """`sync.receiver.Receiver` for the model of this process, made with the first command."""
+class LazyShardReceiver:
+    """The `ShardReceiver` of this process's model, made when the first command arrives."""
 
     def __init__(self) -> None:
-        self._receiver: Any = None
+        self._receiver: ShardReceiver | None = None
 
-    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+    def handle(self, command: str, payload: Any, rank: ServingRank) -> Message:
         if self._receiver is None:
             from megasync.layout.trace import live_tensors
-            from megasync.sync.shard.receiver import Receiver
+            from megasync.sync.shard.receiver import ShardReceiver
 
-            self._receiver = Receiver(rank.tp_rank, lambda: live_tensors(rank.model))
+            self._receiver = ShardReceiver(rank.tp_rank, lambda: live_tensors(rank.model))
         return self._receiver.handle(command, payload)
 
-    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
-        if self._receiver is None:
-            raise ServerError("this rank has not been told what it receives")
-        self._receiver.check(request)
+    def check(self, request: Any, rank: ServingRank) -> CommitRequest:
+        return self._made().check(request)
 
-    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
-        self._receiver.commit(request)
+    def commit(self, request: CommitRequest, rank: ServingRank) -> None:
+        self._made().commit(request)
+
+    def _made(self) -> ShardReceiver:
+        if self._receiver is None:
+            raise ServerError("this rank has no receive plan")
+        return self._receiver
 
 
 class _Committed:
-    """In place of received tensors: the parameters are written already."""
+    """Stands for received tensors: the parameters are written already."""
 
 
 class Plugin:
-    """The hooks, around SGLang's own methods; each leaves alone what is not megasync's."""
+    """Hooks around SGLang's own methods; each passes on what is not megasync's."""
 
-    def __init__(self, receiver: Receiver | None = None) -> None:
+    def __init__(self, receiver: WeightReceiver | None = None) -> None:
         self._receiver = receiver
-        self._commands: dict[str, Callable[[dict[str, Any], ServingRank], dict[str, Any]]] = {
-            "hello": self._hello,
-            "trace": self._trace,
-        }
-        self._traces: dict[str, dict[str, Any]] = {}
+        self._traces: dict[TraceRequest, EngineRank] = {}
         self._instance = uuid.uuid4().hex
 
     def register(self) -> None:
@@ -127,7 +145,7 @@ class Plugin:
 
     def around_check(
         self,
-        stock: Callable,
+        stock: Stock,
         checker: Any,
         action: str,
         allow_quant_error: bool = False,
@@ -142,82 +160,82 @@ class Plugin:
         try:
             rank = ServingRank(checker._get_model(), place["tp_rank"], place["tp_size"])
             payload = decode(skip_tensor_list[0]) if skip_tensor_list else {}
-            answer = {"ok": True, "result": self._answer(action.removeprefix(ACTION), payload, rank)}
+            answer = RankAnswer(rank.tp_rank, True, self._answer(action.removeprefix(ACTION), payload, rank))
         except Exception as error:
-            log.exception("command %s failed", action)
-            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            log.exception("Command %s failed", action)
+            answer = RankAnswer(place["tp_rank"], False, error=f"{type(error).__name__}: {error}")
         return {
-            "checksums": {ANSWER: encode({"tp_rank": place["tp_rank"], **answer})},
+            "checksums": {ANSWER: encode(answer)},
             "per_gpu_checksum": "",
             "parallelism_info": checker._parallelism_info(role=role).model_dump(),
         }
 
     def around_receive(
-        self, stock: Callable, updater: Any, *, names: list[str], load_format: str | None = None, **rest: Any
+        self, stock: Stock, updater: Any, *, names: list[str], load_format: str | None = None, **rest: Any
     ) -> Any:
-        """The commit: checked on all ranks, written, derived weights computed anew, and agreed on."""
+        """A commit: checked on all ranks, written, derived weights recomputed, and the result agreed on."""
         if load_format != LOAD_FORMAT:
             return stock(updater, names=names, load_format=load_format, **rest)
-        state: dict[str, Any] = {}
 
-        def check() -> None:
+        def check() -> tuple[WeightReceiver, Any, ServingRank]:
             if self._receiver is None:
                 raise ServerError("the plugin of this server was registered without a receiver")
             _refuse_what_stock_updates_refuse(updater)
             place = _parallel()
-            state["rank"] = ServingRank(updater.get_model(), place.tp_rank, place.tp_size)
-            state["request"] = decode(names[0])
-            self._receiver.check(state["request"], state["rank"])
+            rank = ServingRank(updater.get_model(), place.tp_rank, place.tp_size)
+            return self._receiver, self._receiver.check(decode(names[0]), rank), rank
 
         def commit() -> None:
             from sglang.srt.model_loader.loader import post_load_weights
 
-            self._receiver.commit(state["request"], state["rank"])
+            receiver, request, rank = checked
+            receiver.commit(request, rank)
             # SGLang calls this at the end of an update only when nothing was loaded in it.
-            post_load_weights(state["rank"].model)
+            post_load_weights(rank.model)
 
-        _agree(check, f"{REFUSED}, the weights are as before")
-        _agree(commit, "the commit failed, the weights are mixed")
+        checked = _all_succeed(check, f"{REFUSED}, the weights are as before")
+        _all_succeed(commit, "the commit failed, the weights are mixed")
         return _Committed()
 
-    def around_load(self, stock: Callable, updater: Any, weights: Any) -> tuple[bool, str]:
+    def around_load(self, stock: Stock, updater: Any, weights: Any) -> tuple[bool, str]:
         if isinstance(weights, _Committed):
             return True, "megasync has committed the weights"
         return stock(updater, weights)
 
-    def _answer(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        if command in self._commands:
-            return self._commands[command](payload, rank)
+    def _answer(self, command: str, payload: Any, rank: ServingRank) -> object:
+        if command == "hello":
+            return self._hello(rank)
+        if command == "trace":
+            return self._trace(msgspec.convert(payload, TraceRequest), rank)
         if self._receiver is None:
-            raise ValueError(f"unknown command {command!r}; this plugin knows {', '.join(self._commands)}")
+            raise ValueError(f"unknown command {command!r}; this plugin knows hello, trace")
         return self._receiver.handle(command, payload, rank)
 
-    def _hello(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        return {
-            "protocol": PROTOCOL,
-            "sglang": version("sglang"),
-            "tp_rank": rank.tp_rank,
-            "tp_size": rank.tp_size,
-            "model": type(rank.model).__name__,
-            "dtype": str(next(rank.model.parameters()).dtype).removeprefix("torch."),
-            "pid": os.getpid(),
-            # Process ids may be the same in two containers.
-            "instance": self._instance,
-        }
+    def _hello(self, rank: ServingRank) -> Hello:
+        return Hello(
+            protocol=PROTOCOL,
+            instance=self._instance,
+            sglang=version("sglang"),
+            tp_rank=rank.tp_rank,
+            tp_size=rank.tp_size,
+            model=type(rank.model).__name__,
+            dtype=str(next(rank.model.parameters()).dtype).removeprefix("torch."),
+            pid=os.getpid(),
+        )
 
-    def _trace(self, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
+    def _trace(self, request: TraceRequest, rank: ServingRank) -> EngineRank:
         from megasync.layout.trace import trace_load
 
-        digest = hashlib.sha256(json.dumps(payload["specs"]).encode()).hexdigest()
-        if digest not in self._traces:
-            self._traces[digest] = trace_load(rank.model, payload["specs"]).to_json()
-        return self._traces[digest]
+        if request not in self._traces:
+            self._traces[request] = trace_load(rank.model, request.specs)
+        return self._traces[request]
 
 
-class Guarded:
+class GuardedServer:
     """SGLang's HTTP server with megasync's guard in front of it.
 
-    The keys never become server arguments, which SGLang logs, hands to its other processes and shows at `/server_info`.
+    The keys never become server arguments: SGLang logs those, passes them to its other processes and shows them at
+    `/server_info`.
     """
 
     def __init__(self, admin: str, generation: str | None) -> None:
@@ -230,17 +248,18 @@ class Guarded:
         HookRegistry.register(_SERVE, self.around_serve, HookType.AROUND)
         HookRegistry.register(_ADD_MIDDLEWARE, self.add_guard, HookType.REPLACE)
 
-    def around_serve(self, stock: Callable, *arguments: Any, **options: Any) -> Any:
+    def around_serve(self, stock: Stock, *arguments: Any, **options: Any) -> Any:
         from sglang.srt.runtime_context import get_serving
 
         serving = get_serving()
-        # Neither would pass the guard: HTTP workers import the application anew, gRPC is another server beside it.
+        # The guard would cover neither: HTTP workers import the application again, and gRPC is another server beside
+        # it.
         if serving.tokenizer_worker_num != 1 or serving.grpc_port is not None:
             raise ServerError(
                 f"a server with keys cannot be guarded with --tokenizer-worker-num={serving.tokenizer_worker_num} and "
                 f"--grpc-port={serving.grpc_port}; leave both out of server_args, and SGLANG_GRPC_PORT unset"
             )
-        # What makes SGLang ask for a guard, and what its own warm-up and collection of garbage call it with.
+        # With an admin key SGLang installs a guard; its own warm-up and garbage collection authenticate with these.
         with serving.override(admin_api_key=self._admin, api_key=self._generation):
             return stock(*arguments, **options)
 
@@ -250,10 +269,10 @@ class Guarded:
 
 def register() -> None:
     """The entry point that SGLang calls."""
-    Plugin(ShardReceiver()).register()
-    # The HTTP server's own process, not those that it starts: nothing is left in the pipe for them.
+    Plugin(LazyShardReceiver()).register()
+    # Only in the HTTP server's own process: the pipe is empty for those that it starts.
     if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
-        Guarded(**json.loads(sys.stdin.buffer.read())).register()
+        GuardedServer(**json.loads(sys.stdin.buffer.read())).register()
     if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
         SCORE_BIAS.apply()
 
@@ -273,28 +292,29 @@ def _refuse_what_stock_updates_refuse(updater: Any) -> None:
         raise ServerError(refusal)
 
 
-def _agree(step: Callable[[], None], outcome: str) -> None:
-    """Take a step on each tensor-parallel rank; when it fails on any, raise on all of them what all of them said."""
-    failure = ""
+def _all_succeed(step: Callable[[], T], outcome: str) -> T:
+    """Takes a step on each tensor-parallel rank. When it fails on any, all ranks raise the errors of all of them."""
+    failure, result = "", None
     try:
-        step()
+        result = step()
     except Exception as error:
-        log.exception("a weight update failed")
+        log.exception("A weight update failed")
         failure = f"{type(error).__name__}: {error}"
     failures = _gather(failure, _parallel().tp_group.cpu_group)
     if any(failures):
-        said = "; ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-        raise ServerError(f"{outcome}: {said}")
+        reasons = "; ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+        raise ServerError(f"{outcome}: {reasons}")
+    return cast(T, result)
 
 
 def _gather(text: str, group: Any) -> list[str]:
-    """What each rank of the group said, cut to `MOST_SAID` bytes, in the order of ranks. As tensors: objects are pickled."""
+    """Each rank's text, cut to `MAX_ERROR_BYTES` bytes, in rank order. As tensors, because objects are pickled."""
     import torch
     import torch.distributed as dist
 
-    mine = torch.zeros(MOST_SAID, dtype=torch.uint8, device="cpu")
-    if said := text.encode()[:MOST_SAID]:
-        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    all_said = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_said, mine, group=group)
-    return [bytes(said.tolist()).rstrip(b"\0").decode("utf-8", "replace") for said in all_said]
+    mine = torch.zeros(MAX_ERROR_BYTES, dtype=torch.uint8, device="cpu")
+    if raw := text.encode()[:MAX_ERROR_BYTES]:
+        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in gathered]

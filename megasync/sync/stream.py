@@ -1,12 +1,13 @@
 """Whole Hugging Face tensors out of shards, bucket by bucket.
 
-Of each bucket every trainer rank that holds a part of it packs that part flat; whoever has all parts has the tensors.
-`stream_tensors` brings them to every trainer rank. Others may carry them elsewhere: the plan says whose parts a bucket has.
+Every trainer rank packs the parts of a bucket that it holds into one flat tensor. Whoever has all ranks' parts can
+assemble the bucket's tensors. `stream_tensors` brings them to every trainer rank; other callers may carry them
+elsewhere, since the plan says which ranks contribute to a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from megasync.sync.broadcast.plan import BroadcastPlan, Bucket, plan_broadcast
 
 @dataclass(frozen=True)
 class Shards:
-    """One trainer rank's live parameters by name, the layout that they are a part of, and the dtype of the model."""
+    """One trainer rank's live parameters by name, the layout that they belong to, and the dtype of the model."""
 
     layout: Layout
     dtype: str
@@ -33,9 +34,8 @@ class Shards:
 def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of a Hugging Face checkpoint, in the order of the plan, on the device of the parameters.
 
-    Every rank of the default process group must take every tensor, in step with the others: a bucket is put together by
-    collectives, each of which ends before the next begins. Besides the model there is one bucket of memory and one rank's
-    part of it.
+    Every rank of the default process group must consume every tensor, in step with the others: collectives assemble a
+    bucket, and each ends before the next begins. Takes the memory of one bucket and of one rank's part of it.
     """
     device = next(iter(shards.params.values())).device
     for bucket in shards.plan(bucket_bytes).buckets:
@@ -52,34 +52,36 @@ def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, tor
 
 
 def empty_tensors(bucket: Bucket, device: torch.device) -> dict[str, torch.Tensor]:
-    """Room for the tensors of a bucket, by name."""
+    """Uninitialised tensors for a bucket, by name."""
     dtype = getattr(torch, bucket.dtype)
     return {entry.name: torch.empty(entry.shape, dtype=dtype, device=device) for entry in bucket.tensors}
 
 
 def empty_part(bucket: Bucket, rank: int, device: torch.device) -> torch.Tensor:
-    """Room for what a rank contributes to a bucket, flat."""
-    return torch.empty(sum(_counts(bucket, rank)), dtype=getattr(torch, bucket.dtype), device=device)
+    """An uninitialised flat tensor for what a rank contributes to a bucket."""
+    return torch.empty(sum(piece_elements(bucket, rank)), dtype=getattr(torch, bucket.dtype), device=device)
 
 
 @torch.no_grad()
 def pack_part(bucket: Bucket, rank: int, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What a rank with these parameters contributes to a bucket, flat."""
     dtype = getattr(torch, bucket.dtype)
-    return torch.cat([_held(piece, params).to(dtype).flatten() for piece in bucket.contributions[rank]])
+    return torch.cat([held_piece(piece, params).to(dtype).flatten() for piece in bucket.contributions[rank]])
 
 
 @torch.no_grad()
 def place_part(bucket: Bucket, rank: int, part: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> None:
     """Writes a rank's contribution to its places in the tensors of a bucket."""
-    for piece, values in zip(bucket.contributions[rank], part.split(_counts(bucket, rank)), strict=True):
+    for piece, values in zip(bucket.contributions[rank], part.split(piece_elements(bucket, rank)), strict=True):
         target = box_of(whole[piece.hf_name], piece.hf_box)
         target.copy_(values.view(target.shape))
 
 
-def _held(piece: Piece, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def held_piece(piece: Piece, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The part of a parameter that a piece names; a view, detached."""
     return box_of(params[piece.param].detach(), piece.param_box)
 
 
-def _counts(bucket: Bucket, rank: int) -> Sequence[int]:
-    return [piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions[rank]]
+def piece_elements(bucket: Bucket, rank: int) -> list[int]:
+    """Elements of each piece that a rank contributes to a bucket; empty when it contributes nothing."""
+    return [piece.hf_box.rows * piece.hf_box.cols for piece in bucket.contributions.get(rank, ())]

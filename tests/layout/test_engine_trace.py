@@ -7,6 +7,7 @@ import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from engine_models import FAMILIES, checkpoint_specs, make_model
@@ -99,9 +100,9 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
     async with serving(path, tensor_parallel) as control:
         engine = EngineControl(control)
         hello = await engine.hello()
-        assert [rank["tp_rank"] for rank in hello] == list(range(tensor_parallel))
-        assert {(rank["tp_size"], rank["dtype"]) for rank in hello} == {(tensor_parallel, "float32")}
-        assert len({rank["pid"] for rank in hello}) == tensor_parallel
+        assert [rank.tp_rank for rank in hello] == list(range(tensor_parallel))
+        assert {(rank.tp_size, rank.dtype) for rank in hello} == {(tensor_parallel, "float32")}
+        assert len({rank.pid for rank in hello}) == tensor_parallel
         specs = checkpoint_specs(path)
         ranks = await engine.trace(specs)
         if family not in UNSCORED:
@@ -111,7 +112,7 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
         assert all(rank.unwritten == () for rank in ranks)
         # The same without a server.
         assert ranks == await asyncio.to_thread(engine_ranks, path, tensor_parallel, "float32", "cpu", specs)
-        question = {"specs": specs, "ranks": [rank.to_json() for rank in ranks]}
+        question = {"specs": specs, "ranks": msgspec.to_builtins(ranks)}
         body = {"action": engine_oracle.ACTION, "skip_tensor_list": [json.dumps(question)], "selector": "target"}
         found = await control.post("/weights_checker", body)
         answers = [json.loads(rank["checksums"][engine_oracle.ACTION]) for rank in found["ranks"]]
@@ -136,7 +137,7 @@ async def test_a_commit_succeeds_on_all_ranks_or_is_refused_by_all(tmp_path, mon
         assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.1
         await control.post("/update_weights_from_disk", {"model_path": str(paths[0])})
 
-        told = await EngineControl(control).call("stage", {"version": 3})
+        told = await EngineControl(control).call("stage", {"version": 3}, dict)
         assert told == [{"command": "stage", "payload": {"version": 3}, "tp_rank": rank} for rank in (0, 1)]
         with pytest.raises(ServerError, match="status 400.*as before: tp rank 1: ValueError: nothing is staged here"):
             await commit(control, request | {"fail_check": 1})

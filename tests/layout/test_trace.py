@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import msgspec
 import pytest
 import torch
 from oracle.engine_oracle import compare
@@ -19,7 +20,7 @@ def check(model: nn.Module, specs, post_load=lambda model: None) -> EngineRank:
     """The trace, after a replay of it left the same numbers as a real load."""
     held = [*model.parameters(), *model.buffers()]
     before = [(tensor.data.data_ptr(), tensor.clone()) for tensor in held]
-    rank = EngineRank.from_json(trace_load(model, specs).to_json())
+    rank = msgspec.convert(msgspec.to_builtins(trace_load(model, specs)), EngineRank)
     for tensor, (address, content) in zip(held, before, strict=True):
         assert tensor.data.data_ptr() == address and torch.equal(tensor, content)
     found = compare(model, specs, rank, post_load)

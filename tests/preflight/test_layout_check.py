@@ -2,11 +2,11 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import pytest
 from engine_models import make_model
 from fake_engine import fake_engine, traced
+from msgspec import structs
 
 from megasync.cli import commands as cli
 from megasync.layout.layout import Layout
@@ -109,7 +109,7 @@ def test_figures_add_up(folder):
         for side, name in ((report.trainer, "sent_bytes"), (report.engine, "received_bytes"))
     )
     assert sent == received == report.wire_bytes
-    assert sum(use.parcels for use in report.trainer) == sum(use.parcels for use in report.engine)
+    assert sum(use.buckets for use in report.trainer) == sum(use.buckets for use in report.engine)
     # Messages end on whole words; norms go to both ranks.
     assert 1.0 <= report.ratio < 1.01 and report.minimum_bytes > report.parameters * 2
     # The miniature engine is float32, whatever it is sent.
@@ -122,11 +122,15 @@ def test_figures_add_up(folder):
 
 def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_miniature, monkeypatch):
     name = "model.layers.1.mlp.up_proj.weight"
-    place = carrier._place
-    # What a load gives is looked for in another place than the plan sends it to.
-    monkeypatch.setattr(
-        carrier, "_place", lambda slot: place(slot._replace(offset=0) if slot.hf_name == name else slot)
-    )
+    check = carrier._EngineSide._check_slot
+
+    def crossed(self, slot, live, counts):
+        """Expects the other rank's rows."""
+        box = slot.hf_box
+        other = slot._replace(hf_box=box._replace(row=box.rows - box.row)) if slot.hf_name == name else slot
+        check(self, other, live, counts)
+
+    monkeypatch.setattr(carrier._EngineSide, "_check_slot", crossed)
     path = folder()
     assert call(path, "--random", "--engine-tp", 2)[0] == cli.UNHEALTHY
     status, out, _ = call(path, "--random", "--engine-tp", 2, "--json")
@@ -139,7 +143,9 @@ def test_an_engine_that_does_not_keep_a_tensor_is_a_failure_that_names_it(folder
 
     def ranks(*args):
         found = whole(*args)
-        return [replace(rank, slots=tuple(slot for slot in rank.slots if slot.hf_name != name)) for rank in found]
+        return [
+            structs.replace(rank, slots=tuple(slot for slot in rank.slots if slot.hf_name != name)) for rank in found
+        ]
 
     monkeypatch.setattr(engine_blueprint, "engine_ranks", ranks)
     status, _, err = call(folder(), "--random")

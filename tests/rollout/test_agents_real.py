@@ -21,7 +21,7 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.requests import RequestGate, SampleClient
 from megasync.rollout.tools import Toolbox
 from megasync.serving.control import ServerControl
-from megasync.sync.served import flush_cache
+from megasync.sync.server_update import flush_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

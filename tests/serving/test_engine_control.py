@@ -100,7 +100,7 @@ async def engine_of():
 async def test_each_rank_says_who_it_is(engine_of):
     engine = await engine_of([Model(0), Model(1).to(torch.bfloat16)])
     ranks = await engine.hello()
-    assert [(rank["tp_rank"], rank["tp_size"], rank["dtype"]) for rank in ranks] == [
+    assert [(rank.tp_rank, rank.tp_size, rank.dtype) for rank in ranks] == [
         (0, 2, "float32"),
         (1, 2, "bfloat16"),
     ]
@@ -129,19 +129,21 @@ async def test_a_server_without_the_plugin_is_told_apart(engine_of):
 async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
     engine = await engine_of([Model(0), Model(1)])
     monkeypatch.setattr(sglang_plugin, "PROTOCOL", 0)
-    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 2"):
+    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 3"):
         await engine.hello()
 
 
 async def test_other_commands_are_the_receivers(engine_of):
     engine = await engine_of([Model(0), Model(1)], Receiver())
     payload = {"names": ["tensor"] * 5000}
-    assert await engine.call("stage", payload) == [{"heard": "stage", "payload": payload, "by": r} for r in (0, 1)]
+    assert await engine.call("stage", payload, dict) == [
+        {"heard": "stage", "payload": payload, "by": r} for r in (0, 1)
+    ]
     engine = await engine_of([Model(0), Model(1)])
     with pytest.raises(
         ServerError, match="tp rank 0: ValueError: unknown command 'stage'; this plugin knows hello, trace"
     ):
-        await engine.call("stage", payload)
+        await engine.call("stage", payload, dict)
 
 
 def test_what_is_not_megasyncs_stays_stock():

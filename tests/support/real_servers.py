@@ -11,7 +11,7 @@ import torch
 
 from megasync.config.schema import RolloutConfig
 from megasync.serving.server import ServerSpec, SGLangServer
-from megasync.sync.parity import compare
+from megasync.sync.publisher import compare_logprobs
 
 PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
 SIZES = {
@@ -122,4 +122,6 @@ async def check_serves(servers, model, version):
     ours = [reference(model, prompt) for prompt in PROMPTS]
     for server in servers:
         assert await server.weight_version() == version
-        compare(ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version)
+        compare_logprobs(
+            ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version
+        )

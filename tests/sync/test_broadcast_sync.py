@@ -10,7 +10,7 @@ from megasync.device import Device
 from megasync.errors import ServerError, SyncError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.sync import served
+from megasync.sync import server_update, weight_sync
 from megasync.sync.broadcast import sync as broadcast_sync
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
@@ -93,8 +93,10 @@ class Ranks:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(broadcast_sync, "RECOVERY_SECONDS", 0.2)
-    monkeypatch.setattr(broadcast_sync, "GRACE_SECONDS", 0.1)
+    for module in (broadcast_sync, server_update, weight_sync):
+        monkeypatch.setattr(module, "RECOVERY_SECONDS", 0.2)
+    for module in (broadcast_sync, weight_sync):
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
 
     def make(pause_mode="retract", seconds=5.0):
         ranks = Ranks()
@@ -162,11 +164,11 @@ async def test_engine_ranks_follow_the_sender_and_each_stage_has_a_group(world):
 async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_serving(
     world, monkeypatch, path, fault, phase
 ):
-    monkeypatch.setattr(served, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(server_update, "FLUSH_SECONDS", 0.0)
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["refused"] if path == UPDATE else []
     servers[1].faults[path] = [fault]
-    with pytest.raises(SyncError, match=rf"version 3 .*'{phase}'.*the version before") as caught:
+    with pytest.raises(SyncError, match=rf"version 3 .*'{phase}'.*the previous version") as caught:
         await sync.publish(3)
     assert (caught.value.phase, caught.value.version, caught.value.quarantined) == (phase, 3, {})
     assert any(who in str(caught.value) for who in ("http://b", "trainer"))
@@ -229,7 +231,7 @@ async def test_a_server_that_reports_another_version_is_not_believed(world, monk
 async def test_a_trainer_that_fails_wakes_waiting_servers_and_they_go_on(world):
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["rank 1 died"]
-    with pytest.raises(SyncError, match=r"trainer: rank 1 died.*the version before"):
+    with pytest.raises(SyncError, match=r"trainer: rank 1 died.*the previous version"):
         await sync.publish(2)
     assert "sync_leave" in ranks.calls
     assert not any(server.paused or server.session for server in servers)

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_engine import fake_engine, traced
+from msgspec import structs
 
 from megasync.layout.engine_layout import Fill
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.layout_check import made_up
 from megasync.sync.shard.plan import ShardPlan, plan_shards
-from megasync.sync.shard.rehearsal import carry_out
+from megasync.sync.shard.rehearsal import rehearse
 
 CONFIG = {
     "model_type": "llama",
@@ -23,7 +24,7 @@ CONFIG = {
     "vocab_size": 101,
     "num_hidden_layers": 4,
 }
-PARCEL_BYTES = 2_000
+BUCKET_BYTES = 2_000
 # Fused with its neighbours on both sides.
 VICTIM = "model.layers.2.self_attn.k_proj.weight"
 NEIGHBOUR = "model.layers.2.self_attn.v_proj.weight"
@@ -34,11 +35,11 @@ TOPOLOGY = Topology(2, 2, 2)
 def case(topology=TOPOLOGY, size=2, engine_dtype=torch.float32, dtype="float32", **changes):
     layout = Layout({**CONFIG, **changes}, topology)
     engine = traced(fake_engine(layout.hf_config, size, engine_dtype), layout)
-    return layout, engine, plan_shards(layout, engine, PARCEL_BYTES, dtype)
+    return layout, engine, plan_shards(layout, engine, BUCKET_BYTES, dtype)
 
 
 def run(layout, engine, plan, dtype="float32"):
-    return carry_out(layout, engine, plan, made_up(layout.hf_tensors), dtype)
+    return rehearse(layout, engine, plan, made_up(layout.hf_tensors), dtype)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_an_engine_of_another_dtype_gets_what_a_cast_gives():
 
 def test_padding_that_a_load_does_not_write_is_counted_and_no_problem():
     layout, engine, plan = case()
-    without = [replace(rank, fills=()) for rank in engine]
+    without = [structs.replace(rank, fills=()) for rank in engine]
     padding = sum(fill.rows * fill.cols for rank in engine for fill in rank.fills)
     outcome = run(layout, without, plan)
     assert outcome.problems == []
@@ -75,14 +76,14 @@ def test_padding_that_a_load_does_not_write_is_counted_and_no_problem():
 
 def broken(plan: ShardPlan, change) -> ShardPlan:
     """The plan with other regions in place of the first one of the victim."""
-    for index, parcel in enumerate(plan.parcels):
-        for at, region in enumerate(parcel.regions):
+    for index, bucket in enumerate(plan.buckets):
+        for at, region in enumerate(bucket.regions):
             if region.slot.hf_name == VICTIM:
-                regions = (*parcel.regions[:at], *change(region), *parcel.regions[at + 1 :])
-                parcels = list(plan.parcels)
-                parcels[index : index + 1] = [replace(parcel, regions=regions)] if regions else []
-                return replace(plan, parcels=tuple(parcels))
-    raise AssertionError("no parcel has the victim")
+                regions = (*bucket.regions[:at], *change(region), *bucket.regions[at + 1 :])
+                buckets = list(plan.buckets)
+                buckets[index : index + 1] = [replace(bucket, regions=regions)] if regions else []
+                return replace(plan, buckets=tuple(buckets))
+    raise AssertionError("no bucket has the victim")
 
 
 def shifted(region):
@@ -133,7 +134,10 @@ def test_a_broken_region_is_found_and_its_tensor_named(change, said):
 def test_a_constant_over_loaded_elements_is_found():
     layout, engine, plan = case()
     slot = next(slot for slot in engine[1].slots if slot.hf_name == VICTIM)
-    bad = [engine[0], replace(engine[1], fills=(*engine[1].fills, Fill(slot.param, slot.offset, 1, 3, 3, 1, 0.0)))]
+    bad = [
+        engine[0],
+        structs.replace(engine[1], fills=(*engine[1].fills, Fill(slot.param, slot.offset, 1, 3, 3, 1, 0.0))),
+    ]
     (problem,) = run(layout, bad, plan).problems
     assert problem.tensor == VICTIM and problem.what.startswith("3 of ")
 

@@ -12,13 +12,13 @@ from megasync.errors import SyncError
 from megasync.layout.layout import Layout
 from megasync.layout.shards import part_name
 from megasync.layout.topology import Topology
-from megasync.sync import served
+from megasync.sync import server_update, weight_sync
 from megasync.sync.broadcast.plan import plan_broadcast
-from megasync.sync.disk import sync as disk_sync
 from megasync.sync.disk.sync import NOT_LOADED, DiskSync
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.disk.writer import write_bucket
 from megasync.sync.groups import Deadline
+from megasync.sync.messages import WriteReport
 
 LOAD = "/update_weights_from_disk"
 
@@ -68,15 +68,15 @@ class Ranks:
         if fault:
             raise SyncError(fault)
         seconds = {"pack": 0.1, "wire": 0.0, "disk": 0.2}
-        return [{"files": files, "seconds": seconds}, {"files": {}, "seconds": seconds}]
+        return [WriteReport(files, seconds), WriteReport({}, seconds)]
 
 
 @pytest.fixture
 def world(make_model, save_model, tmp_path, monkeypatch):
     """Makes (sync, servers, ranks, names of what stands in the folder)."""
-    monkeypatch.setattr(served, "RECOVERY_SECONDS", 0.2)
-    monkeypatch.setattr(disk_sync, "RECOVERY_SECONDS", 0.2)
-    monkeypatch.setattr(served, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(server_update, "RECOVERY_SECONDS", 0.2)
+    monkeypatch.setattr(weight_sync, "RECOVERY_SECONDS", 0.2)
+    monkeypatch.setattr(server_update, "FLUSH_SECONDS", 0.0)
 
     def make(*servers, mode="retract", seconds=5.0):
         source = tmp_path / "source"
@@ -124,7 +124,7 @@ async def test_a_write_that_fails_touches_no_server_and_leaves_nothing_behind(wo
     ranks.faults["disk_write"] = ["trainer rank 0 failed to write version 2: x cannot be written: No space left"]
     with pytest.raises(
         SyncError,
-        match=r"version 2 .*'write' failed: trainer: .*No space left; every server goes on with the version be",
+        match=r"version 2 .*'write' failed: trainer: .*No space left; every server keeps serving the previous version",
     ):
         await sync.publish(2)
     assert names() == ["v1"]
@@ -141,7 +141,8 @@ async def test_a_server_that_fails_before_its_load_goes_on_with_the_version_befo
     await sync.publish(1)
     servers[0].faults[path] = ["refused", "refused"]
     with pytest.raises(
-        SyncError, match=r"http://a.*refused; version 2 is served by http://b; every other server goes on with"
+        SyncError,
+        match=r"http://a.*refused; version 2 is served by http://b; every other server keeps serving the prev",
     ) as failure:
         await sync.publish(2)
     assert failure.value.engines == ("http://a",)

@@ -78,7 +78,7 @@ async def test_a_rank_that_fails_while_it_writes_changes_nothing(world, models, 
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
     traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
-    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'write' failed: .*the version before"):
+    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'write' failed: .*the previous version"):
         await sync.publish(51)
     assert sync.quarantined == {}
     assert [path.name for path in (tmp_path / "sync").iterdir()] == ["v50"]
@@ -102,7 +102,7 @@ async def test_a_folder_that_a_server_does_not_see_leaves_it_serving_and_a_late_
     def hide(path):
         return path.rename(path.with_name("hidden")).with_name("not_there")
 
-    with pytest.raises(SyncError, match=r"version 61 .*'load' failed: .*the version before"):
+    with pytest.raises(SyncError, match=r"version 61 .*'load' failed: .*the previous version"):
         await sync.publish(61)
     assert sync.quarantined == {}
     await check_serves(servers[:1], models[0][0][1], 60)

@@ -13,6 +13,7 @@ from megasync.layout.shards import load_shards, part_name
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.disk.writer import DiskWriter
+from megasync.sync.messages import WrittenFile
 
 
 @pytest.fixture
@@ -31,13 +32,13 @@ def test_the_files_of_one_rank_hold_the_model_in_the_served_dtype(source, tmp_pa
     assert writer.listen(5) is not None
     writer.join("t", [None], 5)
     report = writer.write(str(out), 1, 10)
-    assert report["seconds"].keys() == {"pack", "wire", "disk", "total"}
-    assert sorted(path.name for path in out.iterdir()) == sorted(report["files"])
-    assert len(report["files"]) == len(plan.buckets) > 3
+    assert report.seconds.keys() == {"pack", "wire", "disk", "total"}
+    assert sorted(path.name for path in out.iterdir()) == sorted(report.files)
+    assert len(report.files) == len(plan.buckets) > 3
     found = {}
-    for name, written in report["files"].items():
+    for name, written in report.files.items():
         data = (out / name).read_bytes()
-        assert written == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert written == WrittenFile(len(data), hashlib.sha256(data).hexdigest())
         with safe_open(out / name, framework="pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     expected = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
@@ -64,5 +65,5 @@ async def test_a_full_disk_is_named_by_path_and_the_next_attempt_works(source, l
             await ranks.call("disk_write", str(out), 4, 10, timeout=15)
         await ranks.call("disk_leave", timeout=10)
     reports = await ranks.call("disk_write", str(out), 5, 10, timeout=15)
-    assert sorted(name for report in reports for name in report["files"]) == [part_name(i, count) for i in range(count)]
-    assert [bool(report["files"]) for report in reports] == [True, False, True, False]
+    assert sorted(name for report in reports for name in report.files) == [part_name(i, count) for i in range(count)]
+    assert [bool(report.files) for report in reports] == [True, False, True, False]

@@ -70,7 +70,7 @@ async def test_both_transports_leave_what_a_load_leaves(folders, local_ranks, tm
         syncs.append(BroadcastSync([server], ranks, plan, 1, SyncConfig(), timeouts, Device("cpu")))
         syncs.append(ShardSync([server], ranks, layout, "bfloat16", "gloo", SyncConfig(bucket_mb=1), timeouts))
         # As the ranks have it; smaller than the configuration allows.
-        syncs[1]._parcel_bytes = BUCKET_BYTES
+        syncs[1]._bucket_bytes = BUCKET_BYTES
         for version, (sync, folder) in enumerate(zip(syncs, folders[1:], strict=True), 1):
             await ranks.call("load", str(folder), timeout=20)
             await sync.publish(version)

@@ -1,4 +1,4 @@
-"""Two trainer ranks publish into two stock SGLang servers on a CPU: what is served afterwards, and what a failure does."""
+"""Two trainer ranks publish into two stock SGLang servers on a CPU, with and without failures."""
 
 import asyncio
 import time
@@ -83,7 +83,7 @@ async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=5)
     start = time.monotonic()
-    with pytest.raises(SyncError, match=r"version 31 .*'transfer'.*rank 0 failed to send.*the version before"):
+    with pytest.raises(SyncError, match=r"version 31 .*'transfer'.*rank 0 failed to send.*the previous version"):
         await sync.publish(31)
     assert time.monotonic() - start < 15
     await check_serves(servers, models[0][0][1], 30)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megasync.sync.sglang_plugin import MOST_SAID, _gather
+from megasync.sync.sglang_plugin import MAX_ERROR_BYTES, _gather
 
 
 @pytest.fixture
@@ -18,4 +18,4 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_words_arrive_as_they_were_said_and_long_ones_are_cut(group: dist.ProcessGroup) -> None:
     assert _gather("", group) == [""]
     assert _gather("no room für 3 GB", group) == ["no room für 3 GB"]
-    assert _gather("x" * 10_000, group) == ["x" * MOST_SAID]
+    assert _gather("x" * 10_000, group) == ["x" * MAX_ERROR_BYTES]

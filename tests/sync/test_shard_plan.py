@@ -1,15 +1,16 @@
-"""The plan of a shard-to-shard sync, carried out in memory: every byte once, from a rank that holds it, to its place."""
+"""The plan of a shard-to-shard sync, executed in memory: every byte once, from a rank that holds it, to its place."""
 
 import re
-from dataclasses import replace
 from math import prod
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from fake_engine import FakeEngineRank, fake_engine, traced
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tiny_shards import random_weights, shards_of
 
 from megasync.errors import SyncError
@@ -25,7 +26,7 @@ SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow]
 
 @st.composite
 def cases(draw):
-    """(config of a tiny model, trainer topology, engine ranks, parcel bytes, bytes from which a message is direct)."""
+    """(config of a tiny model, trainer topology, engine ranks, bucket bytes, bytes from which a message is direct)."""
     tensor, pipeline, data = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     groups = draw(st.sampled_from([2, 4]))
     heads = groups * draw(st.sampled_from([2, 4]))
@@ -54,23 +55,23 @@ def place(slot, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((slot.hf_box.rows, slot.hf_box.cols), (slot.row_stride, slot.col_stride), slot.offset)
 
 
-def carry_out(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
+def execute(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
     """Writes every region where the plan says; how often each element of the engine was written."""
     written = [{name: torch.zeros_like(t, dtype=torch.int) for name, t in rank.tensors().items()} for rank in engine]
-    for parcel in plan.parcels:
-        live = engine[parcel.target].tensors()
-        for region in parcel.regions:
+    for bucket in plan.buckets:
+        live = engine[bucket.target].tensors()
+        for region in bucket.regions:
             box = region.slot.hf_box
             message = torch.full((box.rows, box.cols), torch.nan)
             for piece in region.sources:
-                source = box_of(shards[parcel.source][piece.param], piece.param_box)
-                assert not parcel.direct or source.is_contiguous()
+                source = box_of(shards[bucket.source][piece.param], piece.param_box)
+                assert not bucket.direct or source.is_contiguous()
                 inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
                 target = box_of(message, inside)
                 assert target.isnan().all(), "two pieces fill the same place of a message"
                 target.copy_(source.view_as(target))
             place(region.slot, live[region.slot.param]).copy_(message)
-            place(region.slot, written[parcel.target][region.slot.param]).add_(1)
+            place(region.slot, written[bucket.target][region.slot.param]).add_(1)
     return written
 
 
@@ -85,8 +86,8 @@ def test_every_element_is_written_once_with_the_bits_of_a_load(case):
     ranks = traced(engine, layout)
     with mock.patch.object(shard_plan, "DIRECT_BYTES", direct):
         plan = plan_shards(layout, ranks, limit, "float32")
-    assert all(parcel.nbytes == 4 * parcel.elements >= direct for parcel in plan.parcels if parcel.direct)
-    written = carry_out(plan, shards, engine)
+    assert all(bucket.nbytes == 4 * bucket.elements >= direct for bucket in plan.buckets if bucket.direct)
+    written = execute(plan, shards, engine)
     for tp in range(size):
         oracle[tp].load_weights(whole.items())
         filled = {(fill.param, fill.offset) for fill in ranks[tp].fills}
@@ -100,16 +101,16 @@ def test_every_element_is_written_once_with_the_bits_of_a_load(case):
 
 @given(cases())
 @SLOW_OK
-def test_parcels_keep_to_the_limit_and_replicas_share_the_work(case):
+def test_buckets_keep_to_the_limit_and_replicas_share_the_work(case):
     config, topology, size, limit, direct = case
     layout = Layout(config, topology)
     ranks = traced(fake_engine(config, size), layout)
     with mock.patch.object(shard_plan, "DIRECT_BYTES", direct):
         plan = plan_shards(layout, ranks, limit, "float32")
     widest = max(shape[-1] for shape in layout.hf_tensors.values()) * 4
-    assert plan.largest <= max(limit, widest) + 8
+    assert max(bucket.nbytes for bucket in plan.buckets) <= max(limit, widest) + 8
     needed = sum(slot.hf_box.rows * slot.hf_box.cols * 4 for rank in ranks for slot in rank.slots)
-    padding = 8 * len(plan.parcels)
+    padding = 8 * len(plan.buckets)
     assert needed <= plan.nbytes <= needed + padding
     # Replicas differ by one assignment at most: the largest part of a slot that one rank sends.
     sent = plan.sent_bytes()
@@ -121,7 +122,7 @@ def test_parcels_keep_to_the_limit_and_replicas_share_the_work(case):
 
 def test_the_plan_is_the_same_wherever_it_is_made():
     layout, ranks = small_case()
-    copies = [EngineRank.from_json(rank.to_json()) for rank in ranks]
+    copies = [msgspec.convert(msgspec.to_builtins(rank), EngineRank) for rank in ranks]
     assert plan_shards(layout, ranks, 500, "float32") == plan_shards(layout, copies, 500, "float32")
 
 
@@ -157,7 +158,7 @@ def test_a_parameter_that_loading_leaves_alone_is_named():
 def test_a_parameter_in_a_quantized_type_is_refused():
     layout, ranks = small_case()
     name = ranks[0].slots[0].param
-    quantized = [replace(rank, dtypes={**rank.dtypes, name: "float8_e4m3fn"}) for rank in ranks]
+    quantized = [structs.replace(rank, dtypes={**rank.dtypes, name: "float8_e4m3fn"}) for rank in ranks]
     with pytest.raises(SyncError, match=rf"keeps '{re.escape(name)}' in float8_e4m3fn, .* unquantized"):
         plan_shards(layout, quantized, 500, "float32")
 

@@ -18,8 +18,8 @@ from megasync.sync.shard.sync import ShardSync
 pytestmark = pytest.mark.real
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)
-PARCEL_BYTES = 16_384
-# A parameter of the last stage that the first parcels do not hold.
+BUCKET_BYTES = 16_384
+# A parameter of the last stage that the first buckets do not hold.
 LATE = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
@@ -36,7 +36,7 @@ async def world(models, urls, local_ranks):
     syncs = []
 
     async def make(seconds=20.0, stall=5.0, **config):
-        ranks = await local_ranks(models[0][0][0], TOPOLOGY, PARCEL_BYTES)
+        ranks = await local_ranks(models[0][0][0], TOPOLOGY, BUCKET_BYTES)
         sync = ShardSync(
             servers,
             ranks,
@@ -46,8 +46,8 @@ async def world(models, urls, local_ranks):
             SyncConfig(bucket_mb=1, **config),
             TimeoutConfig(weight_sync=seconds, sync_stall=stall),
         )
-        # Smaller than the configuration allows, so that a tiny model takes many parcels.
-        sync._parcel_bytes = PARCEL_BYTES
+        # Smaller than the configuration allows, so that a tiny model takes many buckets.
+        sync._bucket_bytes = BUCKET_BYTES
         syncs.append(sync)
         return sync, ranks, servers
 
@@ -102,7 +102,7 @@ async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, mode
     await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
     traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
     start = time.monotonic()
-    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'stage' failed: .*the version before"):
+    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'stage' failed: .*the previous version"):
         await sync.publish(51)
     assert time.monotonic() - start < 45
     assert sync.quarantined == {}
@@ -198,7 +198,7 @@ async def test_a_server_that_stands_still_holds_nobody_up_and_comes_back(
 
 async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(world):
     sync, _, _ = await world()
-    sync._parcel_bytes = 2 * PARCEL_BYTES
+    sync._bucket_bytes = 2 * BUCKET_BYTES
     with pytest.raises(SyncError, match=r"phase 'connect' failed: .*trainer ranks \[0, 1, 2, 3\] derived another plan"):
         await sync.publish(90)
 
@@ -210,11 +210,12 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, model
     if left == "receiving":
         await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
     else:
-        monkeypatch.setattr(sync, "_go_on", lambda *_: asyncio.sleep(60))
+        monkeypatch.setattr(sync, "_resume", lambda *_: asyncio.sleep(60))
     publish = asyncio.create_task(sync.publish(80))
     await asyncio.sleep(1.0)
     # As if the process had gone: no clean-up at all.
-    sync._abandon = lambda attempt: asyncio.sleep(0)
+    sync._clean_up = lambda attempt: asyncio.sleep(0)
+    sync._involved = lambda attempt: []
     publish.cancel()
     await asyncio.gather(publish, return_exceptions=True)
     sync, ranks, servers = await world()
@@ -250,7 +251,7 @@ async def test_ranks_that_were_started_again_go_on_with_the_same_servers(world, 
         await sync.publish(81)
     assert failure.value.failed == ()
     await check_serves(servers, models[0][0][1], 80)
-    sync._ranks = await local_ranks(models[0][1][0], TOPOLOGY, PARCEL_BYTES)
+    sync._ranks = await local_ranks(models[0][1][0], TOPOLOGY, BUCKET_BYTES)
     sync.forget_ranks()
     await sync.publish(82)
     await check_serves(servers, models[0][1][1], 82)

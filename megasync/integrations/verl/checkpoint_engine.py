@@ -27,7 +27,7 @@ from megasync.integrations.verl.weights import Weights
 from megasync.layout.digest import digest, signed
 from megasync.layout.shards import describe, layout_of
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
-from megasync.sync.groups import Deadline, Group, join_store, open_store
+from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
 from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part
 
 # Key of the store under which the first trainer rank tells what the plan is made of.
@@ -195,7 +195,7 @@ class MegasyncCheckpointEngine(CheckpointEngine):
         """Enters the group of each sender as ``rank``."""
         backend = resolve_device(get_device_name()).backend
         for sender in senders:
-            self._groups[sender] = Group(
+            self._groups[sender] = SyncGroup(
                 self._store, f"weights-{sender}", rank, 1 + self._workers, backend, self._timeout, self._timeout
             )
 

@@ -1,14 +1,16 @@
-"""What travels in which bucket, from whom: a pure function of layout, bucket size and dtype.
+"""Which tensors travel in which bucket, and who sends it: a pure function of layout, bucket size and dtype.
 
-Each Hugging Face tensor is in exactly one bucket, and the contributions of a bucket cover its bytes exactly once, so
-every rank and the driver derive the same plan without talking. Of the ranks that hold the same piece the first hands it
-to the sender of their pipeline stage; buckets of different senders alternate, so that one packs while another transmits.
+Each Hugging Face tensor is in exactly one bucket, and the contributions of a bucket cover its bytes exactly once.
+Every rank and the driver derive the same plan without communication. Of the ranks that hold the same piece, the first
+hands it to the sender of their pipeline stage. Buckets of different senders alternate, so that one packs while another
+transmits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 
 from megasync.layout.layout import Layout, Piece, Placed
 
@@ -16,25 +18,29 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One whole tensor inside a bucket."""
+class BucketTensor:
+    """One whole tensor inside a bucket, ``offset`` bytes from its start."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of one stage and one dtype, as one message of ``nbytes`` bytes from ``sender`` (a global
-    trainer rank).
+    """Consecutive tensors of one stage and one dtype, as one message of ``nbytes`` bytes.
 
-    ``contributions`` maps each rank that holds something to its pieces, in the order in which it hands them over.
+    ``sender`` is a global trainer rank. ``contributions`` maps each rank that holds a part to its pieces, in the order
+    in which it hands them over.
     """
 
     stage: int
     sender: int
-    tensors: tuple[Entry, ...]
+    tensors: tuple[BucketTensor, ...]
     nbytes: int
     dtype: str
     contributions: dict[int, tuple[Piece, ...]]
@@ -69,7 +75,7 @@ class BroadcastPlan:
 def plan_broadcast(layout: Layout, bucket_bytes: int, dtype: str) -> BroadcastPlan:
     """Fills buckets of at most ``bucket_bytes`` in checkpoint order, stage by stage.
 
-    A fused group (q, k, v; gate, up; what is `joined`) stays in one bucket; when it alone is above the limit it gets one
+    A fused group (q, k, v; gate, up; whatever is `joined`) stays in one bucket. A group above the limit gets a bucket
     of its own.
     """
     if dtype not in ITEM_BYTES:
@@ -87,7 +93,7 @@ def group_name(name: str, stage: int) -> str:
 
 
 def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[Bucket]:
-    """Tensors of the model's dtype first; the few of another dtype have buckets of their own."""
+    """Buckets of the model's dtype first; the few tensors of another dtype get buckets of their own."""
     kinds: dict[str, list[Placed]] = {dtype: []}
     for item in layout.placed(stage):
         if not item.copy:
@@ -96,7 +102,9 @@ def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[B
 
 
 def _fill(layout: Layout, stage: int, items: list[Placed], limit: int, dtype: str) -> list[Bucket]:
-    buckets, names, size = [], [], 0
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    size = 0
     for group in _groups(items):
         nbytes = sum(_nbytes(shape, dtype) for _, shape in group)
         if names and size + nbytes > limit:
@@ -119,11 +127,12 @@ def _groups(items: list[Placed]) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:
     topology = layout.topology
-    entries, offset = [], 0
+    entries: list[BucketTensor] = []
+    offset = 0
     contributions: dict[int, list[Piece]] = {}
     for name in names:
         shape = layout.hf_tensors[name]
-        entries.append(Entry(name, shape, offset))
+        entries.append(BucketTensor(name, shape, offset))
         offset += _nbytes(shape, dtype)
         for piece, ranks in layout.holders[name]:
             contributions.setdefault(ranks[0], []).append(piece)
@@ -138,7 +147,4 @@ def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    count = ITEM_BYTES[dtype]
-    for size in shape:
-        count *= size
-    return count
+    return ITEM_BYTES[dtype] * prod(shape)

@@ -1,7 +1,7 @@
-"""Only the elements that changed, losslessly: what most weights need after a reinforcement-learning step in bfloat16.
+"""Lossless deltas: only the elements that changed, few of them after a reinforcement-learning step in bfloat16.
 
-A delta holds, for blocks of 65,536 elements, how many changed, then 16-bit places inside the block, then the new
-values: 4 bytes for each changed bfloat16, so it pays while fewer than half of them changed.
+A delta holds, for each block of 65,536 elements, how many changed, then 16-bit positions inside the block, then the new
+values. That is 4 bytes for each changed bfloat16, so a delta pays while fewer than half of them changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 BLOCK = 1 << 16
-# Parts of a delta begin at whole words.
+# Parts of a delta begin at whole words, in bytes.
 ALIGN = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,7 +18,7 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int] | N
     """(delta as flat uint8, number of changed elements), or None when the delta would not be smaller than ``new``.
 
     Args:
-        new, old: flat, of the same dtype and length. Bits are compared, so NaN and signed zeros travel too.
+        new, old: flat, of the same dtype and length. Bits are compared, so NaN and signed zeros are preserved.
     """
     bits = _BITS[new.element_size()]
     differs = new.view(bits) != old.view(bits)

@@ -1,19 +1,17 @@
-"""Publishing a version through a shared folder: the driver's side, over stock servers that only see that folder.
+"""Publishing through a shared folder: the driver's side, over stock servers that only see that folder.
 
     connect → write → seal ──────▶ pause → flush → load → verify → continue
-    (ranks)   while servers        every server by itself: one that fails in a phase goes no further, the others do
-              go on generating
+    (ranks)   while servers        every server by itself: one that fails in a phase stops there, the others proceed
+              generate
 
-No process group reaches a server, so servers may be anywhere, come late, and carry no plugin. The load itself
+No process group reaches a server, so servers may be anywhere, join late, and need no plugin. The load itself
 (`/update_weights_from_disk`) needs no open weight update and aborts nothing; it runs at once in a paused server.
 
-A server generates only while it holds exactly one version: it continues after it has reported the new version and its
-weights have the checksum of the others of its kind (`_verify`), or when nothing of the new version was loaded into it
-(`Standing.in_doubt`, set before the load). One that fails inside its load may be anywhere between two versions - SGLang
-"rolls back" by reading the same new folder again - so it stays paused, alone, until a later publish brings it a whole
-version.
-
-Every phase has a deadline of ``timeouts.weight_sync`` seconds.
+A server generates only while it holds exactly one version. It resumes after it has reported the new version and its
+weights have the checksum of the other servers of its kind (`_install`), or when nothing of the new version was loaded
+into it (`ServerProgress.in_doubt`, set before the load). One that fails inside its load may be anywhere between two
+versions, because SGLang "rolls back" by reading the same new folder again; so it stays paused, alone, until a later
+publish brings it a complete version.
 """
 
 from __future__ import annotations
@@ -23,33 +21,34 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megasync.errors import InvalidAnswer, ServerError, SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, Standing, SyncReport, chosen, failures
+import msgspec
+
+from megasync.errors import ServerError, SyncError
+from megasync.serving.answers import converted
+from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport, failures, select_servers
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
-from megasync.sync.served import RECOVERY_SECONDS, Served
+from megasync.sync.messages import WriteReport
+from megasync.sync.server_update import ServerUpdate
+from megasync.sync.weight_sync import TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
     from megasync.serving.control import ServerControl
-    from megasync.sync.broadcast.sync import TrainerRanks
 
 log = logging.getLogger(__name__)
 
-# The ranks keep their own deadline; the driver waits a little longer, so that it hears their reason.
-GRACE_SECONDS = 5.0
-# How SGLang begins its answer when it could not open the folder; the model was not touched then.
+# How SGLang's answer begins when it could not open the folder. It has not touched the model then.
 NOT_LOADED = "Failed to get weights iterator"
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedVersion:
     """A complete version on disk. ``sums``: checksum of a server's weights after loading it, by kind of server."""
 
     version: int
@@ -57,13 +56,29 @@ class Sealed:
     sums: dict[str, str]
 
 
-class DiskServer(Served):
+class _ServerInfo(msgspec.Struct):
+    tp_size: Any = None
+    pp_size: Any = None
+    dtype: Any = None
+    quantization: Any = None
+    nnodes: int = 1
+
+
+class _RankChecksums(msgspec.Struct):
+    checksums: dict[str, Any]
+
+
+class _Checked(msgspec.Struct):
+    ranks: list[_RankChecksums]
+
+
+class DiskServer(ServerUpdate):
     """A server that loads versions from a folder.
 
     Attributes:
-        kind: servers of one kind keep the same bytes for a version, or "" while that is not known.
-        nodes: machines that it runs on; None as long as `kind` is.
-        reading: the folder that it was told to load and has not answered for.
+        kind: servers of one kind keep the same bytes for a version; "" while it is not known.
+        nodes: hosts that it runs on; None while `kind` is not known.
+        reading: the folder that it was told to load, until it has answered.
     """
 
     def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
@@ -73,49 +88,49 @@ class DiskServer(Served):
         self.reading: Path | None = None
 
     async def ask_kind(self) -> None:
-        info = await self.server.get("/server_info", timeout=self._seconds)
-        if not isinstance(info, dict) or not isinstance(info.get("nnodes", 1), int):
-            raise InvalidAnswer(f"{self.url}/server_info does not say what the server is: {info!r:.300}")
-        self.kind = (
-            f"TP {info.get('tp_size')}, PP {info.get('pp_size')}, {info.get('dtype')}, {info.get('quantization')}"
+        """Asks what the server is. Raises ServerError."""
+        info = converted(
+            await self.server.get("/server_info", timeout=self._seconds), _ServerInfo, f"{self.url}/server_info"
         )
-        self.nodes = info.get("nnodes", 1)
+        self.kind = f"TP {info.tp_size}, PP {info.pp_size}, {info.dtype}, {info.quantization}"
+        self.nodes = info.nnodes
 
-    async def load(self, sealed: Sealed, attempt: Attempt) -> None:
+    async def load(self, sealed: SealedVersion, attempt: Attempt) -> None:
         """Has all its ranks read the version. Raises ServerError."""
-        standing = attempt.standing[self.url]
-        standing.in_doubt, self.reading = True, sealed.path
+        progress = attempt.progress[self.url]
+        progress.in_doubt, self.reading = True, sealed.path
         body = {
             "model_path": str(sealed.path),
             "load_format": "safetensors",
             "weight_version": str(sealed.version),
-            # Done already, where a refusal still leaves the old version whole.
+            # Flushed already, at a point where a refusal leaves the old version complete.
             "flush_cache": False,
         }
         try:
-            await self._post("/update_weights_from_disk", body)
+            await self.post("/update_weights_from_disk", body)
         except ServerError as error:
-            # The first rank answers for all of them, so on several nodes another one may have seen the folder.
-            standing.in_doubt = NOT_LOADED not in str(error) or self.nodes != 1
+            # The first rank answers for all of them, so on several hosts another one may have seen the folder.
+            progress.in_doubt = NOT_LOADED not in str(error) or self.nodes != 1
             if not isinstance(error.__cause__, TimeoutError):
                 self.reading = None
             raise
         self.reading = None
 
     async def checksum(self) -> str:
-        """One text for all bytes of all ranks' weights."""
-        found = await self._post("/weights_checker", {"action": "checksum"})
-        sums = [rank["checksums"] for rank in found["ranks"]]
+        """One text for all bytes of all ranks' weights. Raises ServerError."""
+        found = await self.post("/weights_checker", {"action": "checksum"})
+        checked = converted(found, _Checked, f"{self.url}/weights_checker")
+        sums = [rank.checksums for rank in checked.ranks]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
-class DiskSync:
-    """Publishes versions to a changing set of servers; one publish at a time.
+class DiskSync(WeightSync[DiskServer]):
+    """Publishes versions as folders on a disk that ranks, servers and this process share.
 
     Args:
-        ranks: every trainer rank, in rank order; a method ``disk_x`` is `DiskWriter.x` on each of them.
+        ranks: a method ``disk_x`` is `DiskWriter.x` on each of them.
         plan: the plan that the ranks' writers hold too.
-        folders: where versions go, on a disk that ranks, servers and this process share.
+        folders: where the versions are written.
     """
 
     def __init__(
@@ -127,151 +142,106 @@ class DiskSync:
         config: SyncConfig,
         timeouts: TimeoutConfig,
     ) -> None:
-        self._ranks = ranks
+        # Folders of servers that were removed, or added again, while they may still have been reading.
+        self._left_reading: set[Path] = set()
+        super().__init__(servers, ranks, config, timeouts)
         self._plan = plan
         self._folders = folders
-        self._pause_mode = config.pause_mode
-        self._seconds = timeouts.weight_sync
-        self._servers: dict[str, DiskServer] = {}
         self._joined = False
         self._connections = 0
-        self._last: Sealed | None = None
-        # Folders of servers that were removed, or added anew, while they may still have been reading.
-        self._left_reading: set[Path] = set()
-        self._lock = asyncio.Lock()
-        self._quarantined: dict[str, str] = {}
-        for server in servers:
-            self.add(server)
+        self._last: SealedVersion | None = None
 
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """Servers that a failed load left paused, with the reason."""
-        return dict(self._quarantined)
-
-    def add(self, server: ServerControl) -> None:
-        """From the next publish on this server is updated too, whatever it holds now."""
-        self._forget(server.url)
-        self._servers[server.url] = DiskServer(server, self._pause_mode, self._seconds)
+    def _server_update(self, server: ServerControl) -> DiskServer:
+        return DiskServer(server, self._pause_mode, self._seconds)
 
     def remove(self, url: str) -> None:
-        """The server is no longer updated."""
-        self._forget(url)
-        self._quarantined.pop(url, None)
-
-    def _forget(self, url: str) -> None:
-        gone = self._servers.pop(url, None)
+        gone = self._servers.get(url)
         if gone is not None and gone.reading is not None:
             self._left_reading.add(gone.reading)
+        super().remove(url)
 
     def forget_ranks(self) -> None:
-        """The trainer ranks are new processes, which have yet to join each other."""
         self._joined = False
 
     async def connect(self) -> None:
-        """Makes the folder and joins the ranks of each stage; no server is asked. `publish` does it when needed.
-
-        Raises:
-            PublishError: the folder cannot be made, or a rank did not come within the deadline.
-        """
+        """Makes the folder and joins the ranks of each stage; asks no server. See `WeightSync.connect`."""
         async with self._lock:
             attempt = self._new_attempt(0)
-            async with self._failing(attempt):
+            async with self._transaction(attempt):
                 await self._connect(attempt)
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
-        """Writes the trainer's weights and loads them into every server; returns once each of them reports ``version``.
+        """See `WeightSync.publish`. The report's bytes are those written, once, however many servers read them.
 
-        The report's bytes are those of the tensors written, once, however many servers read them.
-
-        Args:
-            only: URLs of the servers to bring to the version, when the others have it already; if it is the one that
-                was published last, its folder is read again and nothing is written.
-
-        Raises:
-            PublishError: names the servers, the phase and the version, and says who serves what. Publishing again,
-                the same or a later version, is allowed.
+        With ``only`` and the version that was published last, its folder is read again and nothing is written.
         """
         async with self._lock:
             attempt = self._new_attempt(version)
+            written = 0
             try:
-                async with self._failing(attempt):
-                    servers = chosen(self._servers, only)
+                async with self._transaction(attempt):
+                    servers = select_servers(self._servers, only)
                     sealed = self._last
-                    written = only is None or sealed is None or sealed.version != version
-                    if written:
+                    if only is None or sealed is None or sealed.version != version:
                         await self._connect(attempt)
                         sealed = await self._write(attempt)
+                        written = self._plan.nbytes
                     await self._install(servers, sealed, attempt)
                     self._last = sealed
             finally:
                 await self._prune()
-        log.info("published version %d: %s", version, attempt.seconds)
-        urls = tuple(server.url for server in servers)
-        return SyncReport(version, urls, self._plan.nbytes if written else 0, attempt.seconds)
+        log.info("Published version %d: %s", version, attempt.seconds)
+        return SyncReport(version, tuple(server.url for server in servers), written, attempt.seconds)
 
     async def close(self) -> None:
-        """Ranks leave their groups. Servers go on with what they serve; the last versions stay on the disk."""
+        """Ranks leave their groups. Servers keep serving what they hold; the last versions stay on the disk."""
         async with self._lock:
             await self._leave()
 
     def _new_attempt(self, version: int) -> Attempt:
-        return Attempt(version, {url: Standing() for url in self._servers})
-
-    @asynccontextmanager
-    async def _failing(self, attempt: Attempt) -> AsyncIterator[None]:
-        """On any failure, or when cancelled, closes broken groups and releases what may be released."""
-        try:
-            yield
-        except BaseException as error:
-            if attempt.phase in ("connect", "write"):
-                await self._leave()
-            ours = [server for url, server in self._servers.items() if url in attempt.standing]
-            await asyncio.gather(*(self._release(server, attempt) for server in ours))
-            if not isinstance(error, Exception):
-                raise
-            raise attempt.error(error, self._quarantined) from error
+        return Attempt(version, {url: ServerProgress() for url in self._servers})
 
     # Write
 
     async def _connect(self, attempt: Attempt) -> None:
         if self._joined:
             return
-        limit = self._seconds + GRACE_SECONDS
         self._connections += 1
         with attempt.during("connect"):
             await asyncio.to_thread(self._folders.prepare)
-            addresses = await self._ranks.call("disk_listen", self._seconds, timeout=limit)
+            addresses = await self._ranks.call("disk_listen", self._seconds, timeout=self._limit)
             name = f"megasync-disk-{self._connections}"
-            await self._ranks.call("disk_join", name, addresses, self._seconds, timeout=limit)
+            await self._ranks.call("disk_join", name, addresses, self._seconds, timeout=self._limit)
         self._joined = True
 
-    async def _write(self, attempt: Attempt) -> Sealed:
-        """Has the ranks write the version and gives it its final name; what was not finished is removed."""
+    async def _write(self, attempt: Attempt) -> SealedVersion:
+        """Has the ranks write the version and gives it its final name; removes an unfinished one."""
         with attempt.during("write"):
             draft = await asyncio.to_thread(self._folders.draft, attempt.version)
-        limit = self._seconds + GRACE_SECONDS
         try:
             with attempt.during("write"):
-                writing = self._ranks.call("disk_write", str(draft), attempt.version, self._seconds, timeout=limit)
-                results = await writing
+                reports: list[WriteReport] = await self._ranks.call(
+                    "disk_write", str(draft), attempt.version, self._seconds, timeout=self._limit
+                )
             for activity in ("pack", "wire", "disk"):
-                attempt.note(activity, max(result["seconds"][activity] for result in results))
-            files = {name: written for result in results for name, written in result["files"].items()}
+                attempt.note(activity, max(report.seconds[activity] for report in reports))
+            files = {name: written for report in reports for name, written in report.files.items()}
             with attempt.during("seal"):
                 sealing = asyncio.to_thread(self._folders.seal, draft, attempt.version, files)
                 path = await asyncio.wait_for(sealing, self._seconds)
         except BaseException:
             await asyncio.to_thread(self._folders.discard, draft)
             raise
-        return Sealed(attempt.version, path, {})
+        return SealedVersion(attempt.version, path, {})
 
     # Install
 
-    async def _install(self, servers: Sequence[DiskServer], sealed: Sealed, attempt: Attempt) -> None:
-        """Brings each server to a sealed version; one that fails in a phase goes no further.
+    async def _install(self, servers: Sequence[DiskServer], sealed: SealedVersion, attempt: Attempt) -> None:
+        """Brings each server to a sealed version; one that fails in a phase stops there.
 
         Raises:
-            PhaseFailed: with all of them, once the others serve the version; the attempt's phase is that of the first.
+            PhaseFailed: with all failures, once the other servers serve the version; the attempt's phase is the first
+            failure's.
         """
         sums: dict[str, str] = {}
 
@@ -285,7 +255,7 @@ class DiskSync:
             ("flush", DiskServer.flush),
             ("load", lambda server: server.load(sealed, attempt)),
             ("verify", verify),
-            ("continue", lambda server: self._go_on(server, attempt)),
+            ("continue", lambda server: self._resume(server, attempt)),
         )
         causes: dict[str, BaseException] = {}
         first = ""
@@ -295,9 +265,9 @@ class DiskSync:
                 failed = await failures(going, call)
             if phase == "verify":
                 kinds = {server.url: server.kind for server in going if server.url not in failed}
-                failed |= _dissenters(kinds, sums, sealed)
+                failed |= _checksum_mismatches(kinds, sums, sealed)
                 for url in kinds.keys() - failed.keys():
-                    attempt.standing[url].in_doubt = False
+                    attempt.progress[url].in_doubt = False
             if failed and not causes:
                 first = phase
             causes |= failed
@@ -305,40 +275,34 @@ class DiskSync:
             attempt.phase = first
             raise PhaseFailed(causes)
 
-    async def _go_on(self, server: DiskServer, attempt: Attempt) -> None:
-        await server.go_on(attempt)
-        self._quarantined.pop(server.url, None)
-
     # Clean-up
 
-    async def _leave(self) -> None:
-        """Ranks close their groups and forget their buckets. Nothing here raises."""
-        self._joined = False
-        leaving = self._ranks.call("disk_leave", timeout=RECOVERY_SECONDS)
-        for failure in await asyncio.gather(leaving, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                log.warning("not every trainer rank left the sync groups: %s", failure)
+    async def _clean_up(self, attempt: Attempt) -> None:
+        if attempt.phase in ("connect", "write"):
+            await self._leave()
 
-    async def _release(self, server: DiskServer, attempt: Attempt) -> None:
-        if reason := await server.release(attempt, server.url in self._quarantined):
-            self._quarantined[server.url] = reason
+    async def _leave(self) -> None:
+        self._joined = False
+        await self._leave_ranks("disk_leave")
 
     async def _prune(self) -> None:
-        """Removes old versions, but none that a server may be reading, nor the one that late servers get."""
+        """Removes old versions, except those that a server may be reading and the one that late servers get."""
         busy = {server.reading for server in self._servers.values() if server.reading is not None} | self._left_reading
         if self._last is not None:
             busy.add(self._last.path)
         try:
             await asyncio.to_thread(self._folders.prune, busy)
         except OSError as error:
-            log.warning("old versions could not be removed from %s: %s", self._folders.root, error)
+            log.warning("Old versions could not be removed from %s: %s", self._folders.root, error)
 
 
-def _dissenters(kinds: Mapping[str, str], sums: Mapping[str, str], sealed: Sealed) -> dict[str, SyncError]:
-    """Servers whose weights are not those of the others of their kind, by URL; ``sealed.sums`` learns what is right.
+def _checksum_mismatches(
+    kinds: Mapping[str, str], sums: Mapping[str, str], sealed: SealedVersion
+) -> dict[str, SyncError]:
+    """Servers whose weights differ from those of the others of their kind, by URL; fills in ``sealed.sums``.
 
-    What is right for a kind: what a server of it had after an earlier load of this version, else what most of them have.
-    A single server of its kind is compared with nobody.
+    The right checksum of a kind is what a server of it had after an earlier load of this version, else what most of
+    them have. A single server of its kind is compared with nobody.
     """
     found: dict[str, SyncError] = {}
     for kind in sorted(set(kinds.values())):
@@ -349,7 +313,7 @@ def _dissenters(kinds: Mapping[str, str], sums: Mapping[str, str], sealed: Seale
         for url in same:
             if sums[url] != sealed.sums.get(kind):
                 found[url] = SyncError(
-                    f"its weights have another checksum than those of other servers of its kind ({kind}) after loading "
-                    f"{sealed.path}"
+                    f"its weights have another checksum than those of the other servers of its kind ({kind}) after "
+                    f"loading {sealed.path}"
                 )
     return found

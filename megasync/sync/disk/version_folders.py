@@ -1,8 +1,8 @@
-"""The versions of a run in a shared folder. A folder under its final name is complete: it got the name last.
+"""The versions of a run in a shared folder. A folder gets its final name last, so under that name it is complete.
 
     v7.incomplete ── ranks write ──▶ seal: sizes, index, config, manifest, fsync, rename ──▶ v7 ──▶ pruned
 
-Each sealed version is a whole Hugging Face folder, so that a server may also be started from it.
+Each sealed version is a complete Hugging Face folder, so a server may also be started from it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from megasync.errors import SyncError
 from megasync.files import atomic_write, durable_rename, fsync
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
 from megasync.sync.broadcast.plan import BroadcastPlan
+from megasync.sync.messages import WrittenFile
 
 MANIFEST = "manifest.json"
 _DRAFT = ".incomplete"
 _DOOMED = "removed-"
-# A version that is written again gets a name of its own: a server may still be reading the first folder.
+# A version that is written again gets another name: a server may still be reading the first folder.
 _SEALED = re.compile(r"v\d+(\.\d+)?")
 
 
@@ -32,7 +34,7 @@ class VersionFolders:
     """All methods block on the disk.
 
     Args:
-        root: the shared folder, made when it is missing. One run at a time writes to it.
+        root: the shared folder, created when it is missing. One run at a time writes to it.
         source: Hugging Face folder with the model's config.json and tokenizer.
         keep: sealed versions that `prune` leaves.
     """
@@ -44,11 +46,11 @@ class VersionFolders:
         self._keep = keep
 
     def prepare(self) -> None:
-        """Makes the root and removes what an earlier process left unfinished. Raises SyncError."""
+        """Creates the root and removes what an earlier process left unfinished. Raises SyncError."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SyncError(f"sync.disk_dir={self.root} cannot be made: {error}") from error
+            raise SyncError(f"sync.disk_dir={self.root} cannot be created: {error}") from error
         for stale in self.root.glob(f"v*{_DRAFT}"):
             self.discard(stale)
         for removed in self.root.glob(f"{_DOOMED}v*"):
@@ -65,11 +67,11 @@ class VersionFolders:
             raise SyncError(f"no version can be written to sync.disk_dir={self.root}: {error}") from error
         return draft
 
-    def seal(self, draft: Path, version: int, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    def seal(self, draft: Path, version: int, files: Mapping[str, WrittenFile]) -> Path:
         """Completes a draft and gives it its final name.
 
         Args:
-            files: name -> ``bytes`` and ``sha256`` of each weight file, as the ranks wrote them.
+            files: each weight file by name, as the ranks wrote them.
 
         Raises:
             SyncError: a file is missing or has another size here than its rank says; the disk is full.
@@ -79,7 +81,7 @@ class VersionFolders:
             raise SyncError(f"the ranks wrote {sorted(files)} into {draft}, but the plan says {sorted(expected)}")
         try:
             for name, written in files.items():
-                self._check_size(draft / name, written["bytes"])
+                self._check_size(draft / name, written.bytes)
             write_companions(self._source, draft, self._plan.dtype)
             where = {
                 entry.name: part_name(index, len(self._plan.buckets))
@@ -90,7 +92,7 @@ class VersionFolders:
             manifest = {
                 "version": version,
                 "dtype": self._plan.dtype,
-                "files": {n: dict(files[n]) for n in sorted(files)},
+                "files": {name: msgspec.to_builtins(files[name]) for name in sorted(files)},
             }
             atomic_write(draft / MANIFEST, json.dumps(manifest, indent=2))
             for path in draft.iterdir():
@@ -112,7 +114,7 @@ class VersionFolders:
             )
 
     def discard(self, draft: Path) -> None:
-        """Removes a version or draft, as far as it can: its name first, so that nobody takes or seals what is left."""
+        """Removes a version or draft as far as possible, its name first, so that nobody uses or seals what is left."""
         doomed = draft.with_name(_DOOMED + draft.name.removesuffix(_DRAFT))
         shutil.rmtree(doomed, ignore_errors=True)
         with suppress(OSError):
@@ -120,7 +122,7 @@ class VersionFolders:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def prune(self, busy: Collection[Path]) -> None:
-        """Removes the oldest sealed versions beyond ``keep``, but none that is ``busy``."""
+        """Removes the oldest sealed versions beyond ``keep``, except those that are ``busy``."""
         sealed = [path for path in self.root.iterdir() if _SEALED.fullmatch(path.name) and (path / MANIFEST).is_file()]
         sealed.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
         for path in sealed[: -self._keep]:

@@ -1,4 +1,4 @@
-"""The trainer's side of a publish through a folder: the sender of each pipeline stage writes each bucket as one file."""
+"""The trainer's side of a publish through a folder: each pipeline stage's sender writes each bucket as one file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import torch
 from megasync.errors import SyncError
 from megasync.layout.shards import part_name
 from megasync.sync.broadcast.plan import ITEM_BYTES, Bucket
-from megasync.sync.broadcast.stage_sender import StageSender
+from megasync.sync.broadcast.sender import StageSender
 from megasync.sync.groups import Deadline
+from megasync.sync.messages import WriteReport, WrittenFile
 
-# Bytes that go to the host, into the digest and to the file at a time.
+# Bytes that are copied to the host, hashed and written at a time.
 CHUNK_BYTES = 2**24
-# What safetensors calls the dtypes.
+# The dtypes' names in safetensors.
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class DiskWriter(StageSender):
-    """One trainer rank's part in writing a version."""
+    """One trainer rank's part in writing a version to the shared folder."""
 
     activity = "disk"
 
@@ -34,36 +35,36 @@ class DiskWriter(StageSender):
         """Meets the stage's peers under the unique ``name``; ``addresses`` is what `listen` returned on each rank.
 
         Raises:
-            SyncError: someone did not come in time.
+            SyncError: a peer did not join in time.
         """
-        self._meet(name, addresses, timeout)
+        self._join_peers(name, addresses, timeout)
 
-    def write(self, folder: str, version: int, timeout: float) -> dict[str, Any]:
+    def write(self, folder: str, version: int, timeout: float) -> WriteReport:
         """Writes all of this stage's buckets into ``folder``, which exists, within ``timeout`` seconds.
 
-        Returns:
-            ``files``: name -> ``bytes`` and ``sha256`` of each file that this rank wrote, which then is on the disk.
-            ``seconds``: ``pack``, ``wire`` (handing over to the sender), ``disk``, ``total``.
+        The files of the report are on the disk then. Its seconds are ``pack``, ``wire`` (handing pieces to the sender),
+        ``disk`` and ``total``.
 
         Raises:
             SyncError: naming rank, version and file; this rank has then left its group.
         """
-        self._folder, self._written = Path(folder), {}
+        self._folder = Path(folder)
+        self._written: dict[str, WrittenFile] = {}
         numbers = [number for number, bucket in enumerate(self._plan.buckets) if bucket.stage == self._stage]
         self._names = [part_name(number, len(self._plan.buckets)) for number in numbers]
         seconds = self._run(f"write version {version}", timeout)
-        return {"files": self._written, "seconds": seconds}
+        return WriteReport(self._written, seconds)
 
     def _deliver(self, index: int, message: torch.Tensor, deadline: Deadline) -> None:
         name = self._names[index]
         self._written[name] = write_bucket(self._folder / name, self._buckets[index], message, deadline)
 
 
-def write_bucket(path: Path, bucket: Bucket, message: torch.Tensor, deadline: Deadline) -> dict[str, Any]:
+def write_bucket(path: Path, bucket: Bucket, message: torch.Tensor, deadline: Deadline) -> WrittenFile:
     """Writes a packed bucket ([nbytes] uint8, on any device) as a safetensors file; returns once it is on the disk.
 
     Raises:
-        SyncError: the file could not be written (its path, and why), or the time was up.
+        SyncError: the file could not be written (its path, and why), or the deadline passed.
     """
     digest, size = hashlib.sha256(), 0
     try:
@@ -77,16 +78,16 @@ def write_bucket(path: Path, bucket: Bucket, message: torch.Tensor, deadline: De
             put(header_of(bucket))
             for chunk in message.split(CHUNK_BYTES):
                 deadline.left()
-                put(memoryview(chunk.cpu().numpy()))
+                put(chunk.cpu().numpy().data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise SyncError(f"{path} cannot be written: {error.strerror or error}") from error
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return WrittenFile(size, digest.hexdigest())
 
 
 def header_of(bucket: Bucket) -> bytes:
-    """What stands before the data in a safetensors file: a length of 8 bytes, and JSON filled up to a multiple of 8."""
+    """The header of a safetensors file: a length of 8 bytes, and JSON padded to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in bucket.tensors:
         end = entry.offset + prod(entry.shape) * ITEM_BYTES[bucket.dtype]

@@ -1,12 +1,12 @@
 """Who sends which rectangle to which serving rank: a pure function of the trainer's layout and the engine's slots.
 
-Every slot of every engine rank is cut where trainer ranks meet, and each cut goes to one of the ranks that hold it: the
-one with the fewest bytes so far, so that replicas share the work. A large cut that lies in one line in its sender's memory
-is a message by itself, sent without being copied; the others that the same rank sends into the same slot are merged into
-the largest rectangles and put into parcels of limited size. Nothing is gathered anywhere, and each byte travels once to
-every engine rank that keeps it.
+Every slot of every engine rank is cut at the boundaries of the trainer's shards, and each cut goes to one of the ranks
+that hold it: the one with the fewest bytes so far, so that replicas share the work. A large cut that is contiguous in
+its sender's memory is a bucket of its own, sent without a copy. The others that the same rank sends into the same slot
+are merged into the largest rectangles and packed into buckets of limited size. Nothing is gathered anywhere, and each
+byte travels once to every engine rank that keeps it.
 
-Trainer, engine and driver derive the same plan from the same inputs without talking.
+Trainer ranks and driver derive the same plan from the same inputs without communication.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from itertools import zip_longest
 from math import prod
 
 from megasync.errors import SyncError
-from megasync.layout.engine_layout import EngineRank, Slot
+from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Holder, Layout, Piece
 from megasync.sync.broadcast.plan import ITEM_BYTES
+from megasync.sync.messages import InboundBucket, ReceivePlan
 
-# Messages are whole words, over which digests are taken.
+# Messages are whole words, because digests are sums of words.
 WORD_BYTES = 8
-# From this size on a message of its own costs less than packing it with others.
+# From this size on, a message of its own costs less than packing with others.
 DIRECT_BYTES = 2**18
 
 
@@ -43,11 +44,11 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class ShardBucket:
     """Regions that trainer rank ``source`` sends to tensor-parallel rank ``target`` of an engine as one message.
 
-    Regions lie behind each other, row by row, as elements of ``dtype``; the end is filled up to whole words. A ``direct``
-    parcel is a single region that its single source holds in one line.
+    Regions follow one another, row by row, as elements of ``dtype``; the end is padded to whole words. A ``direct``
+    bucket is a single region that is contiguous in its single source.
     """
 
     source: int
@@ -68,62 +69,57 @@ class Parcel:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All parcels, in the order in which every rank works on its own; a parcel's index is its tag on the wire."""
+    """All buckets, in the order in which every rank handles its own; a bucket's index is its tag on the wire."""
 
-    parcels: tuple[Parcel, ...]
+    buckets: tuple[ShardBucket, ...]
     engine_ranks: int
 
     @property
     def nbytes(self) -> int:
-        return sum(parcel.nbytes for parcel in self.parcels)
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The trainer ranks that send, ascending. In a group with the engine they come first, then its ranks."""
-        return tuple(sorted({parcel.source for parcel in self.parcels}))
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest message."""
-        return max((parcel.nbytes for parcel in self.parcels), default=0)
+        """The trainer ranks that send, ascending. They come first in the links' group, then the engine's ranks."""
+        return tuple(sorted({bucket.source for bucket in self.buckets}))
 
     @property
     def largest_packed(self) -> int:
-        """Bytes of the largest parcel that is packed; a sender holds two."""
-        return max((parcel.nbytes for parcel in self.parcels if not parcel.direct), default=0)
+        """Bytes of the largest bucket that is packed; a sender holds two."""
+        return max((bucket.nbytes for bucket in self.buckets if not bucket.direct), default=0)
 
     @cached_property
     def digest(self) -> str:
         """Equal where the same plan was derived."""
-        return hashlib.sha256(repr((self.engine_ranks, self.parcels)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.engine_ranks, self.buckets)).encode()).hexdigest()[:16]
 
-    def of_source(self, rank: int) -> list[tuple[int, Parcel]]:
-        return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.source == rank]
+    def of_source(self, rank: int) -> list[tuple[int, ShardBucket]]:
+        return [(tag, bucket) for tag, bucket in enumerate(self.buckets) if bucket.source == rank]
 
-    def of_target(self, tp: int) -> list[tuple[int, Parcel]]:
-        return [(tag, parcel) for tag, parcel in enumerate(self.parcels) if parcel.target == tp]
+    def of_target(self, tp: int) -> list[tuple[int, ShardBucket]]:
+        return [(tag, bucket) for tag, bucket in enumerate(self.buckets) if bucket.target == tp]
 
     def confirmed_to(self, source: int) -> list[int]:
         """The engine ranks that tell this trainer rank, the lowest of their sources, when they hold a whole version."""
         lowest: dict[int, int] = {}
-        for parcel in self.parcels:
-            lowest[parcel.target] = min(parcel.source, lowest.get(parcel.target, parcel.source))
+        for bucket in self.buckets:
+            lowest[bucket.target] = min(bucket.source, lowest.get(bucket.target, bucket.source))
         return [tp for tp, rank in lowest.items() if rank == source]
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each sending trainer rank puts on the wire."""
         found: dict[int, int] = defaultdict(int)
-        for parcel in self.parcels:
-            found[parcel.source] += parcel.nbytes
+        for bucket in self.buckets:
+            found[bucket.source] += bucket.nbytes
         return dict(found)
 
 
-def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int, dtype: str) -> ShardPlan:
-    """Plans the way of a full set of weights into one engine.
+def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int, dtype: str) -> ShardPlan:
+    """Plans the transfer of a full set of weights into one engine.
 
     Args:
         engine: what each tensor-parallel rank of the engine keeps.
-        parcel_bytes: largest message; a single row above it gets one of its own.
+        bucket_bytes: largest message; a single row above it gets a message of its own.
         dtype: the trainer's parameter dtype.
 
     Raises:
@@ -132,27 +128,28 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], parcel_bytes: int,
     check_coverage(layout, engine)
     shapes = {rank: layout.params(rank) for rank in range(layout.topology.world)}
     load: dict[int, int] = defaultdict(int)
-    lanes: dict[tuple[int, int], list[Parcel]] = {}
+    lanes: dict[tuple[int, int], list[ShardBucket]] = {}
     for target, rank in enumerate(engine):
         regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
         for slot in rank.slots:
             wire = layout.hf_dtype(slot.hf_name, dtype)
-            for part in _chunks(slot, max(1, parcel_bytes // ITEM_BYTES[wire])):
+            for part in _chunks(slot, max(1, bucket_bytes // ITEM_BYTES[wire])):
                 for source, region in _assign(part, layout.holders[slot.hf_name], load, ITEM_BYTES[wire]):
                     regions[source, wire].append(region)
         for (source, wire), found in regions.items():
             lanes.setdefault((source, target), []).extend(
-                _parcels(source, target, wire, found, parcel_bytes, shapes[source])
+                _buckets(source, target, wire, found, bucket_bytes, shapes[source])
             )
-    # Taking one parcel of each lane in turn keeps every link busy.
+    # Taking one bucket of each lane in turn keeps every link busy.
     rounds = zip_longest(*(lanes[lane] for lane in sorted(lanes)))
-    parcels = tuple(parcel for turn in rounds for parcel in turn if parcel is not None)
-    return ShardPlan(parcels, len(engine))
+    buckets = tuple(bucket for turn in rounds for bucket in turn if bucket is not None)
+    return ShardPlan(buckets, len(engine))
 
 
 def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
-    """Each tensor of the layout must be kept by some engine rank whole, in a type to which a cast leads, and each engine
-    parameter must be written.
+    """Checks that the engine's ranks keep every tensor completely, in a dtype that a cast gives, and no other ones.
+
+    Each engine parameter must be written.
 
     Raises:
         SyncError: naming the tensor or the parameter.
@@ -163,8 +160,8 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
             kept[slot.hf_name].add(slot.hf_box)
             if (dtype := rank.dtypes[slot.param]) not in ITEM_BYTES:
                 raise SyncError(
-                    f"the engine keeps {slot.param!r} in {dtype}, which takes more than a cast; serve the model unquantized, "
-                    f"or set sync.transport to broadcast or disk, where the engine loads weights by itself"
+                    f"the engine keeps {slot.param!r} in {dtype}, which needs more than a cast; serve the model "
+                    f"unquantized, or set sync.transport to broadcast or disk, where the engine loads weights itself"
                 )
         if rank.unwritten:
             raise SyncError(
@@ -181,7 +178,7 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
 
 
 def _disjoint(boxes: set[Box]) -> list[Box]:
-    """The boxes without those that lie inside another one (replicas keep equal boxes, which are one here already)."""
+    """The boxes without those inside another one (replicas keep equal boxes, which are one element of the set)."""
     ordered = sorted(boxes, key=lambda box: -box.rows * box.cols)
     found: list[Box] = []
     for box in ordered:
@@ -199,7 +196,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def _chunks(slot: Slot, elements: int) -> Iterator[Slot]:
-    """The slot in slices of whole rows, of at most so many elements (at least one row) each."""
+    """The slot in slices of whole rows, of at most ``elements`` elements (but at least one row) each."""
     box = slot.hf_box
     step = max(1, elements // box.cols)
     for row in range(box.row, box.row + box.rows, step):
@@ -229,7 +226,7 @@ def _assign(
 
 
 def _merge(boxes: Sequence[Box]) -> list[Box]:
-    """The same rectangles, with those that touch along a whole side joined: first downwards, then sideways."""
+    """The same area, with boxes that share a whole side joined: first downwards, then sideways."""
     downwards: list[Box] = []
     for box in sorted(boxes, key=lambda box: (box.col, box.cols, box.row)):
         last = downwards[-1] if downwards else None
@@ -254,64 +251,50 @@ def _clip(piece: Piece, box: Box) -> Piece:
     return piece._replace(hf_box=box, param_box=Box(local.row + down, box.rows, local.col + right, box.cols))
 
 
-def _parcels(
+def _buckets(
     source: int,
     target: int,
     dtype: str,
     regions: Sequence[Region],
     limit: int,
     shapes: Mapping[str, tuple[int, ...]],
-) -> Iterator[Parcel]:
-    """Regions that go as they are first; then the others in order, in as few parcels as the limit allows."""
+) -> Iterator[ShardBucket]:
+    """Direct buckets for large contiguous regions; the others in order, in as few buckets as the limit allows."""
     held: list[Region] = []
     size = 0
     for region in regions:
         nbytes = region.elements * ITEM_BYTES[dtype]
-        if nbytes >= DIRECT_BYTES and _in_one_line(region, shapes, ITEM_BYTES[dtype]):
-            yield Parcel(source, target, dtype, (region,), direct=True)
+        if nbytes >= DIRECT_BYTES and _contiguous(region, shapes, ITEM_BYTES[dtype]):
+            yield ShardBucket(source, target, dtype, (region,), direct=True)
             continue
         if held and size + nbytes > limit:
-            yield Parcel(source, target, dtype, tuple(held))
+            yield ShardBucket(source, target, dtype, tuple(held))
             held, size = [], 0
         held.append(region)
         size += nbytes
     if held:
-        yield Parcel(source, target, dtype, tuple(held))
+        yield ShardBucket(source, target, dtype, tuple(held))
 
 
-def _in_one_line(region: Region, shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> bool:
-    """Whether a region is one run of whole words in its only source's memory."""
-    if len(region.sources) > 1:
+def _contiguous(region: Region, shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> bool:
+    """Whether a region is a contiguous range of whole words in its only source's memory."""
+    piece, *others = region.sources
+    if others:
         return False
-    (piece,) = region.sources
     box, width = piece.param_box, prod(shapes[piece.param][1:])
     start = (box.row * width + box.col) * item_bytes
     whole = start % WORD_BYTES == 0 and region.elements * item_bytes % WORD_BYTES == 0
     return whole and (box.cols == width or box.rows == 1)
 
 
-def receive_program(plan: ShardPlan, target: int) -> list[dict]:
-    """What engine rank ``target`` must know to receive and commit, as JSON: its parcels without the senders' pieces."""
-    return [
-        {
-            "tag": tag,
-            "source": parcel.source,
-            "dtype": parcel.dtype,
-            "elements": parcel.elements,
-            "nbytes": parcel.nbytes,
-            "places": [
-                [s.param, s.offset, s.hf_box.rows, s.hf_box.cols, s.row_stride, s.col_stride]
-                for s in (region.slot for region in parcel.regions)
-            ],
-        }
-        for tag, parcel in plan.of_target(target)
-    ]
-
-
-def destinations(plan: ShardPlan, target: int) -> Mapping[str, list[Slot]]:
-    """The slots that a full transfer writes on one engine rank, by parameter."""
-    found: dict[str, list[Slot]] = defaultdict(list)
-    for _, parcel in plan.of_target(target):
-        for region in parcel.regions:
-            found[region.slot.param].append(region.slot)
-    return found
+def receive_plan(plan: ShardPlan, target: int, kind: str, fills: Sequence[Fill]) -> ReceivePlan:
+    """What rank ``target`` of an engine of this ``kind`` must know to receive and commit: no sender's pieces."""
+    buckets: list[InboundBucket] = []
+    start = 0
+    for tag, bucket in plan.of_target(target):
+        rectangles = tuple(region.slot.rectangle for region in bucket.regions)
+        buckets.append(
+            InboundBucket(tag, bucket.source, bucket.dtype, bucket.elements, bucket.nbytes, start, rectangles)
+        )
+        start += bucket.nbytes
+    return ReceivePlan(kind, tuple(buckets), tuple(fills))

@@ -1,12 +1,12 @@
-"""Carries a shard-to-shard plan out in this process, parcel by parcel, and looks at every bit at both ends.
+"""Executes a shard-to-shard plan in this process, bucket by bucket, and compares every bit at both ends.
 
-    Hugging Face ─▶ trainer shards ─▶ parcels ─▶ engine parameters ─▶ compared with Hugging Face
+    Hugging Face ─▶ trainer shards ─▶ buckets ─▶ engine parameters ─▶ compared with Hugging Face
                           └─▶ assembled ─▶ compared with Hugging Face
 
-Shards are filled, parcels packed and placed by the code that does it in a run (`fill_param`, `packing`, `Program`); only
-the wire is missing. Nothing is kept longer than the plan needs it: a trainer parameter lives from the first to the last
-parcel that reads it, an engine parameter from the first to the last one that writes it, so that models larger than
-memory can be checked. All memory is poisoned before it is written, so that what nobody writes shows.
+The code of a real run fills shards, packs buckets and places them (`fill_param`, `packing`, `rectangles`); only the
+wire is missing. A trainer parameter lives from the first to the last bucket that reads it, an engine parameter from
+the first to the last one that writes it, so models larger than memory can be checked. All memory is poisoned before it
+is written, so that unwritten elements show.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ import torch
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import Read, assemble, box_of, fill_param, pieces_by_param
-from megasync.sync.shard.inbound import Inbound, Place, Program
-from megasync.sync.shard.plan import Parcel, ShardPlan, receive_program
+from megasync.sync.messages import InboundBucket
+from megasync.sync.shard.plan import ShardBucket, ShardPlan, receive_plan
+from megasync.sync.shard.receiver import rectangles
 from megasync.sync.shard.sender import packing
 
 # Every float made of such bytes is NaN.
 POISON = 0xFF
-# More writes of one element than this count as this many.
+# Writes of one element are counted up to this number.
 MOST_WRITES = 255
 
 
 class Problem(NamedTuple):
-    """``tensor`` is a Hugging Face tensor, or an engine's parameter where no tensor is to blame."""
+    """``tensor`` is a Hugging Face tensor, or an engine's parameter when no tensor is concerned."""
 
     tensor: str
     where: str
@@ -40,10 +41,10 @@ class Problem(NamedTuple):
 
 
 @dataclass
-class Outcome:
-    """``peak_bytes`` is the most that shards, messages and engine parameters took together.
+class RehearsalReport:
+    """What a rehearsal found. ``peak_bytes`` is the most that shards, messages and engine parameters took together.
 
-    ``untouched`` counts elements of engine parameters that loading a checkpoint does not write either.
+    ``untouched`` counts, by engine parameter, the elements that loading a checkpoint does not write either.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -51,55 +52,55 @@ class Outcome:
     untouched: Counter[str] = field(default_factory=Counter)
 
 
-def carry_out(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read: Read, dtype: str) -> Outcome:
-    """Moves every parcel of a plan, and compares what arrives with what a load of the same tensors would leave.
+def rehearse(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read: Read, dtype: str) -> RehearsalReport:
+    """Moves every bucket of a plan, and compares the result with a load of the same tensors.
 
     Args:
-        read: gives boxes of the Hugging Face tensors, always the same ones.
+        read: reads boxes of the Hugging Face tensors; deterministic.
         dtype: the trainer's parameter dtype.
     """
-    outcome = Outcome()
+    report = RehearsalReport()
     trainer = _Trainer(layout, read, dtype)
-    ranks = [_EngineSide(tp, found, plan, layout, read, dtype, outcome) for tp, found in enumerate(engine)]
-    uses = Counter(use for parcel in plan.parcels for use in _uses(parcel))
-    for tag, parcel in enumerate(plan.parcels):
-        message = torch.full((parcel.nbytes,), POISON, dtype=torch.uint8)
-        shards, target = trainer.rank(parcel.source), ranks[parcel.target]
-        misfits = [*_misfits(parcel, shards), *target.misfits(parcel)]
-        outcome.problems.extend(misfits)
+    ranks = [_EngineSide(tp, found, plan, layout, read, dtype, report) for tp, found in enumerate(engine)]
+    uses = Counter(use for bucket in plan.buckets for use in _uses(bucket))
+    for tag, bucket in enumerate(plan.buckets):
+        message = torch.full((bucket.nbytes,), POISON, dtype=torch.uint8)
+        shards, target = trainer.rank(bucket.source), ranks[bucket.target]
+        misfits = [*_misfits(bucket, shards), *target.misfits(bucket)]
+        report.problems.extend(misfits)
         if not misfits:
-            torch._foreach_copy_(*packing(parcel, message, shards))
+            torch._foreach_copy_(*packing(bucket, message, shards))
             target.take(tag, message)
         held = message.nbytes + trainer.nbytes + sum(rank.nbytes for rank in ranks)
-        outcome.peak_bytes = max(outcome.peak_bytes, held)
-        target.settle(parcel)
-        for use in _uses(parcel):
+        report.peak_bytes = max(report.peak_bytes, held)
+        target.release(bucket)
+        for use in _uses(bucket):
             uses[use] -= 1
             if not uses[use]:
                 trainer.rank(use[0]).pop(use[1], None)
     for rank in ranks:
-        rank.settle_rest()
-    _compare_assembled(layout, read, dtype, outcome)
-    return outcome
+        rank.finish()
+    _compare_assembled(layout, read, dtype, report)
+    return report
 
 
-def _uses(parcel: Parcel) -> Iterator[tuple[int, str]]:
-    """(trainer rank, parameter) of each piece in a parcel."""
-    return ((parcel.source, piece.param) for region in parcel.regions for piece in region.sources)
+def _uses(bucket: ShardBucket) -> Iterator[tuple[int, str]]:
+    """(trainer rank, parameter) of each piece in a bucket."""
+    return ((bucket.source, piece.param) for region in bucket.regions for piece in region.sources)
 
 
-def _misfits(parcel: Parcel, shards: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
-    """Pieces of a parcel that its sender does not hold."""
-    for region in parcel.regions:
+def _misfits(bucket: ShardBucket, shards: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+    """Pieces of a bucket that its sender does not hold."""
+    for region in bucket.regions:
         for piece in region.sources:
             found = box_of(shards[piece.param], piece.param_box).numel()
             if found != piece.hf_box.rows * piece.hf_box.cols:
                 what = f"{piece.param} has no box {tuple(piece.param_box)}"
-                yield Problem(piece.hf_name, f"trainer rank {parcel.source}", what)
+                yield Problem(piece.hf_name, f"trainer rank {bucket.source}", what)
 
 
 class _TrainerRank(dict[str, torch.Tensor]):
-    """Parameters of one trainer rank; each is filled from the checkpoint when it is asked for."""
+    """Parameters of one trainer rank, each filled from the checkpoint at its first use."""
 
     def __init__(self, layout: Layout, rank: int, read: Read, dtype: str) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class _Trainer:
 
 
 class _Live(dict[str, torch.Tensor]):
-    """Engine parameters as flat tensors, poisoned when they are first asked for."""
+    """Engine parameters as flat tensors, poisoned at their first use."""
 
     def __init__(self, rank: EngineRank) -> None:
         super().__init__()
@@ -151,65 +152,72 @@ class _Live(dict[str, torch.Tensor]):
 
 
 class _EngineSide:
-    """One engine rank: takes parcels in, and judges each parameter when its last parcel has come."""
+    """One engine rank: receives buckets, and checks each parameter after its last bucket."""
 
     def __init__(
-        self, tp: int, rank: EngineRank, plan: ShardPlan, layout: Layout, read: Read, dtype: str, outcome: Outcome
+        self,
+        tp: int,
+        rank: EngineRank,
+        plan: ShardPlan,
+        layout: Layout,
+        read: Read,
+        dtype: str,
+        report: RehearsalReport,
     ) -> None:
         self._where = f"engine rank {tp}"
         self._rank = rank
         self._layout = layout
         self._read = read
         self._dtype = dtype
-        self._outcome = outcome
+        self._report = report
         self._live = _Live(rank)
         # How often each element was written, by parameter.
         self._written: dict[str, torch.Tensor] = {}
-        program = Program({"digest": "", "fills": [rank.fills], "parcels": [receive_program(plan, tp)]}, 0)
-        self._inbound: dict[int, Inbound] = {parcel.tag: parcel for parcel in program.parcels}
-        self._left = Counter(place.param for parcel in program.parcels for place in parcel.places)
+        received = receive_plan(plan, tp, "", rank.fills)
+        self._inbound: dict[int, InboundBucket] = {bucket.tag: bucket for bucket in received.buckets}
+        self._left = Counter(rectangle.param for bucket in received.buckets for rectangle in bucket.rectangles)
         self._slots: dict[str, list[Slot]] = defaultdict(list)
         self._fills: dict[str, list[Fill]] = defaultdict(list)
         for slot in rank.slots:
             self._slots[slot.param].append(slot)
-        for fill in program.fills:
+        for fill in received.fills:
             self._fills[fill.param].append(fill)
-        self._judged: set[str] = set()
+        self._checked: set[str] = set()
 
     @property
     def nbytes(self) -> int:
         held = (*self._live.values(), *self._written.values())
         return sum(tensor.nbytes for tensor in held)
 
-    def misfits(self, parcel: Parcel) -> Iterator[Problem]:
-        """Regions of a parcel that do not fit into this rank's parameters."""
-        for slot in (region.slot for region in parcel.regions):
-            last, size = _last(slot), self._rank.sizes[slot.param]
+    def misfits(self, bucket: ShardBucket) -> Iterator[Problem]:
+        """Regions of a bucket that do not fit into this rank's parameters."""
+        for slot in (region.slot for region in bucket.regions):
+            last, size = slot.rectangle.last, self._rank.sizes[slot.param]
             if last >= size:
                 what = f"is sent to elements up to {last} of {slot.param}, which has {size}"
                 yield Problem(slot.hf_name, self._where, what)
 
     @torch.no_grad()
     def take(self, tag: int, message: torch.Tensor) -> None:
-        """Writes a message where this rank's program says."""
+        """Writes a message where this rank's receive plan says."""
         inbound = self._inbound[tag]
-        for target, source in inbound.slots(message, self._live):
+        for target, source in rectangles(inbound, message, self._live):
             target.copy_(source)
-        for place in inbound.places:
-            counts = place.of(self._counts(place.param))
+        for rectangle in inbound.rectangles:
+            counts = rectangle.of(self._counts(rectangle.param))
             counts.add_(counts < MOST_WRITES)
 
-    def settle(self, parcel: Parcel) -> None:
-        """Judges and frees the parameters for which nothing more comes."""
-        for region in parcel.regions:
+    def release(self, bucket: ShardBucket) -> None:
+        """Checks and frees the parameters for which no bucket is left."""
+        for region in bucket.regions:
             self._left[region.slot.param] -= 1
             if not self._left[region.slot.param]:
-                self._judge(region.slot.param)
+                self._check(region.slot.param)
 
-    def settle_rest(self) -> None:
-        """Judges the parameters that no parcel, or not every one, has reached."""
-        for param in self._rank.sizes.keys() - self._judged:
-            self._judge(param)
+    def finish(self) -> None:
+        """Checks the parameters that not all of their buckets, or none, have reached."""
+        for param in self._rank.sizes.keys() - self._checked:
+            self._check(param)
 
     def _counts(self, param: str) -> torch.Tensor:
         if param not in self._written:
@@ -217,46 +225,46 @@ class _EngineSide:
         return self._written[param]
 
     @torch.no_grad()
-    def _judge(self, param: str) -> None:
+    def _check(self, param: str) -> None:
         live, counts = self._live[param], self._counts(param)
         for fill in self._fills[param]:
-            # After the parcels, as a commit does it.
-            Place(*fill[:-1]).of(live).fill_(fill.value)
+            # After the buckets, so that a fill over loaded elements shows.
+            fill.rectangle.of(live).fill_(fill.value)
         loaded = torch.zeros_like(counts)
         for slot in self._slots[param]:
-            place = _place(slot)
-            self._judge_slot(slot, place.of(live), place.of(counts))
-            place.of(loaded).fill_(1)
+            rectangle = slot.rectangle
+            self._check_slot(slot, rectangle.of(live), rectangle.of(counts))
+            rectangle.of(loaded).fill_(1)
         stray = int((counts.bool() & ~loaded.bool()).sum())
         if stray:
-            self._complain(param, f"{stray} elements are sent to that a load does not write")
+            self._add_problem(param, f"{stray} elements are written that a load does not write")
         for fill in self._fills[param]:
-            Place(*fill[:-1]).of(loaded).fill_(1)
+            fill.rectangle.of(loaded).fill_(1)
         if untouched := int((loaded == 0).sum()):
-            self._outcome.untouched[param] += untouched
+            self._report.untouched[param] += untouched
         self._live.pop(param)
         self._written.pop(param)
-        self._judged.add(param)
+        self._checked.add(param)
 
-    def _judge_slot(self, slot: Slot, live: torch.Tensor, counts: torch.Tensor) -> None:
+    def _check_slot(self, slot: Slot, live: torch.Tensor, counts: torch.Tensor) -> None:
         fewest, most = int(counts.min()), int(counts.max())
         if (fewest, most) != (1, 1):
             times = f"{fewest} times" if fewest == most else f"{fewest} to {most} times"
-            self._complain(slot.hf_name, f"its elements in {slot.param} are written {times} instead of once")
+            self._add_problem(slot.hf_name, f"its elements in {slot.param} are written {times} instead of once")
         wire = getattr(torch, self._layout.hf_dtype(slot.hf_name, self._dtype))
         expected = self._read(slot.hf_name, slot.hf_box).to(wire).to(live.dtype).view(live.shape)
         different = _different(live, expected)
         if different:
-            self._complain(
+            self._add_problem(
                 slot.hf_name, f"{different} of {expected.numel()} elements in {slot.param} differ from a load's"
             )
 
-    def _complain(self, tensor: str, what: str) -> None:
-        self._outcome.problems.append(Problem(tensor, self._where, what))
+    def _add_problem(self, tensor: str, what: str) -> None:
+        self._report.problems.append(Problem(tensor, self._where, what))
 
 
-def _compare_assembled(layout: Layout, read: Read, dtype: str, outcome: Outcome) -> None:
-    """Puts each Hugging Face tensor together from the trainer's shards, as an export does, and compares it."""
+def _compare_assembled(layout: Layout, read: Read, dtype: str, report: RehearsalReport) -> None:
+    """Assembles each Hugging Face tensor from the trainer's shards, as an export does, and compares it."""
     trainer = _Trainer(layout, read, dtype)
     for pp in range(layout.topology.pipeline):
         for item in layout.placed(pp):
@@ -264,12 +272,12 @@ def _compare_assembled(layout: Layout, read: Read, dtype: str, outcome: Outcome)
                 continue
             for name, _ in item.tensors:
                 whole = assemble(name, layout, trainer.rank)
-                outcome.peak_bytes = max(outcome.peak_bytes, whole.nbytes + trainer.nbytes)
+                report.peak_bytes = max(report.peak_bytes, whole.nbytes + trainer.nbytes)
                 expected = _whole_tensor(name, layout, read).to(whole.dtype)
                 different = _different(whole, expected)
                 if different:
-                    what = f"{different} of {whole.numel()} elements differ when shards are put together"
-                    outcome.problems.append(Problem(name, "trainer", what))
+                    what = f"{different} of {whole.numel()} elements differ when the shards are assembled"
+                    report.problems.append(Problem(name, "trainer", what))
             trainer.forget()
 
 
@@ -277,15 +285,6 @@ def _whole_tensor(name: str, layout: Layout, read: Read) -> torch.Tensor:
     """A Hugging Face tensor in its own shape."""
     shape = layout.hf_tensors[name]
     return read(name, Box(0, shape[0], 0, (*shape, 1)[1])).view(shape)
-
-
-def _place(slot: Slot) -> Place:
-    return Place(slot.param, slot.offset, slot.hf_box.rows, slot.hf_box.cols, slot.row_stride, slot.col_stride)
-
-
-def _last(slot: Slot) -> int:
-    """The last element of its parameter that a slot has."""
-    return slot.offset + (slot.hf_box.rows - 1) * slot.row_stride + (slot.hf_box.cols - 1) * slot.col_stride
 
 
 def _different(one: torch.Tensor, other: torch.Tensor) -> int:

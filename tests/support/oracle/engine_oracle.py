@@ -14,6 +14,7 @@ import logging
 import math
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -94,7 +95,7 @@ def around_check(stock, checker, action, allow_quant_error=False, skip_tensor_li
     from sglang.srt.model_loader.loader import post_load_weights
 
     asked = json.loads(skip_tensor_list[0])
-    rank = EngineRank.from_json(asked["ranks"][checker._placement["tp_rank"]])
+    rank = msgspec.convert(asked["ranks"][checker._placement["tp_rank"]], EngineRank)
     try:
         answer = compare(checker._get_model(), asked["specs"], rank, post_load_weights)
     except Exception as error:
@@ -114,9 +115,10 @@ class Puppet:
     def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
         return {"command": command, "payload": payload, "tp_rank": rank.tp_rank}
 
-    def check(self, request: dict[str, Any], rank: ServingRank) -> None:
+    def check(self, request: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
         if request.get("fail_check") == rank.tp_rank:
             raise ValueError("nothing is staged here")
+        return request
 
     def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
         if request.get("fail_commit") == rank.tp_rank:

@@ -1,0 +1,245 @@
+"""Messages of a weight sync, shared by both ends: the driver, the trainer ranks, and the plugin in SGLang's processes.
+
+Messages to and from trainer ranks travel as objects, those to and from servers as JSON. Decoding refuses unknown and
+missing fields (`Message.parse`). Imports no torch, so that every process can import it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+
+from megasync.errors import SyncError
+from megasync.layout.engine_layout import Fill, ParamRectangle
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request or an answer."""
+
+    @classmethod
+    def parse(cls, given: object) -> Self:
+        """The message in parsed JSON. Raises SyncError, naming the field."""
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise SyncError(
+                f"not a {cls.__name__}: {error}; install the same version of megasync for the driver and the servers"
+            ) from error
+
+
+# On the links between trainer ranks and engine ranks
+
+# Kinds of a bucket's payload.
+FULL, DELTA = 0, 1
+# The tag of the table of digests that ends a transfer without headers.
+TABLE = 2**30
+# The tag of a receiver's confirmation: its digest (signed), and the microseconds that it spent on digests.
+CONFIRMED = TABLE + 1
+CONFIRMED_WORDS = 2
+
+
+class BucketHeader(NamedTuple):
+    """Precedes a bucket, as int64 words, when its size is not known in advance or it is used on arrival.
+
+    ``nbytes`` is of the payload, ``digest`` (signed) of the whole bucket.
+    """
+
+    kind: int
+    nbytes: int
+    changed: int
+    digest: int
+
+
+# Driver to engine ranks, and their answers
+
+
+class InboundBucket(Message, frozen=True):
+    """A bucket as its receiver sees it; ``start`` is its first byte in the arena, ``source`` the sending trainer rank.
+
+    The message has ``nbytes`` bytes: the rectangles one after another, as ``elements`` elements of ``dtype``, and
+    padding up to whole words.
+    """
+
+    tag: int
+    source: int
+    dtype: str
+    elements: int
+    nbytes: int
+    start: int
+    rectangles: tuple[ParamRectangle, ...]
+
+
+class ReceivePlan(Message, frozen=True):
+    """What one engine rank receives of every version, and the constants that it fills in itself."""
+
+    kind: str
+    buckets: tuple[InboundBucket, ...]
+    fills: tuple[Fill, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
+
+    @property
+    def params(self) -> set[str]:
+        """The parameters that are written."""
+        placed = {rectangle.param for bucket in self.buckets for rectangle in bucket.rectangles}
+        return placed | {fill.param for fill in self.fills}
+
+    @property
+    def confirmed_to(self) -> int:
+        """The trainer rank that is told when a complete, verified version has arrived."""
+        return min(bucket.source for bucket in self.buckets)
+
+
+class ReceivePlanRequest(Message, frozen=True):
+    """Command ``receive_plan``: the plans of all ranks of an engine, and where and how large an arena may be.
+
+    ``arena`` is "host" or "device"; ``arena_bytes`` is the limit per rank, None for no limit.
+    """
+
+    plans: tuple[ReceivePlan, ...]
+    arena: str
+    arena_bytes: int | None
+
+
+class ReceivePlanAnswer(Message, frozen=True):
+    """Whether the rank stages versions in an arena, which takes ``bytes``."""
+
+    stages: bool
+    bytes: int
+
+
+class Rendezvous(Message, frozen=True):
+    """Where an engine's ranks and the trainer ranks that send to it make their links, within ``seconds``.
+
+    In the group of the links the trainer ranks ``sources`` come first, then the ``engine_ranks``.
+    """
+
+    name: str
+    host: str
+    port: int
+    own_host: str
+    sources: tuple[int, ...]
+    engine_ranks: int
+    backend: str
+    seconds: float
+
+
+class ReceiveRequest(Message, frozen=True):
+    """Command ``stage``: receive an attempt into the arena.
+
+    ``base`` is the attempt that deltas build on, or "". With ``headers`` a `BucketHeader` precedes each bucket.
+    ``timeout`` is for the whole transfer and ``stall`` for one message, in seconds.
+    """
+
+    attempt: str
+    kind: str
+    rendezvous: Rendezvous
+    base: str
+    headers: bool
+    timeout: float
+    stall: float
+
+
+class CommitRequest(Message, frozen=True):
+    """Write a staged attempt into the live parameters; with ``stream``, receive it while writing."""
+
+    attempt: str
+    kind: str
+    stream: ReceiveRequest | None = None
+
+
+class Empty(Message, frozen=True):
+    """Commands ``poll`` and ``drop``, and the answer to ``drop``."""
+
+
+class StageReport(Message, frozen=True):
+    """How far a rank's staging is. ``digest`` is of all that it received, ``seconds`` by activity."""
+
+    attempt: str = ""
+    state: Literal["none", "running", "staged", "failed"] = "none"
+    error: str = ""
+    digest: int = 0
+    seconds: dict[str, float] = {}
+    bytes: int = 0
+
+
+# Driver to trainer ranks, and their answers
+
+
+class EngineLinks(Message, frozen=True):
+    """One engine of a `SendRequest`: the name of its links, its kind, and its server's URL."""
+
+    name: str
+    kind: str
+    url: str
+
+
+class SendRequest(Message, frozen=True):
+    """Send the present weights to all ``engines``.
+
+    ``links`` names all links that may be used again; others are closed. ``join`` gives, by kind of engine, the seconds
+    for making its links, and ``bases`` the attempt to send deltas against. With ``stream`` buckets are used on arrival;
+    with ``keep`` later attempts may send deltas against this one. ``timeout`` is for the whole transfer and ``stall``
+    for one message, in seconds.
+    """
+
+    attempt: str
+    timeout: float
+    stall: float
+    meeting_point: tuple[str, int]
+    engines: tuple[EngineLinks, ...]
+    links: tuple[str, ...]
+    join: dict[str, float]
+    bases: dict[str, str]
+    stream: bool
+    keep: bool
+
+
+class SentDigest(NamedTuple):
+    """The digest of one bucket, sent to one rank of every engine of a kind."""
+
+    kind: str
+    engine_rank: int
+    tag: int
+    digest: int
+
+
+class Confirmation(NamedTuple):
+    """An engine rank's own digest of all that it received, and the seconds that it spent on digests."""
+
+    url: str
+    engine_rank: int
+    digest: int
+    seconds: float
+
+
+class SendReport(Message, frozen=True):
+    """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity."""
+
+    digests: tuple[SentDigest, ...]
+    confirmed: tuple[Confirmation, ...]
+    seconds: dict[str, float]
+    bytes: int
+
+
+class WrittenFile(Message, frozen=True):
+    """A weight file on the shared disk: its size, and the SHA-256 of its bytes in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class WriteReport(Message, frozen=True):
+    """The files that a trainer rank wrote, by name, and the seconds that it took, by activity."""
+
+    files: dict[str, WrittenFile]
+    seconds: dict[str, float]

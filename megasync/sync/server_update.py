@@ -1,0 +1,116 @@
+"""One server during a publish, whichever transport moves the weights: paused, verified, resumed or kept paused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from megasync.errors import HttpStatusError, ServerError, SyncError
+from megasync.sync.attempt import Attempt
+
+if TYPE_CHECKING:
+    from megasync.serving.control import ServerControl
+
+log = logging.getLogger(__name__)
+
+# For each step of the clean-up after a failure.
+RECOVERY_SECONDS = 10.0
+# A batch that was running at the pause may still be finishing; SGLang refuses a flush until then.
+FLUSH_SECONDS = 5.0
+FLUSH_POLL_SECONDS = 0.02
+
+
+class ServerUpdate:
+    """The calls that every transport makes to a server; ``seconds`` is the deadline of each. All raise ServerError."""
+
+    def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
+        self.server = server
+        self._pause_mode = pause_mode
+        self._seconds = seconds
+
+    @property
+    def url(self) -> str:
+        """The server's base URL."""
+        return self.server.url
+
+    async def pause(self, attempt: Attempt) -> None:
+        """Stops generation."""
+        progress = attempt.progress[self.url]
+        progress.paused, progress.paused_at = True, time.monotonic()
+        await self.post("/pause_generation", {"mode": self._pause_mode})
+
+    async def flush(self) -> None:
+        """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
+        if self._pause_mode != "in_place":
+            await flush_cache(self.server, self._seconds)
+
+    async def begin(self, attempt: Attempt) -> None:
+        """Opens a weight update. If one is open already, a driver that is gone left it, and it is closed first."""
+        attempt.progress[self.url].update_open = True
+        try:
+            await self.post("/begin_weight_update")
+        except HttpStatusError as error:
+            log.warning("%s may have been left inside a weight update; closing that one: %s", self.url, error)
+            await self.post("/end_weight_update")
+            await self.post("/begin_weight_update")
+
+    async def end(self, attempt: Attempt) -> None:
+        """Closes the weight update."""
+        await self.post("/end_weight_update")
+        attempt.progress[self.url].update_open = False
+
+    async def resume(self, attempt: Attempt) -> None:
+        """Generates again, under the new version."""
+        progress = attempt.progress[self.url]
+        await self.post("/continue_generation", {"torch_empty_cache": False})
+        progress.paused, progress.moved = False, True
+        attempt.note("pause", time.monotonic() - progress.paused_at)
+
+    async def verify(self, attempt: Attempt) -> None:
+        """Raises SyncError unless the server reports the attempt's version."""
+        found = await self.server.weight_version(self._seconds)
+        if found != attempt.version:
+            raise SyncError(f"it reports version {found} instead of {attempt.version}")
+
+    async def release(self, attempt: Attempt, quarantined: bool) -> str:
+        """Resumes generation if the server holds one complete version; otherwise returns why it stays paused.
+
+        Args:
+            quarantined: an earlier attempt left it paused for such a reason, and this one did not bring it a complete
+                version.
+        """
+        progress = attempt.progress[self.url]
+        if not progress.paused:
+            return ""
+        if progress.update_open and not progress.stuck:
+            try:
+                await self.post("/end_weight_update", seconds=RECOVERY_SECONDS)
+            except ServerError as error:
+                log.debug("%s has no weight update to close: %s", self.url, error)
+        if progress.mixed:
+            return progress.quarantine_reason(attempt.version)
+        if quarantined:
+            return ""
+        try:
+            await self.post("/continue_generation", {"torch_empty_cache": False}, RECOVERY_SECONDS)
+        except ServerError as error:
+            return f"it could not be resumed: {error}"
+        return ""
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        """The server's answer to a POST within ``seconds`` (default: this update's deadline)."""
+        return await self.server.post(path, body or {}, timeout=seconds or self._seconds)
+
+
+async def flush_cache(server: ServerControl, seconds: float) -> None:
+    """Drops a paused server's prefix cache as soon as its last batch has ended. Raises ServerError."""
+    deadline = time.monotonic() + FLUSH_SECONDS
+    while True:
+        try:
+            return await server.post("/flush_cache", {}, timeout=seconds)
+        except ServerError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(FLUSH_POLL_SECONDS)

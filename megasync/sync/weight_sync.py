@@ -1,0 +1,145 @@
+"""What every transport is: a changing set of servers, those it left paused, and a publish that cleans up after itself.
+
+A server generates only while it holds exactly one version. After a failure `WeightSync._transaction` resumes each
+server that holds one complete version and quarantines the others; only a later publish that brings a quarantined server
+a complete version resumes it (`_resume`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from megasync.sync.attempt import Attempt, SyncReport
+from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
+
+if TYPE_CHECKING:
+    from megasync.config.schema import SyncConfig, TimeoutConfig
+    from megasync.serving.control import ServerControl
+
+log = logging.getLogger(__name__)
+
+# The ranks keep the deadline themselves. The driver waits a little longer, so that it receives their reason.
+GRACE_SECONDS = 5.0
+
+S = TypeVar("S", bound=ServerUpdate)
+
+
+class TrainerRanks(Protocol):
+    """All trainer ranks. Methods ``sync_x``, ``shard_x`` and ``disk_x`` are x of the rank's sender or writer."""
+
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """Results in rank order; raises when a rank failed or the time (seconds) is up."""
+        ...
+
+
+class WeightSync(ABC, Generic[S]):
+    """A transport: publishes versions to a changing set of servers, one publish at a time.
+
+    Each phase has a deadline of ``timeouts.weight_sync`` seconds, and each step of the clean-up after a failure one of
+    `RECOVERY_SECONDS`.
+
+    Args:
+        servers: the first servers; `add` and `remove` change them.
+        ranks: every trainer rank, in rank order.
+    """
+
+    def __init__(
+        self, servers: Sequence[ServerControl], ranks: TrainerRanks, config: SyncConfig, timeouts: TimeoutConfig
+    ) -> None:
+        self._ranks = ranks
+        self._pause_mode = config.pause_mode
+        self._seconds = timeouts.weight_sync
+        # For calls to the trainer ranks.
+        self._limit = self._seconds + GRACE_SECONDS
+        self._servers: dict[str, S] = {}
+        self._quarantined: dict[str, str] = {}
+        self._lock = asyncio.Lock()
+        for server in servers:
+            self.add(server)
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Servers that a failed publish left paused, with the reason."""
+        return dict(self._quarantined)
+
+    def add(self, server: ServerControl) -> None:
+        """The next publish updates this server too, whatever it holds now."""
+        self.remove(server.url)
+        self._servers[server.url] = self._server_update(server)
+
+    def remove(self, url: str) -> None:
+        """The server is no longer updated."""
+        self._servers.pop(url, None)
+        self._quarantined.pop(url, None)
+
+    @abstractmethod
+    def _server_update(self, server: ServerControl) -> S:
+        """A new server's side of this transport."""
+
+    @abstractmethod
+    def forget_ranks(self) -> None:
+        """The trainer ranks were restarted: they are new processes that know of no server and no group."""
+
+    @abstractmethod
+    async def connect(self) -> None:
+        """Does whatever needs no pause ahead of the first publish; `publish` does it when needed.
+
+        Raises:
+            PublishError: a server or a rank could not connect within the deadline; nobody is left waiting.
+        """
+
+    @abstractmethod
+    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
+        """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
+
+        Args:
+            only: URLs of the servers to bring to the version, when the others have it already.
+
+        Raises:
+            PublishError: names the servers, the phase and the version, and says which servers stay paused. The same or
+                a later version may be published next.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leaves groups and links on both sides. Servers keep serving what they hold."""
+
+    @asynccontextmanager
+    async def _transaction(self, attempt: Attempt) -> AsyncIterator[None]:
+        """When its body fails or is cancelled, cleans up and resumes the servers that may be resumed."""
+        try:
+            yield
+        except BaseException as error:
+            await self._clean_up(attempt)
+            await asyncio.gather(*(self._release(server, attempt) for server in self._involved(attempt)))
+            if not isinstance(error, Exception):
+                raise
+            raise attempt.error(error, self._quarantined) from error
+
+    @abstractmethod
+    async def _clean_up(self, attempt: Attempt) -> None:
+        """Ends what a failed attempt left behind on both sides. Raises nothing."""
+
+    def _involved(self, attempt: Attempt) -> list[S]:
+        """The servers that the attempt may have paused."""
+        return [server for url, server in self._servers.items() if url in attempt.progress]
+
+    async def _release(self, server: S, attempt: Attempt) -> None:
+        if reason := await server.release(attempt, server.url in self._quarantined):
+            self._quarantined[server.url] = reason
+
+    async def _resume(self, server: S, attempt: Attempt) -> None:
+        await server.resume(attempt)
+        self._quarantined.pop(server.url, None)
+
+    async def _leave_ranks(self, method: str) -> None:
+        """Has the ranks close their groups or links. Raises nothing."""
+        leaving = self._ranks.call(method, timeout=RECOVERY_SECONDS)
+        for failure in await asyncio.gather(leaving, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                log.warning("Not every trainer rank left its sync groups: %s", failure)
