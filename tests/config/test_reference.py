@@ -53,7 +53,7 @@ class Sample:
 
 def test_the_comment_above_a_key_is_its_meaning():
     assert comments(Sample) == {"said": "The first line and the second."}
-    assert comments(Config)["run_root"] == "Run directories are made here as `<name>-<time>`."
+    assert comments(Config)["run_root"] == "Folder in which run directories are made, as `<name>-<time>`."
 
 
 def test_a_key_without_a_comment_is_refused():

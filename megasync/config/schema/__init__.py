@@ -1,30 +1,32 @@
-"""The typed configuration: one dataclass per section, one file per noun; `Config` in `run` holds them all.
+"""The typed configuration: one dataclass per section, all held by `Config`.
 
-The comment above each key is its documentation: `megasync.config.reference` puts it into docs/configuration.md. A nested
-section needs none, its class has a docstring. `limits` holds what each key allows. Nothing here imports torch or Ray.
+The comment above each key is its documentation; `megasync.config.reference` copies it into docs/configuration.md. A
+nested section needs no comment, because its class has a docstring. `limits` defines the allowed values of each key.
+Nothing here imports torch or Ray.
 """
 
-from megasync.config.schema.algorithm import AlgorithmConfig
-from megasync.config.schema.chat import AUTO, ChatConfig
-from megasync.config.schema.checkpoint import CheckpointConfig
-from megasync.config.schema.cluster import ClusterConfig
-from megasync.config.schema.data import DataConfig, DatasetConfig, PromptConfig
-from megasync.config.schema.environment import EnvironmentConfig
-from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig
-from megasync.config.schema.gateway import GatewayConfig
-from megasync.config.schema.health import HealthConfig
-from megasync.config.schema.model import ModelConfig
-from megasync.config.schema.observe import ObserveConfig
-from megasync.config.schema.reward_model import RewardModelConfig
-from megasync.config.schema.rewards import GroupConfig, RewardConfig
-from megasync.config.schema.rollout import RolloutConfig
+from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
+from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig
+from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig, ObserveConfig
+from megasync.config.schema.rewards import GroupConfig, RewardConfig, RewardModelConfig
+from megasync.config.schema.rollout import (
+    AUTO,
+    ChatConfig,
+    EnvironmentConfig,
+    GatewayConfig,
+    HealthConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ToolsConfig,
+)
 from megasync.config.schema.run import Config
-from megasync.config.schema.sampling import SamplingConfig
-from megasync.config.schema.schedule import ScheduleConfig
-from megasync.config.schema.sync import SyncConfig
-from megasync.config.schema.timeouts import TimeoutConfig
-from megasync.config.schema.tools import ToolsConfig
-from megasync.config.schema.trainer import OptimizerConfig, TrainerConfig
+from megasync.config.schema.training import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "AUTO",

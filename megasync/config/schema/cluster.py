@@ -1,4 +1,4 @@
-"""The section of the machines."""
+"""The machines of a run, the way of weights between them, and the deadlines of every wait."""
 
 from __future__ import annotations
 
@@ -7,22 +7,87 @@ from dataclasses import dataclass
 
 @dataclass
 class ClusterConfig:
-    """The machines that a run takes."""
+    """The machines that a run uses."""
 
-    # auto takes cuda when this machine has a GPU. Training on cuda takes Transformer Engine.
+    # auto takes cuda if this machine has a GPU. Training on cuda needs Transformer Engine.
     device: str = "auto"
     # Ray cluster: null starts one here for the run; "auto" or host:port joins one.
     address: str | None = None
-    # GPUs (cuda) or ranks (cpu) of one node; pools are made of whole nodes when they span several.
+    # GPUs (cuda) or ranks (cpu) per node. A pool that spans several nodes takes whole nodes.
     devices_per_node: int = 8
-    # Address that servers and collectives bind to; auto is each node's own, needed when the pools span nodes.
+    # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
     host: str = "127.0.0.1"
-    # Whether requests for tokens must carry a key: auto, where host is no loopback address; always; never. The run draws
-    # the key, or takes that in the environment variable MEGASYNC_GENERATION_KEY: docs/security.md.
+    # Whether generation requests must carry a key: auto (if host is no loopback address), always or never. The run
+    # generates the key, or takes it from the environment variable MEGASYNC_GENERATION_KEY: docs/security.md.
     generation_key: str = "auto"
-    # PEM file of the router's certificate, on the machine where it runs; null: the router speaks plain HTTP.
+    # PEM file with the router's certificate, on the machine where the router runs; null: plain HTTP.
     tls_cert: str | None = None
-    # PEM file of the certificate's private key, not encrypted.
+    # PEM file with the certificate's private key, not encrypted.
     tls_key: str | None = None
-    # PEM file of the authorities that the router's clients trust; null: tls_cert itself.
+    # PEM file with the authorities that the router's clients trust; null: tls_cert itself.
     tls_ca: str | None = None
+
+
+@dataclass
+class SyncConfig:
+    """How weights get from the trainer to the servers: docs/weight_sync.md."""
+
+    # What servers do with running requests during a sync: in_place, retract or abort.
+    pause_mode: str = "retract"
+    # p2p (shard to shard, into servers with megasync's plugin), broadcast (whole tensors, into any server), disk
+    # (through a folder that any server can read, also outside the cluster), or auto, which takes p2p if possible, else
+    # broadcast, and logs why.
+    transport: str = "auto"
+    # Maximum size of a message, or file, in MiB; a sender holds two.
+    bucket_mb: int = 256
+    # p2p: where servers stage a version until they commit it: host (pinned memory beside a GPU), or device, which
+    # shortens the pause and takes as much device memory as the weights.
+    arena: str = "host"
+    # p2p: size of that staging area on each server rank, in MiB; null takes what a version needs. A rank with less room
+    # pauses during the whole transfer.
+    arena_mb: int | None = None
+    # p2p: number of servers that are updated concurrently; null updates all at once.
+    wave: int | None = None
+    # p2p: send only changed elements if that is smaller. Ranks keep a host copy of what they sent last.
+    delta: bool = False
+    # p2p: every n-th sync is a full one even with `delta`; 0 never.
+    delta_full_every: int = 100
+    # disk: folder for versions that all nodes and servers share and only this run writes; null takes `sync` in the run
+    # directory.
+    disk_dir: str | None = None
+    # disk: versions to keep; each is a complete Hugging Face folder.
+    disk_keep: int = 2
+    # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
+    parity_every: int = 1
+    # Maximum mean absolute difference per token, in nats; null takes 1e-3 for float32 and 0.2 for bfloat16.
+    parity_threshold: float | None = None
+
+
+@dataclass
+class TimeoutConfig:
+    """Deadlines in seconds, one for each wait. docs/configuration.md#relations-between-deadlines"""
+
+    # Start of a server or the router, until it answers.
+    server_start: float = 300.0
+    # Start of the trainer, until every rank has loaded its weights.
+    trainer_start: float = 300.0
+    # One generation request, or one request to a reward model.
+    request: float = 600.0
+    # Each phase of a weight sync.
+    weight_sync: float = 300.0
+    # One call of a reward function.
+    reward: float = 60.0
+    # One call of an environment.
+    environment: float = 60.0
+    # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count.
+    agent: float = 1500.0
+    # One message of a p2p sync without progress.
+    sync_stall: float = 30.0
+    # One training step, or one save of a checkpoint.
+    train_step: float = 1800.0
+    # Watchdog: if no group finishes and no step is trained for this long, the run stops and reports what each part
+    # waits for. Time in a step, a save, a restart of the ranks or a weight sync does not count, because each has a
+    # deadline.
+    no_progress: float = 1800.0
+    # Clean exit of processes; after it they are killed.
+    shutdown: float = 60.0

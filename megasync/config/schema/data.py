@@ -1,4 +1,4 @@
-"""The section of the datasets and of how a row becomes a prompt."""
+"""The model, the datasets, and how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from omegaconf import MISSING
 
 
 @dataclass
+class ModelConfig:
+    """The model that is trained and served."""
+
+    # Folder with a Hugging Face config.json, safetensors and tokenizer (`megasync fetch` makes two small ones).
+    path: str = MISSING
+    # config.json that `megasync plan` reads if the model folder is not on this machine.
+    config: str | None = None
+    # Dtype of computation, storage and serving: float32 or bfloat16. On GPUs bfloat16 keeps float32 master weights.
+    dtype: str = "bfloat16"
+
+
+@dataclass
 class DatasetConfig:
-    """A dataset. Both sections are null by default: rows may also come from Python, and `eval.sets` names held-out sets."""
+    """A dataset. Both are null by default: rows may also come from Python, and `eval.sets` adds held-out sets."""
 
     # digits (procedural), reasoning_gym, jsonl, parquet, or hf (a `datasets` folder or hub name).
     kind: str = MISSING
@@ -18,7 +30,7 @@ class DatasetConfig:
     source: str = MISSING
     # Split of the dataset. The generated tasks have `train` and `test`, which share no row.
     split: str = "train"
-    # Rows to generate (procedural kinds) or to keep (the others); null keeps all.
+    # Rows to generate (procedural kinds) or to keep (all others); null keeps all.
     size: int | None = None
     # Seed of generated rows.
     seed: int = 0
@@ -30,17 +42,17 @@ class DatasetConfig:
 class PromptConfig:
     """How a row becomes a prompt."""
 
-    # raw: the template below, tokenised as plain text. chat: the tokenizer's chat template.
+    # raw: the template below, tokenized as plain text. chat: the tokenizer's chat template.
     format: str = "raw"
-    # Python format string over the row's columns; the default is the row's prompt column itself.
+    # Python format string over the row's columns; the default is the prompt column itself.
     template: str = "{prompt}"
     # Text before the prompt: a system message (chat), or a preamble (raw).
     system: str = ""
-    # Solved examples put before each raw prompt, drawn from the training set's first rows.
+    # Number of solved examples before each raw prompt, taken from the first rows of the training set.
     examples: int = 0
-    # How a solved example is written.
+    # Format of a solved example.
     example_template: str = "{prompt} {answer}\n\n"
-    # Prompts longer than this are refused at start (counted and named), not cut.
+    # Maximum prompt length in tokens. Longer prompts are refused at start (counted and named), not truncated.
     max_tokens: int = 1024
 
 
@@ -51,5 +63,5 @@ class DataConfig:
     train: DatasetConfig | None = None
     eval: DatasetConfig | None = None
     prompt: PromptConfig = field(default_factory=PromptConfig)
-    # Draw the training prompts in a new order each epoch.
+    # Shuffle the training prompts anew in each epoch.
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""The sections of evaluation and of held-out sets."""
+"""Held-out evaluation, and what a run displays."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from megasync.config.schema.data import DatasetConfig
 
 @dataclass
 class EvalSamplingConfig:
-    """Where evaluation samples otherwise than training; null takes the value of `rollout.sampling`."""
+    """Sampling parameters of evaluation that differ from training; null takes the value of `rollout.sampling`."""
 
-    # Share of probability that is sampled from.
+    # Nucleus sampling: fraction of probability to sample from.
     top_p: float | None = None
-    # Tokens that are sampled from; -1 for all.
+    # Number of most likely tokens to sample from; -1 for all.
     top_k: int | None = None
-    # Longest answer.
+    # Maximum response length in tokens.
     max_new_tokens: int | None = None
 
 
 @dataclass
 class EvalSetConfig:
-    """A held-out set under a name of your choice (docs/evaluation.md). What is null is as in `eval`."""
+    """A held-out set under a name of your choice (docs/evaluation.md). A null key takes its value from `eval`."""
 
     data: DatasetConfig = field(default_factory=DatasetConfig)
     # Prompts per evaluation.
     samples: int | None = None
     # One score per temperature; 0 is greedy.
     temperatures: list[float] | None = None
-    # Answers to each prompt at temperatures above 0.
+    # Responses per prompt at temperatures above 0.
     repeats: int | None = None
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
-    # `math`, `code` or `package.module:function`; null takes the run's reward, or where it names none the set's
-    # verifier.
+    # `math`, `code` or `package.module:function`; null takes the run's reward, or the set's verifier if the run names
+    # none.
     reward: str | None = None
 
 
 @dataclass
 class EvalConfig:
-    """How held-out sets are answered: docs/evaluation.md."""
+    """Evaluation on held-out sets: docs/evaluation.md."""
 
     # Training steps between evaluations; 0 evaluates only at the start and the end.
     every_steps: int = 10
@@ -46,10 +46,22 @@ class EvalConfig:
     samples: int = 128
     # One score per temperature; 0 is greedy.
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    # Answers to each prompt at temperatures above 0, for pass@k.
+    # Responses per prompt at temperatures above 0, for pass@k.
     repeats: int = 1
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
-    # Answers under way at once, over all sets.
+    # Maximum number of responses in generation, over all sets.
     max_inflight: int = 32
-    # More held-out sets, by the names that they have in the metrics.
+    # Additional held-out sets, by their names in the metrics.
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+
+
+@dataclass
+class ObserveConfig:
+    """What a run displays and logs."""
+
+    # Live terminal display; plain lines if there is no terminal.
+    live: bool = True
+    # Write TensorBoard files beside the metrics.
+    tensorboard: bool = True
+    # Number of sample responses written before and after training.
+    samples: int = 8

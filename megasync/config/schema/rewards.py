@@ -1,22 +1,24 @@
-"""The sections of reward functions and of the groups that their rewards choose."""
+"""How responses are scored, and which of them are trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import MISSING
+
 
 @dataclass
 class RewardConfig:
     """One of several reward functions, under the name that it has in the metrics: docs/rewards.md."""
 
-    # math, code, or `package.module:function`; null takes its name here. A class is made with `options`.
+    # math, code, or `package.module:function`; null takes its name here. A class is instantiated with `options`.
     function: str | None = None
-    # Share in the sum, above 0. A None takes no part: the weights of the functions that answered are scaled up to the sum of all.
+    # Weight in the sum, above 0. A reward of None is left out, and the remaining weights are scaled up to the full sum.
     weight: float = 1.0
-    # Arguments that the class is made with, where `function` names a class.
+    # Arguments of the class that `function` names.
     options: dict[str, Any] = field(default_factory=dict)
-    # Instead of a function, one of `reward_models`.
+    # One of `reward_models`, instead of a function.
     model: str | None = None
 
 
@@ -28,12 +30,71 @@ class GroupConfig:
     drop_uniform: bool = False
     # Responses sampled per prompt beyond `schedule.samples_per_group`.
     extra_samples: int = 0
-    # Which of them are kept: first (those that end first; the others are aborted) or spread (of all, those whose
+    # Which of them are kept: first (those that finish first; the others are aborted) or spread (out of all, those whose
     # rewards have the largest variance).
     keep: str = "first"
-    # Responses cut by the length limit: keep them, mask them (out of loss and baseline), or punish length softly.
+    # Responses truncated at the length limit: keep them, mask them (out of loss and baseline), or punish length softly.
     overlong: str = "keep"
-    # punish: over the last so many tokens before `rollout.sampling.max_new_tokens` the reward falls.
+    # punish: number of tokens before `rollout.sampling.max_new_tokens` over which the reward falls.
     overlong_tokens: int = 0
-    # punish: by so much, at the limit.
+    # punish: penalty at the limit.
     overlong_penalty: float = 1.0
+
+
+@dataclass
+class RewardModelConfig:
+    """A model on its own servers that scores responses (docs/rewards.md#reward-models). Weight syncs never touch it."""
+
+    # classifier (a sequence-classification or reward head) or generative (a judge that writes).
+    kind: str = MISSING
+    # Hugging Face folder: config.json, safetensors, tokenizer.
+    path: str = MISSING
+    # float32 or bfloat16; null takes `model.dtype`.
+    dtype: str | None = None
+    # own (a separate pool) or rollout (server n shares the devices of rollout server n).
+    pool: str = "own"
+    # Number of SGLang servers.
+    servers: int = 1
+    # Tensor-parallel ranks (GPUs) of each server.
+    tensor_parallel: int = 1
+    # Fraction of a device's memory for weights and KV cache. With pool=rollout this, `rollout.mem_fraction` and those
+    # of other models there must sum to less than 1.
+    mem_fraction: float = 0.8
+    # Maximum length of the text and its answer, in tokens; null takes the model's own limit. Longer texts are not
+    # scored.
+    context_length: int | None = None
+    # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
+    max_total_tokens: int | None = None
+    # Maximum number of running requests per server; null leaves it to SGLang (set it on a CPU).
+    max_running_requests: int | None = None
+    # Additional SGLang command line arguments.
+    server_args: dict[str, Any] = field(default_factory=dict)
+    # Maximum number of responses in scoring; others are queued.
+    max_inflight: int = 64
+    # chat: messages through the model's chat template. raw: plain text.
+    format: str = "chat"
+    # chat: a system message.
+    system: str = ""
+    # The model's input: a Python format string over the row's columns, with {completion}. null passes prompt and
+    # response unchanged to a classifier, and asks a judge a default question.
+    template: str | None = None
+    # classifier: index of the output that is the score.
+    label: int = 0
+    # generative: number (the last number that it writes) or yes_no (the probability of `yes_token` against `no_token`
+    # as the next token).
+    read: str = "number"
+    # number: a regular expression whose last match, or its first group if it has one, is the number.
+    pattern: str = r"-?\d+(?:\.\d+)?"
+    # number: lower end of the scale. The score is the number's position between low and high, from 0 to 1; a number
+    # outside gives no score.
+    low: float = 0.0
+    # number: upper end of the scale.
+    high: float = 10.0
+    # number: maximum length of the judge's answer, in tokens.
+    max_new_tokens: int = 256
+    # number: sampling temperature of the judge.
+    temperature: float = 0.0
+    # yes_no: one token. Quote it: in YAML a bare Yes is true.
+    yes_token: str = "Yes"
+    # yes_no: one token.
+    no_token: str = "No"

@@ -1,33 +1,26 @@
-"""The whole configuration of a run, of all sections."""
+"""The configuration of a run, with all sections."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasync.config.schema.algorithm import AlgorithmConfig
-from megasync.config.schema.checkpoint import CheckpointConfig
-from megasync.config.schema.cluster import ClusterConfig
-from megasync.config.schema.data import DataConfig
-from megasync.config.schema.evaluation import EvalConfig
-from megasync.config.schema.model import ModelConfig
-from megasync.config.schema.observe import ObserveConfig
-from megasync.config.schema.reward_model import RewardModelConfig
+from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
+from megasync.config.schema.data import DataConfig, ModelConfig
+from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
+from megasync.config.schema.rewards import RewardModelConfig
 from megasync.config.schema.rollout import RolloutConfig
-from megasync.config.schema.schedule import ScheduleConfig
-from megasync.config.schema.sync import SyncConfig
-from megasync.config.schema.timeouts import TimeoutConfig
-from megasync.config.schema.trainer import TrainerConfig
+from megasync.config.schema.training import AlgorithmConfig, CheckpointConfig, ScheduleConfig, TrainerConfig
 
 
 @dataclass
 class Config:
     """A run."""
 
-    # Names the run's directory.
+    # Prefix of the run directory's name.
     name: str = "run"
     # Seed of prompt order, servers and trainer ranks.
     seed: int = 0
-    # Run directories are made here as `<name>-<time>`.
+    # Folder in which run directories are made, as `<name>-<time>`.
     run_root: str = "runs"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
