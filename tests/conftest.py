@@ -1,4 +1,4 @@
-"""`--tier fast|standard|full` chooses how much of the suite runs. A test runs in the tier of its markers and all above."""
+"""`--tier fast|standard|full` chooses what runs: a test runs in the tier of its markers and all above."""
 
 from __future__ import annotations
 

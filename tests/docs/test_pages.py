@@ -11,9 +11,7 @@ from megasync.cli.commands import app
 from megasync.config.load import schema_keys
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    chain([ROOT / "README.md"], *(ROOT.glob(f"{place}/**/*.md") for place in ("docs", "examples", "patches")))
-)
+PAGES = sorted(chain(ROOT.glob("*.md"), *(ROOT.glob(f"{place}/**/*.md") for place in ("docs", "examples", "patches"))))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")

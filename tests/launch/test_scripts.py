@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tomllib
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -172,22 +173,41 @@ def test_the_tests_add_verl_to_the_environment_once(checkout):
     assert (checkout / "pip.txt").read_text().splitlines()[-2:] == [verl, verl]
 
 
-def test_verls_lock_pins_nothing_a_second_time():
-    pins = requirements_of("verl.lock")
+def test_the_checks_run_all_and_name_those_that_fail(checkout):
+    python = fake_python(checkout, "true")
+    program(checkout / ".venv" / "bin" / "megasync", "true")
+    for name in ("ruff", "lint-imports", "basedpyright"):
+        program(checkout / ".venv" / "bin" / name, f'echo "ran {name} $*"')
+    run = partial(bash, checkout / "launch" / "lint.sh", PYTHON=str(python))
+    passed = run()
+    assert passed.returncode == 0, passed.stderr
+    ran = [line.strip() for line in passed.stdout.splitlines() if line.startswith("ran ")]
+    assert ran == ["ran ruff check .", "ran ruff format --check .", "ran lint-imports", "ran basedpyright"]
+    assert (checkout / "pip.txt").read_text().splitlines()[-1].endswith("launch/lint.lock")
+    program(checkout / ".venv" / "bin" / "lint-imports", "exit 1")
+    failed = run()
+    assert (failed.returncode, failed.stderr) == (1, "\nlint: failed: lint-imports\n")
+    assert "ran basedpyright" in failed.stdout
+
+
+@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock"])
+def test_another_lock_pins_nothing_a_second_time(lock):
+    pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
     assert not {requirement.name for requirement in pins} & {requirement.name for requirement in LOCK}
 
 
-def test_the_lock_pins_exactly_and_fits_the_projects_requirements():
-    pins = {requirement.name.lower().replace("_", "-"): requirement for requirement in LOCK}
-    assert len(pins) == len(LOCK)
-    for requirement in LOCK:
+def test_the_locks_pin_exactly_and_fit_the_projects_requirements():
+    locked = [*LOCK, *requirements_of("lint.lock")]
+    pins = {requirement.name.lower().replace("_", "-"): requirement for requirement in locked}
+    assert len(pins) == len(locked)
+    for requirement in locked:
         (specifier,) = requirement.specifier
         assert specifier.operator == "==" and requirement.url is None and "+" not in specifier.version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["tasks"], *extras["deepresearch"], *extras["test"], *project_build()]
-    for requirement in map(Requirement, wanted):
+    wanted = chain(project["dependencies"], *(extras[name] for name in ("tasks", "deepresearch", "test", "lint")))
+    for requirement in map(Requirement, [*wanted, *project_build()]):
         pin = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(next(iter(pin.specifier)).version), requirement
 
