@@ -28,7 +28,8 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.requests import RequestGate, SampleClient, request_seed
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.sample_client import SampleClient, request_seed
 from megasync.serving.control import ServerControl
 from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast

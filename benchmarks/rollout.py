@@ -37,7 +37,8 @@ import psutil
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
 
 HERE = Path(__file__).parent

@@ -45,7 +45,7 @@ from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import InflightCap
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
@@ -137,23 +137,18 @@ class Run:
         publisher = await self._publisher(stack, device, ranks, controls, client, observer)
         fleet.follow(publisher.add, publisher.remove, known=controls)
         pressure = config.rollout.kv_pressure
+        selection = Selection(config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens)
         rollouter = Rollouter(
             client,
             workload.source,
             buffer,
-            workload.workflow,
-            workload.rewards,
+            GroupSpec(workload.workflow, workload.rewards, selection, seed),
             schedule,
-            selection=Selection(
-                config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens
+            failures=FailurePolicy(config.rollout.max_attempts, config.rollout.max_drop_share),
+            servers=ServerLimits(
+                fleet, None if pressure is None else InflightCap(len(controls), pressure), servers.quarantine
             ),
-            seed=seed,
             save_seconds=config.rollout.save_partials_seconds,
-            max_attempts=config.rollout.max_attempts,
-            max_drop_share=config.rollout.max_drop_share,
-            fleet=fleet,
-            quarantine=servers.quarantine,
-            cap=None if pressure is None else InflightCap(len(controls), pressure),
         )
         held_out = HeldOut(
             client,

@@ -99,7 +99,7 @@ class Servers:
             trust=router_trust(config.cluster),
             stop_ids=task.stop_ids,
             quarantine=self.quarantine,
-            on_nonsense=self.fleet.doubt,
+            on_invalid_answer=self.fleet.doubt,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

@@ -22,7 +22,7 @@ from megasync.config.schema import HealthConfig
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
 from megasync.rollout.event_stream import events
 from megasync.rollout.inflight import ServerLoad
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse
 from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerHealth, ServerState
@@ -371,8 +371,8 @@ class CheckAnswer:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._parts = Parts()
-        self._parts.begin(asked.tokens)
+        self._parts = PartialResponse()
+        self._parts.begin_request(asked.tokens)
         self._last = b""
         self._finished = False
 

@@ -18,9 +18,9 @@ from megasync.errors import DataError
 from megasync.evaluation.pass_at_k import counted, pass_at_k
 from megasync.failures import cancellation_requested
 from megasync.rewards import RewardRunner
-from megasync.rollout.intake import Intake
-from megasync.rollout.requests import RequestGate, SampleClient, request_seed
-from megasync.rollout.workflow import Workflow
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.sample_client import SampleClient, request_seed
+from megasync.rollout.workflow import TrajectoryCheck, Workflow
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class _Evaluator:
     def __init__(self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[Answer], None]) -> None:
         self._client = client
         self._workflow = workflow
-        self._intake = Intake(workflow)
+        self._check = TrajectoryCheck(workflow)
         self._seed = seed
         self._on_answer = on_answer
         self._gate = RequestGate()
@@ -169,7 +169,7 @@ class _Evaluator:
         key = f"eval:{held_out.name}:{prompt.uid}"
         client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        trajectories = self._intake.take(await self._workflow(client, sample))
+        trajectories = self._check.check(await self._workflow(client, sample))
         scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:

@@ -1,15 +1,15 @@
-"""Asks the servers for tokens, through the router.
+"""Generates tokens on the servers, through the router.
 
-A generation survives interruptions: a request that was aborted, or whose server or router died, is sent again with the
-tokens it has so far as part of the prompt, within what is left of its budget, and keeps the log-probs and versions of
-every part. With `stream_interval` tokens arrive while they are sampled, so a dead server costs at most so many of each
-request. Whatever may pass is tried again, with growing waits, until the generation's own deadline. What the caller passed
-is never changed, all sampling parameters are always sent, and no token id outside the vocabulary leaves this module (one
-would kill the server): `_checked` guarantees that. What comes back is checked as strictly (`answers`): an answer that makes
-no sense is forgotten, counted, and asked for again.
+A generation survives interruptions. A request that was aborted, or whose server or router died, is sent again with the
+tokens so far as part of the prompt, within the remaining budget, and keeps the log-probs and versions of every request.
+With `stream_interval`, tokens arrive while they are sampled, so a dead server costs at most that many tokens per request.
+Transient failures are retried with exponential backoff until the generation's own deadline. The caller's arguments are
+never changed, and all sampling parameters are always sent. No token id outside the vocabulary leaves this module, because
+one would kill the server: `_checked` guarantees it. Answers are checked as strictly (`answers`): an invalid answer is
+discarded, counted, and requested again.
 
-Nothing is aborted by name. A connection that this side closes (a caller that is cancelled, a deadline) ends the request at
-its server, through the router and through a router's death: at the next piece of a stream, else within about a second.
+Requests are never aborted by id. Closing the connection, when the caller is cancelled or a deadline passes, ends the request
+at its server, even if the router dies: at the next piece of a stream, otherwise within about a second.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
-from megasync.rollout.partials import request_digest
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.sampling import base_params, check_trained, merge_params
@@ -44,32 +43,32 @@ from megasync.serving.router import ROUTING_KEY_HEADER
 
 log = logging.getLogger(__name__)
 
-# Statuses that may pass: no server is free or healthy, or one went away under the request (the router says 500 then).
+# Transient statuses: no server is free or healthy, or one died during the request (the router then answers 500).
 _RETRIED = frozenset({429, 500, 502, 503, 504})
-# Those among them with which the router says that it sent the request nowhere.
+# Those among them that mean that the router sent the request to no server.
 _NOT_SENT = frozenset({429, 503})
-# Statuses with which a server says that it is the request that is wrong.
+# Statuses that mean that the request itself is wrong.
 _BAD_REQUEST = frozenset({400, 413, 422})
-# Seconds before a second attempt after a failure, doubled for each further one in a row up to the second number.
+# Seconds of backoff after a failure, doubled for each further one in a row up to the second number.
 _FAILURE_WAIT = (0.2, 5.0)
-# Seconds before asking again after an abort that brought no token, doubled up to the second number: a server that
-# aborts everything is not asked in a tight loop.
+# Seconds of backoff after an abort without a token, doubled up to the second number, so that a server that aborts
+# everything is not polled in a tight loop.
 _EMPTY_ABORT_WAIT = (0.01, 1.0)
 _ABORT_TIMEOUT = 5.0
 # Seconds for the connections to close.
 _CLOSE_SECONDS = 5.0
-# Invalid answers that are logged as warnings; later ones would only repeat them.
+# Invalid answers that are logged as warnings; later ones are logged at debug level.
 _LOUD = 10
 _BODY_SHOWN = 500
-# The most bytes of a refusal.
+# Maximum size of an error answer, in bytes.
 _REFUSAL_BYTES = 1 << 20
 
-# Given the digest of a request (`request_digest`), what there is already of the response; it grows in place.
-Keep = Callable[[str], Parts]
+# Maps the digest of a request (`request_digest`) to its partial response, which grows in place.
+Keep = Callable[[str], PartialResponse]
 
 
-class _Passing(Exception):
-    """A failure that another attempt may not meet. `cut` when it may have had the server's death as its cause."""
+class _TransientError(Exception):
+    """A failure that is retried. `cut` says whether the server's death may have caused it."""
 
     def __init__(self, message: str, cut: bool = True) -> None:
         super().__init__(message)
@@ -94,16 +93,15 @@ class RolloutClient:
         trust: ssl.SSLContext | None = None,
         stop_ids: Collection[int] = (),
         quarantine: Quarantine | None = None,
-        on_nonsense: Callable[[], None] = lambda: None,
+        on_invalid_answer: Callable[[], None] = lambda: None,
     ) -> None:
         """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
 
-        `servers` are those that parse answers of `chat`; `add_server` and `remove_server` change them. `stream_interval`
-        is the servers' own, in tokens; 0 when they were started without. `tokenizer` is a Hugging Face tokenizer, needed
-        for `chat` only. `api_key` is that of generation, if there is one; `trust` is for a router that speaks https.
-        `stop_ids` are the tokens that end any response.
-        `quarantine` tracks prompts, by routing key, that may kill servers. `on_nonsense` is called for each answer that
-        makes no sense.
+        `servers` parse the answers of `chat`; `add_server` and `remove_server` change them. `stream_interval` is the
+        servers' setting, in tokens; 0 if they were started without streaming. `tokenizer` is a Hugging Face tokenizer,
+        needed only for `chat`. `api_key` authorises generation, if the servers require it; `trust` verifies a router
+        that serves https. `stop_ids` are the tokens that end every response. `quarantine` tracks prompts, by routing key,
+        that may kill servers. `on_invalid_answer` is called for each invalid answer.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -117,15 +115,15 @@ class RolloutClient:
         self._stream = stream_interval > 0
         self._chat_config = chat or ChatConfig()
         self._quarantine = quarantine
-        self._on_nonsense = on_nonsense
+        self._on_invalid_answer = on_invalid_answer
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._stop_ids = frozenset(stop_ids)
         self._invalid_answers = 0
         self._random = random.Random()
-        # The newest weight version that a server can hold; None where nobody knows it.
+        # The newest weight version that any server can hold; None if unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
-        # The published one, which every serving server has at least; None as above.
+        # The published version, which every serving server holds at least; None if unknown.
         self.published_version: Callable[[], int | None] = lambda: None
 
     def add_server(self, server: ServerControl) -> None:
@@ -135,7 +133,7 @@ class RolloutClient:
         self.servers = [server for server in self.servers if server.url != url]
 
     def metrics(self) -> dict[str, float]:
-        """Answers of servers that made no sense, since the start."""
+        """Number of invalid answers since the start."""
         return {"rollout/invalid_answers": float(self._invalid_answers)}
 
     async def generate(
@@ -149,18 +147,17 @@ class RolloutClient:
         trained: bool = False,
         **sampling: Any,
     ) -> Generation:
-        """Samples one response. `sampling` replaces configured parameters (temperature, max_new_tokens, stop, ...).
+        """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
 
-        With `seed`, a server started as deterministic gives the same tokens whatever else it is doing; other servers
-        ignore it. `max_new_tokens` is cut to what the context still holds. With stop strings, one that straddles an
-        interruption is not seen. `keep` brings what the response begins with, from an earlier attempt, and lets its
-        caller see the response grow; one that is complete is the answer, and nothing is asked. `watch` is told all token
-        ids so far whenever a server has sent more of them. What is to be `trained` must be sampled from the distribution
-        that the trainer scores.
+        With `seed`, a server started as deterministic returns the same tokens regardless of its load; other servers
+        ignore it. `max_new_tokens` is reduced to the room in the context. A stop string that straddles an interruption is
+        not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
+        grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
+        arrive. A `trained` response must be sampled from the distribution that the trainer scores.
 
-        Raises DataError for ids outside the vocabulary, unknown parameters, those that a trained response may not have,
-        or a prompt that a server calls wrong, ContextLengthExceeded for one that leaves no room, PoisonPrompt for one that did;
-        ServerError when the servers refuse otherwise, or there is no answer in `request_timeout`.
+        Raises DataError for ids outside the vocabulary, unknown parameters, parameters that a trained response may not
+        have, and prompts that a server rejects; ContextLengthExceeded for a prompt that leaves no room; PoisonPrompt for a poison
+        prompt; ServerError when the servers fail otherwise, or do not answer within `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
@@ -172,9 +169,9 @@ class RolloutClient:
                 f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
             )
         params["max_new_tokens"] = budget
-        parts = Parts() if keep is None else keep(request_digest(prompt, params))
+        parts = PartialResponse() if keep is None else keep(request_digest(prompt, params))
         parts.watch = watch
-        # Deterministic servers would give every request without a seed the same one.
+        # Deterministic servers use the same seed for every request that has none.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         failures: list[str] = []
         try:
@@ -187,7 +184,7 @@ class RolloutClient:
                 f"{len(prompt)} tokens and a budget of {budget}, after {len(parts.token_ids)} tokens{last}"
             ) from None
         count = len(parts.texts)
-        # Whoever is given the parts again gets the same text.
+        # A caller that is given this response again gets the same text.
         parts.texts = [self._text(parts, params)]
         return Generation(
             prompt_ids=prompt,
@@ -207,31 +204,31 @@ class RolloutClient:
         conversation: Conversation | None = None,
         **options: Any,
     ) -> Reply:
-        """Generates the assistant's turn; `tools` (functions, or JSON schemas) are those that it may call.
+        """Generates the assistant's turn; it may call `tools`, which are functions or JSON schemas.
 
-        The tokens of earlier turns of the `conversation` are sent as they were sampled; see there. `options` are those
-        of `generate`. Raises DataError without a tokenizer or a chat template, when the template refuses the messages,
-        and as `generate`.
+        Earlier turns of the `conversation` are sent as the tokens that were sampled (see `Conversation`). `options` are
+        those of `generate`. Raises DataError without a tokenizer or a chat template, or when the template rejects the
+        messages, and what `generate` raises.
         """
         return await self._chats().answer(self.generate, conversation or Conversation(), messages, tools, **options)
 
     @property
     def sets_reasoning_apart(self) -> bool:
-        """Whether `chat` takes reasoning out of answers. Raises DataError as `chat`."""
+        """Whether `chat` separates reasoning from answers. Raises DataError without a chat template."""
         return self._chats().sets_reasoning_apart
 
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
-        """Log-prob of each token but the first given those before it, by that one server, at temperature 1.
+        """Log-prob of each token but the first given those before it, from that one server, at temperature 1.
 
-        Raises DataError for fewer than two ids or ids outside the vocabulary, ServerError when the server refuses, does not
-        answer in time, or answers what makes no sense.
+        Raises DataError for fewer than two ids or ids outside the vocabulary, ServerError when the server fails, does
+        not answer in time, or returns an invalid answer.
         """
         ids = self._checked(input_ids)
         if len(ids) < 2:
             raise DataError("score() needs at least two tokens: the first has no log-prob")
         body = {
             "input_ids": ids,
-            # One token is sampled and thrown away; the log-probs of the input come with it.
+            # One token is sampled and discarded; the log-probs of the input come with it.
             "sampling_params": self._base | {"temperature": 1.0, "max_new_tokens": 1, "stop": []},
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -244,26 +241,24 @@ class RolloutClient:
             raise InvalidAnswer(f"{server.url}/generate: {error}") from error
 
     async def abort_all(self) -> None:
-        """Ends every request on every server. A `generate` still awaited goes on from its partial tokens."""
+        """Aborts every request on every server. A pending `generate` continues from its partial response."""
         await asyncio.gather(
             *(server.post("/abort_request", {"abort_all": True}, timeout=_ABORT_TIMEOUT) for server in self.servers)
         )
 
     async def close(self) -> None:
-        """Closes the connections; the servers' controls belong to their owner."""
+        """Closes the connections. The server controls are closed by their owner."""
         if self._session is not None:
             session, self._session = self._session, None
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await session.close()
             except TimeoutError:
-                log.warning(
-                    "connections to %s did not close within %g s and are left to the system", self.url, _CLOSE_SECONDS
-                )
+                log.warning("Connections to %s did not close within %g s, abandoning them", self.url, _CLOSE_SECONDS)
 
     async def _finish(
         self,
-        parts: Parts,
+        parts: PartialResponse,
         prompt: list[int],
         params: dict[str, Any],
         routing_key: str | None,
@@ -271,7 +266,7 @@ class RolloutClient:
         ticket: Ticket | None,
         deadline: asyncio.Timeout,
     ) -> None:
-        """Sends requests until the response is complete. `failures` takes what went wrong on the way."""
+        """Sends requests until the response is finished. Adds the errors on the way to `failures`."""
         empty, failed = Backoff(_EMPTY_ABORT_WAIT, self._random), Backoff(_FAILURE_WAIT, self._random)
         budget = params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
@@ -285,24 +280,24 @@ class RolloutClient:
                 "stream": self._stream,
             }
             wait = empty
-            url = self.url if ticket is None else await self._enter(ticket, body, deadline)
+            url = await self._enter(ticket, body, deadline)
             try:
                 await self._request(url, body, _headers(routing_key, invalid), parts)
-            except _Passing as failure:
+            except _TransientError as failure:
                 failures.append(str(failure))
                 wait = failed
-                if ticket is not None and failure.cut:
+                if self._quarantine is not None and ticket is not None and failure.cut:
                     self._quarantine.cut(ticket)
             except InvalidAnswer as failure:
-                parts.discard()
+                parts.discard_request()
                 failures.append(f"invalid answer: {failure}")
                 self._invalid_answers += 1
-                self._on_nonsense()
+                self._on_invalid_answer()
                 level = logging.WARNING if self._invalid_answers <= _LOUD else logging.DEBUG
-                log.log(level, "Invalid answer of %s/generate, asking again: %s", self.url, failure)
+                log.log(level, "Invalid answer from %s/generate, retrying: %s", self.url, failure)
                 invalid += 1
                 wait = failed
-            if parts.finished or parts.ends_at(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
+            if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
             if len(parts.token_ids) > done:
                 empty.reset()
@@ -317,24 +312,29 @@ class RolloutClient:
             return nullcontext()
         return self._quarantine.request(key, prompt)
 
-    async def _enter(self, ticket: Ticket, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
-        """Where to send the next request of a prompt. While it is held back as a suspect its time stands still."""
+    async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
+        """The URL for the next request. The deadline is paused while the prompt is held back as a suspect."""
+        until = deadline.when()
+        if self._quarantine is None or ticket is None or until is None:
+            return self.url
         clock = asyncio.get_running_loop().time
-        left = deadline.when() - clock()
+        left = until - clock()
         deadline.reschedule(None)
         url = await self._quarantine.enter(ticket, body)
         deadline.reschedule(clock() + left)
         return url or self.url
 
-    async def _request(self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: Parts) -> None:
-        """One request. Raises _Passing when another attempt may succeed, with what it brought until then in `parts`, and
-        InvalidAnswer."""
+    async def _request(
+        self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: PartialResponse
+    ) -> None:
+        """Sends one request and adds its tokens to `parts`. Raises _TransientError, InvalidAnswer, and what `_refused`
+        raises."""
         sampling = body["sampling_params"]
         asked = Asked(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
-        parts.begin(asked.tokens, self.published_version())
+        parts.begin_request(asked.tokens, self.published_version())
         try:
             async with self._open().post(
-                # A redirection would be a request of another kind, to somebody else.
+                # A redirect would send the request elsewhere.
                 url + "/generate",
                 data=orjson.dumps(body),
                 headers=headers,
@@ -344,7 +344,7 @@ class RolloutClient:
                     text = (await read_bounded(response, _REFUSAL_BYTES))[:_BODY_SHOWN].decode("utf-8", "replace")
                     self._refused(response.status, text, len(body["input_ids"]))
                 elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise InvalidAnswer(f"its encoding is {encoding!r:.100}, which was not asked for")
+                    raise InvalidAnswer(f"its encoding is {encoding!r:.100}, which was not requested")
                 elif self._stream:
                     await self._take_stream(response, parts, asked)
                 elif not parts.add(read_generated(await read_bounded(response, asked.most_bytes), asked)):
@@ -352,40 +352,40 @@ class RolloutClient:
         except AnsweredError as error:
             self._refused(error.status, str(error), len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
-            # What could not connect reached no server.
+            # A request that could not connect reached no server.
             cut = not isinstance(error, aiohttp.ClientConnectorError)
-            raise _Passing(f"{type(error).__name__}: {error}", cut) from error
+            raise _TransientError(f"{type(error).__name__}: {error}", cut) from error
 
-    async def _take_stream(self, response: aiohttp.ClientResponse, parts: Parts, asked: Asked) -> None:
+    async def _take_stream(self, response: aiohttp.ClientResponse, parts: PartialResponse, asked: Asked) -> None:
         finished = False
         try:
-            # To the end of the stream: a connection with something left in it is not used again.
+            # Read to the end of the stream: a connection with unread data is not reused.
             async for event in events(response, asked.most_bytes):
                 if finished:
-                    raise InvalidAnswer(f"its stream goes on behind the last piece: {event[:_BODY_SHOWN]!r}")
+                    raise InvalidAnswer(f"its stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
                 piece = read_generated(event, asked)
                 finished = parts.add(piece)
-                if finished and piece.finish.status_code:
-                    # Unstreamed it would have been the status of the answer.
+                if piece.finish is not None and piece.finish.status_code:
+                    # Without streaming it would have been the status of the answer.
                     raise AnsweredError(piece.finish.status_code, piece.finish.message)
         except (aiohttp.ClientError, OSError):
             if not finished:
                 raise
         if not finished:
-            raise _Passing("the stream ended before the request did")
+            raise _TransientError("the stream ended before the request finished")
 
     def _refused(self, status: int | None, text: str, sent: int) -> None:
-        """Raises what an error status means."""
+        """Raises the exception for an error status."""
         failure = f"status {status}: {text}"
         if status in _RETRIED:
-            raise _Passing(failure, cut=status not in _NOT_SENT)
+            raise _TransientError(failure, cut=status not in _NOT_SENT)
         error = DataError if status in _BAD_REQUEST else ServerError
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        """A new list of plain integers, each in [0, vocab_size)."""
+        """A new list of plain integers, each in [0, vocab_size). Raises DataError for other values."""
         try:
-            # Also turns numpy and tensor scalars into integers, and refuses floats.
+            # Also accepts NumPy and tensor integers, and rejects floats.
             checked = list(map(operator.index, ids))
         except TypeError as error:
             raise DataError(f"token ids must be integers: {error}") from error
@@ -396,10 +396,10 @@ class RolloutClient:
             raise DataError(f"token id {bad[1]} at position {bad[0]} is outside the vocabulary [0, {self.vocab_size})")
         return checked
 
-    def _text(self, parts: Parts, params: dict[str, Any]) -> str:
+    def _text(self, parts: PartialResponse, params: dict[str, Any]) -> str:
         if len(parts.texts) == 1 or self.tokenizer is None or params["stop"]:
             return "".join(parts.texts)
-        # A character may lie across two parts, which the server decoded one by one.
+        # A character may be split between two requests, which the server decoded separately.
         return self.tokenizer.decode(parts.token_ids, skip_special_tokens=params["skip_special_tokens"])
 
     def _chats(self) -> Chat:
@@ -409,25 +409,25 @@ class RolloutClient:
         return self._chat
 
     def _open(self) -> aiohttp.ClientSession:
-        # Created here and not in __init__: a session belongs to the loop that is running when it is made.
+        # Created here and not in __init__, because a session belongs to the event loop that creates it.
         if self._session is None:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
             self._session = aiohttp.ClientSession(
                 headers=headers | {"Accept-Encoding": "identity"},
-                # How much runs at once is the rollouter's business; the deadline is `generate`'s.
+                # The rollouter limits concurrency; `generate` enforces the deadline.
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._trust or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                # Nothing is asked to be compressed, and what is small on the wire may be very large.
+                # No compression is requested, and a small compressed answer may expand to a huge one.
                 auto_decompress=False,
             )
         return self._session
 
 
 def _headers(routing_key: str | None, invalid: int) -> dict[str, str] | None:
-    """The key sends requests to one server; after `invalid` answers of it that made no sense, to another."""
+    """The routing key pins requests to one server; after `invalid` answers the changed key picks another."""
     if routing_key is None:
         return None
     return {ROUTING_KEY_HEADER: f"{routing_key}#{invalid}" if invalid else routing_key}

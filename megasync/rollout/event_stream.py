@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed `/generate`: each is one JSON object, the last one `[DONE]`."""
+"""Server-sent events of a streamed `/generate`: each is one JSON object, the last is `[DONE]`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CONTENT_TYPE = "text/event-stream"
 
 
 async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """The objects' JSON as they come. Ends with the stream, whether it was complete or not: the last object says which.
+    """Yields the JSON of each object until the stream ends, complete or not; the last object says which.
 
-    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer when it is no stream of events, or one of more
+    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer for another content type and for a stream of more
     than `most` bytes.
     """
     if response.content_type != CONTENT_TYPE:
@@ -25,7 +25,7 @@ async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[b
     async for data in response.content.iter_any():
         size += len(data)
         if size > most:
-            raise InvalidAnswer(f"its stream of events has more than {most} bytes, which is too long")
+            raise InvalidAnswer(f"its event stream is longer than {most} bytes")
         *whole, rest = (rest + data).split(b"\n\n")
         for event in whole:
             content = event.removeprefix(_PREFIX).strip()

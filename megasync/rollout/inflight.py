@@ -1,30 +1,106 @@
-"""How many requests may be under way at once, from what the servers' KV caches say. A pure controller.
+"""How many requests run at once: a gate that every request of a workflow passes, and the controller of its limit.
 
-Too few requests leave servers idle; too many are retracted, or wait in the servers' queues and are old before their
-first token. So the cap grows while the servers have room and it is what holds requests back, and shrinks by a factor
-when they run out (additive increase, multiplicative decrease; doubling at first, as TCP does, until the first pressure).
+Too few requests leave servers idle. Too many are retracted, or wait in the servers' queues and are stale before their
+first token. So the limit grows while the servers have room and the limit is what holds requests back, and shrinks by a
+factor when KV caches run out: additive increase, multiplicative decrease, with doubling until the first pressure, as in
+TCP's slow start.
 
-Invariant: the cap is never below one request per server, so it can slow a run down and never stop it.
+Invariants: while the gate is closed no request of a workflow starts, and `RequestGate.close` returns only when none is
+running, so workflows of several turns stop between turns and never inside one. The limit is never below one request per
+server, so it can slow a run down but never stop it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from megasync.errors import ServerError
 from megasync.serving.answers import converted
 
-# The cap of a server nobody has heard of yet.
+# Requests per server before any load is reported.
 FIRST_REQUESTS = 64
-# Share of its former value that the cap keeps under pressure.
+# The limit is multiplied by this under pressure.
 DECREASE = 0.8
-# Requests per server that it grows by when there is room.
+# Requests per server that the limit grows by when there is room.
 INCREASE = 8
-# Queued requests that are no pressure: a share of those running. Requests always arrive in bursts, by groups.
+# Queued requests, as a share of those running, that do not count as pressure: requests arrive in bursts, by groups.
 QUEUED_SHARE = 0.25
+
+
+class RequestGate:
+    """Open, it admits up to `limit` requests at once and counts them. Closed, requests wait in order until it opens."""
+
+    def __init__(self) -> None:
+        self.inflight = 0
+        self._limit: int | None = None
+        self._closed = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def limit(self) -> int | None:
+        """Requests that may run at once; None for no limit. Lowering it does not affect running requests."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = limit
+        self._admit_waiting()
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._admit_waiting()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def close(self, timeout: float) -> None:
+        """Admits no further request and waits up to `timeout` seconds for the running ones, then raises ServerError."""
+        self._closed = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            raise ServerError(
+                f"{self.inflight} requests still ran {timeout:.0f} s after the rollout was paused for a weight sync; "
+                f"raise timeouts.request or set schedule.partial_rollout=true"
+            ) from None
+
+    def open(self) -> None:
+        self._closed = False
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and not self._closed and (self._limit is None or self.inflight < self._limit):
+            turn = self._waiting.popleft()
+            # A cancelled waiter leaves its future behind.
+            if not turn.done():
+                # Counted here, not when the waiter resumes: the next iteration must see the place taken.
+                self.inflight += 1
+                self._idle.clear()
+                turn.set_result(None)
+
+    def _leave(self) -> None:
+        self.inflight -= 1
+        if self.inflight == 0:
+            self._idle.set()
+        self._admit_waiting()
 
 
 class _Queues(msgspec.Struct):
@@ -44,18 +120,18 @@ class _Loads(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """One server's own report; `token_usage` is the share of its KV cache that is in use, in [0, 1]."""
+    """One server's report. `token_usage` is the share of its KV cache in use, in [0, 1]; the rest are requests."""
 
     token_usage: float
     running: int
     waiting: int
     retracted: int = 0
-    # Sampled tokens a second over the last decoding steps, which only the scheduler itself knows (`/server_info`).
+    # Sampled tokens per second over the latest decoding steps, from `/server_info`: only the scheduler knows it.
     throughput: float = 0.0
 
     @classmethod
     def parse(cls, answer: Any) -> ServerLoad:
-        """From `/v1/loads`: the scheduler's ranks as one. Raises InvalidAnswer for another shape."""
+        """Combines the scheduler ranks in an answer of `/v1/loads`. Raises InvalidAnswer for another shape."""
         ranks = converted(answer, _Loads, "/v1/loads").loads
         return cls(
             token_usage=max((rank.token_usage for rank in ranks), default=0.0),
@@ -66,39 +142,39 @@ class ServerLoad:
 
 
 class InflightCap:
-    """`limit` is the cap in requests; `update` moves it by what the servers reported since."""
+    """A pure controller of the gate's limit. `limit` is in requests; `update` adjusts it to the servers' loads."""
 
     def __init__(self, servers: int, high_usage: float) -> None:
         """`high_usage` is the share of a KV cache above which a server is under pressure."""
         self._high = high_usage
-        self._probing = True
+        self._slow_start = True
         self._servers = max(1, servers)
         self.limit = FIRST_REQUESTS * self._servers
 
     def update(self, loads: Sequence[ServerLoad], inflight: int) -> int:
-        """The new cap, given the serving servers' loads and the requests under way. No loads: nothing is known, no change."""
+        """The new limit, given the serving servers' loads and the requests in flight. Without loads it stays."""
         if not loads:
             return self.limit
-        self._follow(len(loads))
-        if any(self._pressed(load) for load in loads):
-            self._probing = False
-            # From what is really under way, as a cap far above it would take many steps to matter; and only once it has
-            # come down to the cap, or requests that take long would bring the cap down to nothing.
+        self._rescale(len(loads))
+        if any(self._under_pressure(load) for load in loads):
+            self._slow_start = False
+            # From what is really in flight, because a limit far above it would take many steps to have an effect. Only
+            # once it has come down to the limit, or long requests would bring the limit down to nothing.
             if inflight <= self.limit:
                 self.limit = int(inflight * DECREASE)
         elif inflight >= self.limit:
-            self.limit = 2 * self.limit if self._probing else self.limit + INCREASE * len(loads)
+            self.limit = 2 * self.limit if self._slow_start else self.limit + INCREASE * len(loads)
         self.limit = max(self.limit, len(loads))
         return self.limit
 
-    def _follow(self, servers: int) -> None:
-        """Servers came or went: the cap keeps its value per server."""
+    def _rescale(self, servers: int) -> None:
+        """Keeps the limit per server when the number of servers changes."""
         if servers != self._servers:
             self.limit = max(1, self.limit * servers // self._servers)
             self._servers = servers
 
-    def _pressed(self, load: ServerLoad) -> bool:
+    def _under_pressure(self, load: ServerLoad) -> bool:
         if load.running == 0:
-            # Paused for a weight sync, its requests put back into the queue: that says nothing about room.
+            # Paused for a weight sync, with its requests back in the queue: that says nothing about room.
             return False
         return load.retracted > 0 or load.token_usage > self._high or load.waiting > QUEUED_SHARE * max(load.running, 4)

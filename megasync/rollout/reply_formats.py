@@ -1,6 +1,6 @@
-"""How a model writes tool calls and reasoning: the names of SGLang's parsers, and which one fits a chat template.
+"""The formats of tool calls and reasoning: the names of SGLang's parsers, and which one fits a chat template.
 
-The parsers themselves run in the servers (`reply_parser`): importing them here would load half of SGLang.
+The parsers run in the servers (`reply_parser`), because importing them here would load half of SGLang.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 from megasync.config.schema import AUTO, ChatConfig
 from megasync.errors import ConfigError, DataError
 
-# What the chat templates of a family have and others have not, and the parser of its tool calls; the first that fits.
+# Text that only the chat templates of one family contain, and the parser of its tool calls. The first match decides.
 _TOOL_MARKS = (
     ("<｜DSML｜", "deepseekv32"),
     ("```json", "deepseekv3"),
@@ -28,7 +29,7 @@ _TOOL_MARKS = (
     ("Environment: ipython", "llama3"),
     ("<|python_tag|>", "llama3"),
 )
-# What begins one call in a format, as far as a call that cannot be parsed can be told from text.
+# What a call begins with, for formats where an unparsable call can be told from text.
 _CALL_BEGINS = {
     "hermes": r"<tool_call>",
     "qwen": r"<tool_call>",
@@ -42,7 +43,7 @@ _CALL_BEGINS = {
     "deepseekv32": r"<｜DSML｜invoke",
     "kimi_k2": r"<\|tool_call_begin\|>",
 }
-# Known where SGLang is not installed, as on a machine that only plans.
+# Known formats where SGLang is not installed, such as on a machine that only plans.
 _WITHOUT_SGLANG = {
     "tool_format": ["deepseekv3", "deepseekv31", "deepseekv32", "hermes", "llama3", "mistral", "qwen", "qwen3_coder"],
     "reasoning_format": ["deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking"],
@@ -54,7 +55,7 @@ _NAME_FILES = {
 
 
 def check_formats(chat: ChatConfig) -> None:
-    """Raises ConfigError for a format that SGLang does not know."""
+    """Raises ConfigError for a format that SGLang does not have."""
     for key in _NAME_FILES:
         name = getattr(chat, key)
         if name not in (None, AUTO) and name not in (known := known_formats(key)):
@@ -66,41 +67,37 @@ def known_formats(key: str) -> list[str]:
     """SGLang's own names for `key` (tool_format or reasoning_format)."""
     path, variable = _NAME_FILES[key]
     sglang = importlib.util.find_spec("sglang")
-    if sglang is None:
+    if sglang is None or not sglang.submodule_search_locations:
         return _WITHOUT_SGLANG[key]
-    # These two files import nothing; the packages that they lie in would.
-    file = Path(sglang.submodule_search_locations[0]) / path
-    spec = importlib.util.spec_from_file_location(f"_megasync_{key}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(getattr(module, variable))
+    # Run by path: these two files import nothing, but the packages that contain them do.
+    return list(runpy.run_path(str(Path(sglang.submodule_search_locations[0]) / path))[variable])
 
 
 def tool_format(configured: str | None, chat_template: str) -> str:
     """The parser for tool calls. Raises DataError when none is known."""
-    if configured not in (None, AUTO):
+    if configured is not None and configured != AUTO:
         return configured
     found = next((name for mark, name in _TOOL_MARKS if mark in chat_template), None)
     if found is None or configured is None:
-        why = "is null" if configured is None else "finds no known one in the chat template"
+        why = "is null" if configured is None else "matches no known format in the chat template"
         raise DataError(
-            f"tools need the format in which the model writes its calls, but rollout.chat.tool_format {why}; set it to "
-            f"one of {', '.join(sorted(known_formats('tool_format')))} (hermes suits most models that were trained on none)"
+            f"tools need the model's tool call format, but rollout.chat.tool_format {why}; set it to one of "
+            f"{', '.join(sorted(known_formats('tool_format')))} (hermes suits most models that were trained on none)"
         )
     return found
 
 
 def reasoning_format(configured: str | None, chat_template: str, render: Callable[..., str]) -> str | None:
-    """The parser for reasoning; None where the model's answers have none. `render` is that of a ChatTemplate."""
+    """The parser for reasoning; None if answers contain none. `render` is `ChatTemplate.render`."""
     if configured != AUTO:
         return configured
     if "</think>" not in chat_template:
         return None
     begun = render([{"role": "user", "content": "x"}], [], answer=True).rstrip().endswith("<think>")
-    # Where the prompt opens the reasoning itself, the answer begins inside it.
+    # If the prompt opens the reasoning, the answer begins inside it.
     return "qwen3-thinking" if begun else "qwen3"
 
 
 def calls_begun(name: str, text: str) -> int:
-    """Tool calls that the text begins; 0 for formats where that cannot be told."""
+    """Number of tool calls that the text begins; 0 for formats where this cannot be told."""
     return len(re.findall(_CALL_BEGINS[name], text)) if name in _CALL_BEGINS else 0

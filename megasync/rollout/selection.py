@@ -1,12 +1,12 @@
-"""Which of a prompt's scored responses become a group, and which prompts become none. Pure.
+"""Selects which of a prompt's scored responses become a group, or drops the group. Pure.
 
-Invariant: what comes out is either trajectories that can all be trained (a reward, at least one token in the loss, enough
-of them to compare) or a `Dropped` with a reason; the rollouter hands exactly one of the two to the buffer, so that a
-rejected group gives its slot back.
+Invariant: the result is either trajectories that can all be trained (a reward, at least one token in the loss, enough of
+them to compare) or a `Dropped` with a reason. The rollouter hands exactly one of the two to the buffer, so a rejected group
+frees its slot.
 
-The steps, in this order: long responses are punished (`overlong: punish`); what has no reward or no trained token is left
-out; so is what the length limit cut (`overlong: mask`); of more samples than needed those with the largest spread are kept
-(`keep: spread`); a group with nothing to compare is dropped.
+The steps, in order: penalise over-long responses (`overlong: punish`); remove responses without a reward or a trained
+token; remove those that reached the length limit (`overlong: mask`); of more samples than needed, keep those with the
+largest spread of rewards (`keep: spread`); drop a group with nothing to compare.
 """
 
 from __future__ import annotations
@@ -17,29 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megasync.config.schema import GroupConfig
+from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED, OVERLONG, UNIFORM, Dropped
 from megasync.trajectory import Trajectory
-
-# Reasons of drops that are no failures: the rewards are all equal, so there is nothing to learn. Solved is a reward of at
-# least 1, failed one of at most 0; anything between is just uniform.
-ALL_SOLVED, ALL_FAILED, UNIFORM = "all_solved", "all_failed", "uniform"
-# Too few responses were left after those that the length limit cut.
-OVERLONG = "overlong"
-HARMLESS = frozenset({ALL_SOLVED, ALL_FAILED, UNIFORM, OVERLONG})
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group that will not be trained: the reason under which it is counted, and the error behind it if there is one."""
-
-    reason: str
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rules of `GroupConfig`. `samples` is what a group needs, `max_new_tokens` the length limit.
+    """The rules of `GroupConfig`. A group needs `samples` samples; `max_new_tokens` is the length limit.
 
-    With `relative` a reward counts against its group's mean, so a group needs two responses.
+    With `relative`, a reward is compared with its group's mean, so a group needs at least two responses.
     """
 
     config: GroupConfig
@@ -53,39 +39,41 @@ class Selection:
 
     @property
     def samples_awaited(self) -> int:
-        """So many of them are enough; the rest is aborted."""
+        """How many of them are enough; the rest is aborted."""
         return self.samples if self.config.keep == "first" else self.samples_started
 
     def select(self, scored: Sequence[Sequence[Trajectory]], counts: Counter[str]) -> list[Trajectory] | Dropped:
-        """The group of `scored`, the trajectories of each sample. `counts` gets what was left out or punished."""
+        """The group made of `scored`, the trajectories of each sample. Removed and penalised ones are added to `counts`."""
         if self.config.overlong == "punish":
-            scored = [[self._punished(t, counts) for t in sample] for sample in scored]
-        usable = _each(scored, lambda t: t.reward is not None and any(t.loss_mask))
+            scored = [[self._penalised(t, counts) for t in sample] for sample in scored]
+        usable = _filtered(scored, lambda t: t.reward is not None and any(t.loss_mask))
         if self.config.overlong == "mask":
-            whole = _each(usable, lambda t: t.finish_reason != "length")
+            whole = _filtered(usable, lambda t: t.finish_reason != "length")
             counts["responses_overlong"] += _count(usable) - _count(whole)
-            if _count(whole) < self._least <= _count(usable):
+            if _count(whole) < self._minimum <= _count(usable):
                 return Dropped(OVERLONG)
             usable = whole
         if self.config.keep == "spread" and len(usable) > self.samples:
-            chosen = widest_spread([statistics.fmean(t.reward for t in sample) for sample in usable], self.samples)
+            means = [statistics.fmean(t.reward for t in sample if t.reward is not None) for sample in usable]
+            chosen = widest_spread(means, self.samples)
             counts["samples_unused"] += len(usable) - len(chosen)
             usable = [usable[index] for index in chosen]
         kept = [t for sample in usable for t in sample]
         if not kept:
             return Dropped("unscored", "no response has both a reward and a token to train on")
-        if len(kept) < self._least:
+        if len(kept) < self._minimum:
             return Dropped("lone_survivor", "only one response of the group was scored")
-        if self.config.drop_uniform and len({t.reward for t in kept}) == 1:
-            reward = kept[0].reward
+        rewards = {t.reward for t in kept if t.reward is not None}
+        if self.config.drop_uniform and len(rewards) == 1:
+            (reward,) = rewards
             return Dropped(ALL_SOLVED if reward >= 1 else ALL_FAILED if reward <= 0 else UNIFORM)
         return kept
 
     @property
-    def _least(self) -> int:
+    def _minimum(self) -> int:
         return 2 if self.relative else 1
 
-    def _punished(self, trajectory: Trajectory, counts: Counter[str]) -> Trajectory:
+    def _penalised(self, trajectory: Trajectory, counts: Counter[str]) -> Trajectory:
         penalty = self.config.overlong_penalty * overlong_share(
             sum(trajectory.loss_mask), self.max_new_tokens, self.config.overlong_tokens
         )
@@ -95,8 +83,8 @@ class Selection:
         return replace(trajectory, reward=trajectory.reward - penalty)
 
 
-def _each(samples: Sequence[Sequence[Trajectory]], keep: Callable[[Trajectory], bool]) -> list[list[Trajectory]]:
-    """Every sample's trajectories that `keep` is true of; samples without any are gone."""
+def _filtered(samples: Sequence[Sequence[Trajectory]], keep: Callable[[Trajectory], bool]) -> list[list[Trajectory]]:
+    """Each sample's trajectories for which `keep` is true; samples without any are left out."""
     return [kept for sample in samples if (kept := [t for t in sample if keep(t)])]
 
 
@@ -105,18 +93,18 @@ def _count(samples: Sequence[Sequence[Trajectory]]) -> int:
 
 
 def overlong_share(length: int, longest: int, margin: int) -> float:
-    """0.0 up to `longest - margin` tokens, then growing in proportion to 1.0 at `longest`.
+    """0.0 up to `longest - margin` tokens, then linear up to 1.0 at `longest`.
 
-    The soft punishment of over-long responses of DAPO (Yu et al. 2025, equation 13), without its sign.
+    The soft over-long penalty of DAPO (Yu et al. 2025, equation 13), without its sign.
     """
     return min(1.0, max(0, length - (longest - margin)) / margin)
 
 
 def widest_spread(rewards: Sequence[float], count: int) -> list[int]:
-    """The indices, in order, of the `count` rewards with the largest variance among all choices of so many.
+    """The indices, in order, of the `count` rewards with the largest variance among all choices of that size.
 
-    They are always some of the highest and the rest of the lowest (max-variance down-sampling, Xu et al. 2025, "Not All
-    Rollouts are Useful"), so only `count + 1` choices are compared. Among equal rewards their order decides.
+    The best choice always consists of the highest and the lowest rewards (max-variance down-sampling, Xu et al. 2025,
+    "Not All Rollouts are Useful"), so only `count + 1` choices are compared. Ties are broken by the order of `rewards`.
     """
     order = sorted(range(len(rewards)), key=lambda index: rewards[index])
     choices = [order[:low] + order[len(order) - (count - low) :] for low in range(count, -1, -1)]

@@ -1,20 +1,120 @@
-"""Workflows: plain `async def` functions that turn one sample into trajectories, and how to find one by its name.
+"""Workflows: plain `async def` functions that turn one sample into trajectories, and the check of what they return.
 
 A workflow is called as `rollout(client, sample)`. `sample` holds the row's columns, "prompt_ids" and, with a chat
 template, "messages"; it is the workflow's own copy. It returns a Trajectory, or a list of them.
+
+Invariant: a trajectory that passes `TrajectoryCheck` holds plain ints in its lists of ids, a finite log-prob for every
+trained token, valid Unicode, and metrics that are finite floats under text names. Nothing else reaches the buffer, the
+ledger, metrics or a file. Rewards are checked where they are scored (`RewardRunner`). An invalid token or text is a
+DataError of the sample. An invalid metric is dropped and reported once per name, because a measurement must not cost a
+response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import logging
+import math
+import operator
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any
 
-from megasync.trajectory import Trajectory
+from megasync.errors import DataError
+from megasync.importing import name_of
+from megasync.trajectory import Trajectory, finite_float
 
-Workflow = Callable[[Any, dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]
+if TYPE_CHECKING:
+    from megasync.rollout.sample_client import SampleClient
+
+log = logging.getLogger(__name__)
+
+Workflow = Callable[["SampleClient", dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]
+
+_ID_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "versions")
 
 
-async def single_turn(client: Any, sample: dict[str, Any]) -> Trajectory:
-    """The default: one answer to the prompt, left to the reward function to score."""
+async def single_turn(client: SampleClient, sample: dict[str, Any]) -> Trajectory:
+    """The default workflow: one response to the prompt, which the reward function scores."""
     reply = await client.generate(sample["prompt_ids"])
     return reply.trajectory()
+
+
+class TrajectoryCheck:
+    """Checks what one workflow returns."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        self._name = name_of(workflow)
+        self._reported: set[str] = set()
+
+    def check(self, result: object) -> list[Trajectory]:
+        """The trajectories of a result. Raises DataError, naming the workflow, for what cannot be trained or recorded."""
+        found = [result] if isinstance(result, Trajectory) else result
+        if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
+            raise DataError(
+                f"the workflow {self._name} must return a Trajectory or a list of them, not {result!r:.200}"
+            )
+        return [self._checked(trajectory) for trajectory in found]
+
+    def _checked(self, trajectory: Trajectory) -> Trajectory:
+        changed: dict[str, Any] = {"metrics": self._metrics(trajectory.metrics)}
+        for name in _ID_FIELDS:
+            values = getattr(trajectory, name)
+            if not (isinstance(values, list) and set(map(type, values)) <= {int}):
+                changed[name] = self._ids(name, values)
+        for name in ("text", "finish_reason"):
+            text = getattr(trajectory, name)
+            if not isinstance(text, str):
+                raise self._error(f"{name}={text!r:.80}, which must be text")
+            if not _encodable(text):
+                # Half of a surrogate pair, which neither the ledger nor a file can store.
+                changed[name] = text.encode("utf-8", "replace").decode()
+        self._check_logprobs(trajectory)
+        return replace(trajectory, **changed)
+
+    def _ids(self, name: str, values: Any) -> list[int]:
+        """Integers and arrays of NumPy and torch are accepted too."""
+        try:
+            return [operator.index(value) for value in values]
+        except (TypeError, RuntimeError) as error:
+            raise self._error(f"{name}={values!r:.80}, which must be a list of integers ({error})") from None
+
+    def _check_logprobs(self, trajectory: Trajectory) -> None:
+        """A non-finite log-prob would spoil the whole batch that it is trained in, and again after each resume."""
+        trained = list(compress(trajectory.logprobs, trajectory.loss_mask))
+        try:
+            finite = all(map(math.isfinite, trained))
+        except (TypeError, OverflowError):
+            finite = False
+        if not finite:
+            raise self._error(f"a non-finite log-prob of a trained token, among {trained!r:.200}")
+
+    def _metrics(self, given: object) -> dict[str, float]:
+        if not isinstance(given, Mapping):
+            self._report("metrics", f"is {given!r:.80}, not a dictionary")
+            return {}
+        kept: dict[str, float] = {}
+        for name, value in given.items():
+            if not isinstance(name, str) or not _encodable(name):
+                self._report(f"{name!r:.80}", "has a name that is not valid text")
+            elif (number := finite_float(value)) is None:
+                self._report(name, f"is {value!r:.80}, not a finite number")
+            else:
+                kept[name] = number
+        return kept
+
+    def _report(self, name: str, problem: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            log.warning("The metric %s of the workflow %s %s. Such values are dropped", name, self._name, problem)
+
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"the workflow {self._name} returned a trajectory with {problem}")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -25,7 +25,7 @@ class SimClient(RolloutClient):
         life: int,
         seed: int,
         quarantine: Quarantine,
-        on_nonsense: Callable[[], None],
+        on_invalid_answer: Callable[[], None],
     ) -> None:
         super().__init__(
             ROUTER_URL,
@@ -39,7 +39,7 @@ class SimClient(RolloutClient):
             chat=config.rollout.chat,
             stop_ids=(END,),
             quarantine=quarantine,
-            on_nonsense=on_nonsense,
+            on_invalid_answer=on_invalid_answer,
         )
         self._session: Any = SimSession(network)
         # What is random in the real one must repeat with the seed.

@@ -22,7 +22,7 @@ from typing import Any
 
 from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
-from megasync.rollout.requests import request_seed
+from megasync.rollout.sample_client import request_seed
 from megasync.sim.language import fault_in, sampled_by
 from megasync.trajectory import Group, Trajectory
 

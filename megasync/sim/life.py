@@ -22,7 +22,7 @@ from megasync.evaluation.held_out import HeldOut
 from megasync.rewards import RewardRunner
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
 from megasync.sim.client import SimClient
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
@@ -110,15 +110,15 @@ class Life:
             self._client,
             self._source,
             self.buffer,
-            self._workflow,
-            rewards,
+            GroupSpec(self._workflow, rewards, seed=self._chance.seed),
             config.schedule,
-            seed=self._chance.seed,
-            max_attempts=config.rollout.max_attempts,
+            failures=FailurePolicy(config.rollout.max_attempts),
+            servers=ServerLimits(
+                self._fleet,
+                None if pressure is None else InflightCap(config.rollout.servers, pressure),
+                self._quarantine,
+            ),
             save_seconds=config.rollout.save_partials_seconds,
-            fleet=self._fleet,
-            quarantine=self._quarantine,
-            cap=None if pressure is None else InflightCap(config.rollout.servers, pressure),
             clock=clock,
         )
         parts = ControlledParts(

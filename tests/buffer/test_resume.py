@@ -16,7 +16,7 @@ from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.trajectory import Partial, Trajectory
 
 ROWS, STEPS = 5, 12
@@ -43,7 +43,7 @@ class Life:
         self.source.skip(resumed.admitted)
         self.version = version if resumed.version == version else resumed.version + 1
         self.buffer = AsyncBuffer(schedule, total, ledger=path)
-        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), schedule)
+        self.rollouter = Rollouter(None, self.source, self.buffer, GroupSpec(self.answer, RewardRunner(None)), schedule)
 
     async def answer(self, client, sample):
         version = self.version

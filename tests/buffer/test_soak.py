@@ -18,7 +18,7 @@ from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.serving.control import ServerControl
 
 TOKENS, SAMPLES = 512, 2
@@ -52,7 +52,7 @@ async def soak(path: Path, groups: int) -> list[tuple[int, int, int]]:
             sampling=SamplingConfig(max_new_tokens=TOKENS),
             request_timeout=60.0,
         )
-        rollouter = Rollouter(client, source, buffer, workflow, RewardRunner(None), SCHEDULE)
+        rollouter = Rollouter(client, source, buffer, GroupSpec(workflow, RewardRunner(None)), SCHEDULE)
         rollout = asyncio.create_task(rollouter.run())
         for step in range(1, steps + 1):
             lease = asyncio.create_task(buffer.lease(step, step - 1))

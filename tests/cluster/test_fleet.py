@@ -30,7 +30,7 @@ from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -116,7 +116,7 @@ def family(url: str) -> list[psutil.Process]:
 
 async def interrupted(rig: Rig, harm: Callable[[], asyncio.Future | None]) -> list:
     """Eight long generations, with harm done once each of them has its first tokens; they must be whole all the same."""
-    growing = [Parts() for _ in range(8)]
+    growing = [PartialResponse() for _ in range(8)]
     requests = [
         asyncio.create_task(rig.client.generate([5, 6, 7 + i], keep=lambda ids, i=i: growing[i], ignore_eos=True))
         for i in range(8)

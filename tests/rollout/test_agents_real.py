@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
 from megasync.serving.control import ServerControl
 from megasync.sync.server_update import flush_cache

@@ -17,8 +17,9 @@ from megasync.config.schema import SamplingConfig
 from megasync.environments import Play
 from megasync.environments.pool import EnvironmentPool
 from megasync.rollout.client import RolloutClient
+from megasync.rollout.inflight import RequestGate
 from megasync.rollout.reply_parser import ReplyParser
-from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

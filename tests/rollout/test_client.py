@@ -16,7 +16,7 @@ from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse
 from megasync.serving.control import ServerControl
 from megasync.serving.router import ROUTING_KEY_HEADER
 
@@ -291,7 +291,7 @@ async def test_a_connection_serves_one_stream_after_the_other(fake):
 
 
 async def test_a_generation_goes_on_from_what_is_kept_and_grows_in_view(fake, client):
-    kept = Parts([2, 3], [-0.1, -0.2], [7, 7])
+    kept = PartialResponse([2, 3], [-0.1, -0.2], [7, 7])
     fake.script += [finish(3, "abort")]
     got = await client.generate([1], keep=lambda prompt: kept)
     assert [r["input_ids"] for r in fake.requests] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
@@ -301,13 +301,13 @@ async def test_a_generation_goes_on_from_what_is_kept_and_grows_in_view(fake, cl
 
 
 async def test_what_is_kept_may_be_a_whole_response(fake, client):
-    got = await client.generate([1], keep=lambda prompt: Parts([2] * 8, [-0.1] * 8, [7] * 8))
+    got = await client.generate([1], keep=lambda prompt: PartialResponse([2] * 8, [-0.1] * 8, [7] * 8))
     assert (len(got.token_ids), got.finish_reason, fake.requests) == (8, "length", [])
 
 
 async def test_a_failed_generation_leaves_what_it_had(fake):
     client = make_client(fake, stream_interval=3, request_timeout=0.3)
-    kept = Parts()
+    kept = PartialResponse()
     fake.script += [Break(((1, 4), (2, 4))), *[refuse(503)] * 10_000]
     with pytest.raises(ServerError, match="after 3 tokens"):
         await client.generate([1], keep=lambda prompt: kept)

@@ -5,34 +5,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
-from megasync.rollout.drops import FIRST_GROUPS, WINDOW, DropWatch
+from megasync.rollout.drops import FIRST_GROUPS, WINDOW, DropLimit, Dropped
 
 
 def test_a_run_whose_first_groups_all_fail_ends_with_the_causes():
-    watch = DropWatch(0.5)
+    limit = DropLimit(0.5)
     for _ in range(FIRST_GROUPS - 1):
-        watch.failed("0:1", "reward_error", "division by zero")
+        limit.failed("0:1", Dropped("reward_error", "division by zero"))
     with pytest.raises(
         DataError, match="all of the first 8 groups were dropped.\n  8 x reward_error, such as group 0:8: division"
     ):
-        watch.failed("0:8", "reward_error", "division by zero")
+        limit.failed("0:8", Dropped("reward_error", "division by zero"))
 
 
 def test_one_success_among_the_first_is_enough_to_go_on():
-    watch = DropWatch(0.5)
-    watch.passed()
+    limit = DropLimit(0.5)
+    limit.passed()
     for _ in range(WINDOW - 2):
-        watch.failed("0:1", "unscored", "")
+        limit.failed("0:1", Dropped("unscored", ""))
     with pytest.raises(DataError, match="63 of the last 64 groups were dropped, more than rollout.max_drop_share=0.5"):
-        watch.failed("0:2", "unscored", "")
+        limit.failed("0:2", Dropped("unscored", ""))
 
 
 def test_the_summary_has_a_line_for_each_reason_with_an_example():
-    watch = DropWatch(0.5)
+    limit = DropLimit(0.5)
     for number in range(FIRST_GROUPS - 1):
-        watch.failed(f"0:{number}", ("no_response", "reward_error")[number % 2], f"problem {number}")
+        limit.failed(f"0:{number}", Dropped(("no_response", "reward_error")[number % 2], f"problem {number}"))
     with pytest.raises(DataError) as stop:
-        watch.failed("0:7", "no_response", "problem 7")
+        limit.failed("0:7", Dropped("no_response", "problem 7"))
     assert str(stop.value).splitlines()[1:] == [
         "  5 x no_response, such as group 0:7: problem 7",
         "  3 x reward_error, such as group 0:5: problem 5",
@@ -41,16 +41,16 @@ def test_the_summary_has_a_line_for_each_reason_with_an_example():
 
 @given(st.lists(st.booleans(), max_size=300), st.sampled_from([0.1, 0.5, 1.0]))
 def test_it_ends_exactly_when_the_share_is_over_the_limit_or_all_of_the_first_failed(outcomes, share):
-    watch = DropWatch(share)
+    limit = DropLimit(share)
     for seen, failed in enumerate(outcomes, 1):
         last = outcomes[max(0, seen - WINDOW) : seen]
         too_many = len(last) == WINDOW and sum(last) > share * WINDOW
         never = seen >= FIRST_GROUPS and all(outcomes[:seen])
         if not failed:
-            watch.passed()
+            limit.passed()
         elif too_many or never:
             with pytest.raises(DataError):
-                watch.failed("0:1", "reason", "")
+                limit.failed("0:1", Dropped("reason", ""))
             return
         else:
-            watch.failed("0:1", "reason", "")
+            limit.failed("0:1", Dropped("reason", ""))

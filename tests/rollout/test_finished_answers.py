@@ -14,8 +14,9 @@ from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.partials import Partials
-from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.partials import PartialResponses
+from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -56,20 +57,20 @@ async def client(fake, request):
         await server.close()
 
 
-def sample(client, partials: Partials) -> SampleClient:
+def sample(client, partials: PartialResponses) -> SampleClient:
     """As for one attempt of the rollout."""
-    return SampleClient(client, RequestGate(), routing_key="0:0", partials=partials.sample("0:0", 0))
+    return SampleClient(client, RequestGate(), routing_key="0:0", responses=partials.sample("0:0", 0))
 
 
-def resumed(partials: Partials) -> Partials:
+def resumed(partials: PartialResponses) -> PartialResponses:
     """What another life of the run gets back of what is saved now."""
-    later = Partials()
+    later = PartialResponses()
     later.restore("0:0", {key[1:]: partial for piece in partials.unsaved() for key, partial in piece.items()})
     return later
 
 
 async def test_an_answer_that_could_not_be_parsed_is_the_same_answer_at_the_next_attempt(fake, client):
-    partials = Partials()
+    partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     fake.parser_status = 503
     with pytest.raises(ServerError, match="no server parsed an answer"):
@@ -94,7 +95,7 @@ async def test_a_parser_that_is_going_away_is_asked_elsewhere(fake, client):
 
 
 async def test_an_answer_that_is_saved_while_it_is_parsed_is_complete_in_the_resumed_run(fake, client):
-    partials = Partials()
+    partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     fake.parser_status = 503
     turn = asyncio.create_task(sample(client, partials).chat(MESSAGES, tools=[TOOL]))
@@ -111,7 +112,7 @@ async def test_an_answer_that_is_saved_while_it_is_parsed_is_complete_in_the_res
 
 
 async def test_finished_turns_are_replayed_and_the_growing_one_goes_on(fake, client):
-    partials = Partials()
+    partials = PartialResponses()
     first = sample(client, partials)
     fake.script += [finish(3, "stop"), finish(2, "abort"), *[refuse(503)] * 10_000]
     one = await first.generate([1])
@@ -132,7 +133,7 @@ async def test_finished_turns_are_replayed_and_the_growing_one_goes_on(fake, cli
     "change", [{"max_new_tokens": 2}, {"max_new_tokens": 20}, {"stop": ["x"]}, {"temperature": 0.5}]
 )
 async def test_another_request_begins_anew_and_a_budget_is_kept(fake, client, change):
-    partials = Partials()
+    partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     await sample(client, partials).generate([1])
     got = await sample(client, partials).generate([1], **change)
@@ -141,7 +142,7 @@ async def test_another_request_begins_anew_and_a_budget_is_kept(fake, client, ch
 
 
 async def test_an_answer_that_used_up_its_budget_stays_cut(fake, client):
-    partials = Partials()
+    partials = PartialResponses()
     await sample(client, partials).generate([1])
     got = await sample(client, resumed(partials)).generate([1])
     assert (len(got.token_ids), got.finish_reason, len(fake.requests)) == (8, "length", 1)

@@ -10,7 +10,7 @@ from megasync.buffer import AsyncBuffer
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.rollout.selection import Selection
 from megasync.trajectory import Prompt
 
@@ -83,7 +83,7 @@ async def test_dropped_groups_give_their_slots_back_and_the_run_gets_its_batches
     client, source = FakeClient(seed), FakeSource()
     buffer = AsyncBuffer(schedule, total_groups=STEPS * 2)
     rollouter = Rollouter(
-        *(client, source, buffer, answer, RewardRunner(None), schedule), selection=Selection(groups, 3, 8)
+        client, source, buffer, GroupSpec(answer, RewardRunner(None), Selection(groups, 3, 8)), schedule
     )
     run = asyncio.create_task(rollouter.run())
     async with asyncio.timeout(PATIENCE):

@@ -17,7 +17,7 @@ from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import ServerLoad
-from megasync.rollout.parts import EMPTY_PIECES
+from megasync.rollout.partials import EMPTY_PIECES
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.serving import control as control_module
 from megasync.serving.control import ServerControl

@@ -1,23 +1,22 @@
 """What is kept of responses: for the very request that they answer, and complete ones as complete."""
 
 from megasync.rollout import partials as partials_module
-from megasync.rollout.partials import Partials, request_digest
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse, PartialResponses, request_digest
 
 
-def unsaved(partials: Partials) -> dict:
+def unsaved(partials: PartialResponses) -> dict:
     """All pieces as one, each of them saved."""
     return {key: partial for piece in partials.unsaved() for key, partial in piece.items()}
 
 
-def grow(parts: Parts, *ids: int) -> None:
+def grow(parts: PartialResponse, *ids: int) -> None:
     parts.token_ids += ids
     parts.logprobs += [-0.5] * len(ids)
     parts.versions += [1] * len(ids)
 
 
 def test_only_what_has_changed_since_the_last_save_is_unsaved():
-    partials = Partials()
+    partials = PartialResponses()
     first, second = (partials.sample("0:1", index).begin(0, "a") for index in (0, 1))
     assert unsaved(partials) == {}
     grow(first, 5, 6)
@@ -32,7 +31,7 @@ def test_only_what_has_changed_since_the_last_save_is_unsaved():
 
 
 def test_a_response_that_replaces_another_is_unsaved_even_if_it_is_no_longer():
-    partials = Partials()
+    partials = PartialResponses()
     sample = partials.sample("0:1", 0)
     grow(sample.begin(0, "a"), 5, 6)
     unsaved(partials)
@@ -41,7 +40,7 @@ def test_a_response_that_replaces_another_is_unsaved_even_if_it_is_no_longer():
 
 
 def test_a_copy_is_saved_not_the_growing_response():
-    partials = Partials()
+    partials = PartialResponses()
     parts = partials.sample("0:1", 0).begin(0, "a")
     grow(parts, 5)
     (saved,) = unsaved(partials).values()
@@ -50,7 +49,7 @@ def test_a_copy_is_saved_not_the_growing_response():
 
 
 def test_a_finished_turn_is_given_again_as_finished_until_its_sample_fails_by_itself():
-    partials = Partials()
+    partials = PartialResponses()
     sample = partials.sample("0:1", 0)
     done, growing = sample.begin(0, "a"), sample.begin(1, "b")
     grow(done, 5)
@@ -67,7 +66,7 @@ def test_a_finished_turn_is_given_again_as_finished_until_its_sample_fails_by_it
 
 
 def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
-    partials = Partials()
+    partials = PartialResponses()
     grow(partials.sample("0:1", 0).begin(0, "a"), 5)
     assert partials.sample("0:1", 0).begin(0, "a").token_ids == [5]
     assert partials.sample("0:1", 0).begin(0, "b").token_ids == []
@@ -75,7 +74,7 @@ def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
 
 
 def test_what_was_saved_is_put_back_and_counts_as_saved():
-    partials, later = Partials(), Partials()
+    partials, later = PartialResponses(), PartialResponses()
     growing, done = (partials.sample("0:1", 2).begin(turn, "a") for turn in (1, 0))
     grow(growing, 5, 6)
     grow(done, 9)
@@ -94,8 +93,8 @@ def test_what_was_saved_is_put_back_and_counts_as_saved():
 
 
 def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_again(monkeypatch):
-    monkeypatch.setattr(partials_module, "PIECE_TOKENS", 4)
-    partials = Partials()
+    monkeypatch.setattr(partials_module, "BATCH_TOKENS", 4)
+    partials = PartialResponses()
     for uid in range(4):
         for index in range(2):
             grow(partials.sample(f"0:{uid}", index).begin(0, "a"), *range(2))
@@ -112,8 +111,8 @@ def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_agai
 
 
 def test_groups_may_end_between_two_pieces(monkeypatch):
-    monkeypatch.setattr(partials_module, "PIECE_TOKENS", 1)
-    partials = Partials()
+    monkeypatch.setattr(partials_module, "BATCH_TOKENS", 1)
+    partials = PartialResponses()
     for uid in range(3):
         grow(partials.sample(f"0:{uid}", 0).begin(0, "a"), 5)
     pieces = partials.unsaved()

@@ -103,7 +103,7 @@ async def serving(folder, **options):
 
 async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_crowd_and_two_alone(tmp_path, caplog):
     async with serving(tmp_path / "poison") as (client, servers, quarantine), asyncio.timeout(PATIENCE):
-        with pytest.raises(PoisonPrompt, match=r"prompt 0:7 was in flight at 2 deaths .* the only one at 2 more"):
+        with pytest.raises(PoisonPrompt, match=r"prompt 0:7 was in flight at 2 server deaths .* alone at 2 more"):
             await client.generate([POISON, 1], routing_key="0:7", temperature=0.5)
         assert servers.deaths == ["router", "router", "alone", "alone"]
         assert servers.excused == [0] * 4
@@ -131,7 +131,7 @@ async def test_a_prompt_held_back_as_a_suspect_holds_back_the_same_prompt_under_
             await client.generate([POISON, 1], routing_key="1:7")
         with pytest.raises(PoisonPrompt):
             await first
-        assert quarantine.crime("0:7") == quarantine.crime("1:7")
+        assert quarantine.evidence("0:7") == quarantine.evidence("1:7")
         assert servers.deaths.count("router") == 2
 
 
@@ -146,7 +146,7 @@ async def test_bystanders_of_a_killer_complete(tmp_path):
         answer = await bystander
         assert len(answer.token_ids) == 4
         assert len(servers.router.requests) > 2, "it was cut, and sent again"
-        assert quarantine.crime("0:1") is None
+        assert quarantine.evidence("0:1") is None
 
 
 async def test_a_trial_without_a_death_clears_its_members(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ async def test_a_request_that_waits_for_the_verdict_on_a_death_counts_as_held_ba
 
 async def test_an_answer_that_makes_no_sense_has_the_servers_checked(tmp_path):
     doubts = []
-    async with serving(tmp_path, on_nonsense=lambda: doubts.append(1)) as (client, servers, _):
+    async with serving(tmp_path, on_invalid_answer=lambda: doubts.append(1)) as (client, servers, _):
 
         async def nonsense(fake: FakeSGLang, body: dict):
             answer = await complete(fake, body)
@@ -254,7 +254,7 @@ async def test_an_evaluation_prompt_that_kills_servers_is_counted_as_failed(tmp_
         again = await evaluate(client, [by_length([POISON], [5])], single, max_inflight=1)
         assert [(each.n, each.failed) for each in found + again] == [(2, 1), (2, 1)]
         assert len(servers.deaths) == 4
-        assert quarantine.crime("eval:numbers:0")
+        assert quarantine.evidence("eval:numbers:0")
 
 
 async def single(client, sample):

@@ -25,7 +25,7 @@ def test_the_chat_template_tells_the_format_and_the_configuration_wins(template,
 
 
 def test_a_template_that_tells_nothing_is_an_error_that_names_the_known_formats():
-    with pytest.raises(DataError, match=r"finds no known one .* deepseekv3, .*hermes, .*qwen"):
+    with pytest.raises(DataError, match=r"matches no known format .* deepseekv3, .*hermes, .*qwen"):
         tool_format("auto", "plain")
 
 

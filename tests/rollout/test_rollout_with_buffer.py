@@ -15,7 +15,7 @@ from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Trajectory
 
@@ -40,7 +40,7 @@ class Life:
             self.source.requeue(live)
         groups = (steps - step) * SCHEDULE.groups_per_step
         self.buffer = AsyncBuffer(SCHEDULE, total_groups=groups, version=step)
-        self.rollouter = Rollouter(None, self.source, self.buffer, self.answer, RewardRunner(None), SCHEDULE)
+        self.rollouter = Rollouter(None, self.source, self.buffer, GroupSpec(self.answer, RewardRunner(None)), SCHEDULE)
 
     async def answer(self, client, sample):
         """Takes an uneven while; a share of the responses fails."""
@@ -125,7 +125,11 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
         renderer = Renderer(digits_tokenizer(), PromptConfig(), 16)
         source = PromptSource([{"prompt": str(n)} for n in range(4)], renderer, shuffle=False, seed=0)
         buffer = AsyncBuffer(SCHEDULE, total_groups=2, ledger=ledger)
-        return source, buffer, Rollouter(client, source, buffer, single_turn, rewards, SCHEDULE, save_seconds=0.01)
+        return (
+            source,
+            buffer,
+            Rollouter(client, source, buffer, GroupSpec(single_turn, rewards), SCHEDULE, save_seconds=0.01),
+        )
 
     _, buffer, rollouter = life()
     first = asyncio.create_task(rollouter.run())
@@ -167,7 +171,7 @@ async def test_a_group_that_cannot_be_recorded_is_dropped_and_the_others_go_on(t
         [{"prompt": str(n)} for n in range(4)], Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=False, seed=0
     )
     buffer = AsyncBuffer(SCHEDULE, total_groups=2, ledger=ledger)
-    rollouter = Rollouter(None, source, buffer, careless, RewardRunner(None), SCHEDULE)
+    rollouter = Rollouter(None, source, buffer, GroupSpec(careless, RewardRunner(None)), SCHEDULE)
     run = asyncio.create_task(rollouter.run())
     groups = await asyncio.wait_for(buffer.lease(1, 0), 20)
     assert [group.uid for group in groups] == ["0:1", "0:2"]

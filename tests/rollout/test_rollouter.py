@@ -140,7 +140,7 @@ async def test_one_bad_row_is_dropped_with_its_reason_and_the_run_goes_on(make_b
     assert set(bench.buffer.dropped.values()) == {"reward_error"}
     assert len(bench.buffer.committed) == 9
     assert not any(uid.endswith(":2") for uid in bench.buffer.committed)
-    assert "group 0:2 was dropped (reward_error)" in caplog.text
+    assert "Dropped group 0:2 (reward_error)" in caplog.text
     assert "raised ValueError: odd row" in caplog.text
 
 
@@ -517,7 +517,7 @@ async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_op
 
 
 async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
-    suspects = SimpleNamespace(busy=True, holds=0, metrics=dict, crime=lambda uid: None)
+    suspects = SimpleNamespace(busy=True, holds=0, metrics=dict, evidence=lambda uid: None)
     release = asyncio.Event()
 
     async def behave(ids, options):

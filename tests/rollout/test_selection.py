@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from trajectories import trajectory
 
 from megasync.config.schema import GroupConfig
-from megasync.rollout.selection import Dropped, Selection, overlong_share, widest_spread
+from megasync.rollout.drops import Dropped
+from megasync.rollout.selection import Selection, overlong_share, widest_spread
 
 
 def select(samples, *, count=2, longest=8, relative=True, **rules):

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.config.schema import HealthConfig
-from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS, MATCH_SECONDS, REMEMBER_SECONDS, Standing, Suspects
+from megasync.rollout.suspects import (
+    ALONE_DEATHS,
+    CROWD_DEATHS,
+    MATCH_SECONDS,
+    REMEMBER_SECONDS,
+    Suspects,
+    SuspectStatus,
+)
 from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
 
 
@@ -40,7 +47,7 @@ def die_in_crowd(suspects: Suspects, clock: FakeClock, keys: list[str], slot: in
 def quarantine(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
     for _ in range(CROWD_DEATHS):
         die_in_crowd(suspects, clock, keys)
-    assert all(suspects.standing(key) is Standing.QUARANTINED for key in keys)
+    assert all(suspects.status(key) is SuspectStatus.QUARANTINED for key in keys)
 
 
 # A whole fleet
@@ -75,7 +82,7 @@ class Fleet:
         self.unlucky: set[str] = set()
 
     def run(self) -> None:
-        while any(self.suspects.standing(key) is not Standing.GUILTY for key in self.left):
+        while any(self.suspects.status(key) is not SuspectStatus.POISON for key in self.left):
             self.ticks += 1
             assert self.ticks < 40 * self.groups + 400, "it does not end"
             self.clock.now += self.tick
@@ -99,7 +106,7 @@ class Fleet:
     def try_suspects(self) -> None:
         if self.suspects.members or not self.up():
             return
-        waiting = [key for key in self.left if self.suspects.standing(key) is Standing.QUARANTINED]
+        waiting = [key for key in self.left if self.suspects.status(key) is SuspectStatus.QUARANTINED]
         if members := self.suspects.choose(waiting):
             avoid = self.suspects.avoid(members)
             slot = min(self.up(), key=lambda slot: slot in avoid)
@@ -111,11 +118,11 @@ class Fleet:
         for key in self.left:
             if key in self.at:
                 continue
-            standing = self.suspects.standing(key)
+            standing = self.suspects.status(key)
             beside = [slot for slot in self.up() if slot != self.suspects.trial_slot]
-            if standing is Standing.ON_TRIAL:
+            if standing is SuspectStatus.ON_TRIAL:
                 self.at[key] = self.suspects.trial_slot
-            elif standing is Standing.FREE and beside:
+            elif standing is SuspectStatus.FREE and beside:
                 self.at[key] = self.rng.choice(beside)
             else:
                 continue
@@ -203,8 +210,8 @@ def test_killers_use_up_no_servers_restarts(servers, groups, poison, seed):
 def test_one_death_in_the_crowd_makes_nobody_a_suspect(clock):
     suspects = Suspects(clock)
     die_in_crowd(suspects, clock, ["a", "b"])
-    assert suspects.standing("a") is Standing.FREE
-    assert suspects.count(Standing.FREE) == 2
+    assert suspects.status("a") is SuspectStatus.FREE
+    assert suspects.count(SuspectStatus.FREE) == 2
 
 
 def test_what_completes_after_a_death_is_free_of_it(clock):
@@ -212,7 +219,7 @@ def test_what_completes_after_a_death_is_free_of_it(clock):
     die_in_crowd(suspects, clock, ["a", "b"])
     suspects.completed("a")
     die_in_crowd(suspects, clock, ["a", "b"])
-    assert (suspects.standing("a"), suspects.standing("b")) == (Standing.FREE, Standing.QUARANTINED)
+    assert (suspects.status("a"), suspects.status("b")) == (SuspectStatus.FREE, SuspectStatus.QUARANTINED)
 
 
 def test_a_cut_without_a_death_counts_for_nothing(clock):
@@ -222,7 +229,7 @@ def test_a_cut_without_a_death_counts_for_nothing(clock):
         clock.now += 1
     clock.now += MATCH_SECONDS
     suspects.died(0)
-    assert suspects.count(Standing.FREE) == 0
+    assert suspects.count(SuspectStatus.FREE) == 0
 
 
 def test_a_death_explains_one_cut_of_a_prompt_however_many_requests_it_had_there(clock):
@@ -236,7 +243,7 @@ def test_a_death_explains_one_cut_of_a_prompt_however_many_requests_it_had_there
         suspects.cut("a", sent)
     clock.now += 1
     suspects.died(1)
-    assert suspects.standing("a") is Standing.FREE
+    assert suspects.status("a") is SuspectStatus.FREE
 
 
 def test_requests_sent_after_a_death_are_not_its_victims(clock):
@@ -245,7 +252,7 @@ def test_requests_sent_after_a_death_are_not_its_victims(clock):
     clock.now += 1
     assert not suspects.cut("a", clock.now)
     clock.now += 1
-    assert suspects.count(Standing.FREE) == 0
+    assert suspects.count(SuspectStatus.FREE) == 0
 
 
 def test_a_server_that_hangs_is_declared_dead_before_its_requests_are_cut(clock):
@@ -255,7 +262,7 @@ def test_a_server_that_hangs_is_declared_dead_before_its_requests_are_cut(clock)
     suspects.died(0)
     clock.now += 2
     assert suspects.cut("a", sent)
-    assert suspects.count(Standing.FREE) == 1
+    assert suspects.count(SuspectStatus.FREE) == 1
 
 
 def test_deaths_in_a_weight_sync_are_held_against_nobody(clock):
@@ -263,35 +270,35 @@ def test_deaths_in_a_weight_sync_are_held_against_nobody(clock):
     for _ in range(5):
         sent, clock.now = clock.now, clock.now + 5
         suspects.cut("a", sent)
-        suspects.died(0, to_blame=False)
-    assert suspects.count(Standing.FREE) == 0
+        suspects.died(0, by_requests=False)
+    assert suspects.count(SuspectStatus.FREE) == 0
     quarantine(suspects, clock, ["a"])
     for _ in range(5):
         suspects.begin_trial(["a"], 0)
-        assert suspects.died(0, to_blame=False).guilty == ()
-    assert suspects.standing("a") is Standing.QUARANTINED
+        assert suspects.died(0, by_requests=False).poison == ()
+    assert suspects.status("a") is SuspectStatus.QUARANTINED
 
 
 def test_a_trial_that_kills_is_halved_down_to_the_one_who_does(clock):
     suspects = Suspects(clock)
     keys = [f"{n}" for n in range(8)]
     quarantine(suspects, clock, keys)
-    sizes, guilty = [], ()
-    while not guilty:
+    sizes, poison = [], ()
+    while not poison:
         members = suspects.choose(keys)
         sizes.append(len(members))
         suspects.begin_trial(members, 0)
         if "5" in members:
-            guilty = suspects.died(0).guilty
+            poison = suspects.died(0).poison
         else:
             for key in members:
                 suspects.completed(key)
             suspects.end_trial()
-    assert guilty == ("5",)
+    assert poison == ("5",)
     # Four complete, half of the others die, one of these completes, and the last one dies twice.
     assert sizes == [4, 2, 1, 1, 1]
-    assert suspects.standing("5") is Standing.GUILTY
-    assert {suspects.standing(key) for key in ("0", "1", "2", "3")} == {Standing.FREE}
+    assert suspects.status("5") is SuspectStatus.POISON
+    assert {suspects.status(key) for key in ("0", "1", "2", "3")} == {SuspectStatus.FREE}
 
 
 def test_the_second_death_alone_is_looked_for_at_another_server(clock):
@@ -301,10 +308,10 @@ def test_the_second_death_alone_is_looked_for_at_another_server(clock):
     suspects.begin_trial(["a"], 3)
     assert suspects.died(3).excused == (3,)
     assert suspects.avoid(["a"]) == {3}
-    assert suspects.standing("a") is Standing.QUARANTINED
+    assert suspects.status("a") is SuspectStatus.QUARANTINED
 
 
-def test_a_guilty_prompt_excuses_the_servers_that_it_killed_once_each(clock):
+def test_a_poison_prompt_excuses_the_servers_that_it_killed_once_each(clock):
     suspects = Suspects(clock)
     for slot in (0, 1):
         die_in_crowd(suspects, clock, ["a", "b"], slot)
@@ -324,7 +331,7 @@ def test_who_survives_a_trial_starts_anew(clock):
     suspects.completed("a")
     suspects.end_trial()
     die_in_crowd(suspects, clock, ["a"])
-    assert suspects.standing("a") is Standing.FREE
+    assert suspects.status("a") is SuspectStatus.FREE
 
 
 def test_an_old_death_is_forgotten(clock):
@@ -332,4 +339,4 @@ def test_an_old_death_is_forgotten(clock):
     die_in_crowd(suspects, clock, ["a"])
     clock.now += REMEMBER_SECONDS
     die_in_crowd(suspects, clock, ["a"])
-    assert suspects.standing("a") is Standing.FREE
+    assert suspects.status("a") is SuspectStatus.FREE

@@ -91,7 +91,7 @@ async def test_calls_run_at_the_same_time():
     meeting = threading.Barrier(2)
 
     def meet() -> str:
-        """Waits for the other one."""
+        """Backoff for the other one."""
         meeting.wait(20)
         return "met"
 
@@ -181,7 +181,7 @@ async def test_a_call_that_takes_too_long_is_left_behind():
     release = threading.Event()
 
     def slow() -> str:
-        """Waits."""
+        """Backoff."""
         release.wait(60)
         return "late"
 

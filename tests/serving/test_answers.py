@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import InvalidAnswer
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse
 from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
 
 VOCAB, ASKED = 50, Asked(vocab_size=50, tokens=6, stop=("END",), newest=lambda: 3)
@@ -37,10 +37,10 @@ def raw(answer: object) -> bytes:
     return json.dumps(answer).encode()
 
 
-def taken(answer: object) -> Parts:
+def taken(answer: object) -> PartialResponse:
     """By a request that nothing has come of yet."""
-    parts = Parts()
-    parts.begin(ASKED.tokens)
+    parts = PartialResponse()
+    parts.begin_request(ASKED.tokens)
     parts.add(read_generated(answer if isinstance(answer, bytes) else raw(answer), ASKED))
     return parts
 
@@ -133,8 +133,8 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_an_answer_that_makes_no_sense_is_refused_and_nothing_of_it_is_kept(lie):
-    parts = Parts()
-    parts.begin(ASKED.tokens)
+    parts = PartialResponse()
+    parts.begin_request(ASKED.tokens)
     with pytest.raises(InvalidAnswer):
         parts.add(read_generated(lie if isinstance(lie, bytes) else raw(lie), ASKED))
     assert (parts.token_ids, parts.logprobs, parts.versions, parts.texts) == ([], [], [], [""])
@@ -142,8 +142,8 @@ def test_an_answer_that_makes_no_sense_is_refused_and_nothing_of_it_is_kept(lie)
 
 
 def test_pieces_count_together():
-    parts = Parts()
-    parts.begin(ASKED.tokens)
+    parts = PartialResponse()
+    parts.begin_request(ASKED.tokens)
     parts.add(read_generated(raw(answer(4, finish=None)), ASKED))
     with pytest.raises(InvalidAnswer, match="8 tokens, and 6 at most"):
         parts.add(read_generated(raw(answer(4, finish=None)), ASKED))
@@ -153,8 +153,8 @@ def test_pieces_count_together():
 
 
 def test_until_the_servers_own_account_a_token_is_as_old_as_what_it_was_sent_under():
-    parts = Parts()
-    parts.begin(ASKED.tokens, published=1)
+    parts = PartialResponse()
+    parts.begin_request(ASKED.tokens, published=1)
     # A version that came while a piece was sampled is on it, though some of its tokens are older.
     parts.add(read_generated(raw(answer(2, finish=None, version="2")), ASKED))
     assert parts.versions == [1, 1]
@@ -165,10 +165,10 @@ def test_until_the_servers_own_account_a_token_is_as_old_as_what_it_was_sent_und
 
 
 def test_a_request_that_is_discarded_leaves_the_parts_before_it():
-    parts = Parts([1], [-0.5], [0], ["a"])
-    parts.begin(ASKED.tokens)
+    parts = PartialResponse([1], [-0.5], [0], ["a"])
+    parts.begin_request(ASKED.tokens)
     parts.add(read_generated(raw(answer(4, finish="length")), ASKED))
-    parts.discard()
+    parts.discard_request()
     assert (parts.token_ids, parts.logprobs, parts.versions, parts.texts) == ([1], [-0.5], [0], ["a", ""])
     assert not parts.finished
 

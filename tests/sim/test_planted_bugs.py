@@ -19,8 +19,7 @@ from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.partials import Partials
-from megasync.rollout.parts import Parts
+from megasync.rollout.partials import PartialResponse, PartialResponses
 from megasync.serving import answers
 from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
@@ -87,21 +86,21 @@ def counts_recovery(self: Watchdog) -> Iterator[None]:
 # Responses
 
 
-def gives_a_part_twice(partial: Partial) -> Parts:
+def gives_a_part_twice(partial: Partial) -> PartialResponse:
     parts = OF(partial)
     for values in (parts.token_ids, parts.logprobs, parts.versions):
         values.extend(values[-1:])
     return parts
 
 
-OF = Parts.of
+OF = PartialResponse.from_saved
 
 
-def gives_the_neighbours(self: Partials, uid: str, saved: dict[tuple[int, int], Partial]) -> None:
+def gives_the_neighbours(self: PartialResponses, uid: str, saved: dict[tuple[int, int], Partial]) -> None:
     RESTORE(self, uid, {(1 - sample if sample < 2 else sample, turn): found for (sample, turn), found in saved.items()})
 
 
-RESTORE = Partials.restore
+RESTORE = PartialResponses.restore
 
 
 async def aborts_everywhere(self: RolloutClient, *arguments: Any) -> None:
@@ -168,9 +167,9 @@ BUGS = [
     (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts", "step raises"),
     (Watchdog, "bounded", counts_recovery, "no group was finished", "default timeouts"),
     (Controller, "_train_step", saves_too_early, "does not fit the last trained step", ""),
-    (Parts, "finished", property(lambda self: False), "behind the end", ""),
-    (Parts, "of", gives_a_part_twice, "does not follow", ""),
-    (Partials, "restore", gives_the_neighbours, "does not follow", ""),
+    (PartialResponse, "finished", property(lambda self: False), "behind the end", ""),
+    (PartialResponse, "from_saved", gives_a_part_twice, "does not follow", ""),
+    (PartialResponses, "restore", gives_the_neighbours, "does not follow", ""),
     (answers, "_check_tokens", lambda *_: None, "does not follow", "server lies"),
     (RolloutClient, "_request", aborts_everywhere, "is to abort", ""),
     (

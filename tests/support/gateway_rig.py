@@ -10,7 +10,8 @@ from openai import AsyncOpenAI
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.requests import RequestGate, SampleClient
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.sample_client import SampleClient
 
 
 class Rig:

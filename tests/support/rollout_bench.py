@@ -10,7 +10,7 @@ from megasync.buffer import BufferClosed
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
@@ -161,14 +161,23 @@ def make_bench():
         inflight=None,
         groups=None,
         relative=True,
+        seed=None,
+        max_attempts=1,
+        max_drop_share=0.5,
+        fleet=None,
+        cap=None,
+        quarantine=None,
         **options,
     ):
         client, source, buffer = FakeClient(behave), FakeSource(size), FakeBuffer(total, capacity)
         schedule = ScheduleConfig(groups_per_step=4, samples_per_group=samples, max_inflight_groups=inflight)
+        selection = Selection(GroupConfig(**(groups or {})), samples, 8, relative)
         rollouter = Rollouter(
-            *(client, source, buffer, workflow, RewardRunner(reward), schedule),
-            selection=Selection(GroupConfig(**(groups or {})), samples, 8, relative),
-            retry_seconds=(0.0, 0.0),
+            *(client, source, buffer),
+            GroupSpec(workflow, RewardRunner(reward), selection, seed),
+            schedule,
+            failures=FailurePolicy(max_attempts, max_drop_share, backoff_seconds=(0.0, 0.0)),
+            servers=ServerLimits(fleet, cap, quarantine),
             **options,
         )
         return Bench(client, source, buffer, rollouter)

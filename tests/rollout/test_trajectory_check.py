@@ -11,9 +11,8 @@ import torch
 from megasync.buffer.payload import decode_group, encode
 from megasync.errors import DataError
 from megasync.observe.metrics import MetricsLog, read_metrics
-from megasync.rollout.intake import Intake
-from megasync.rollout.tally import RolloutTally
-from megasync.rollout.workflow import single_turn
+from megasync.rollout.metrics import RolloutMetrics
+from megasync.rollout.workflow import TrajectoryCheck, single_turn
 from megasync.trajectory import Group, Trajectory
 
 
@@ -26,11 +25,11 @@ class Trap:
 
 def test_a_workflow_returns_one_trajectory_or_a_list(make_trajectory):
     one = make_trajectory()
-    assert Intake(single_turn).take(one) == [one]
-    assert Intake(single_turn).take([one, one]) == [one, one]
+    assert TrajectoryCheck(single_turn).check(one) == [one]
+    assert TrajectoryCheck(single_turn).check([one, one]) == [one, one]
     for wrong in (None, "text", [one, "text"], (one,)):
         with pytest.raises(DataError, match=r"workflow\.single_turn must return a Trajectory"):
-            Intake(single_turn).take(wrong)
+            TrajectoryCheck(single_turn).check(wrong)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +39,18 @@ def test_a_workflow_returns_one_trajectory_or_a_list(make_trajectory):
     ids=repr,
 )
 def test_a_metric_that_is_no_number_is_dropped_and_reported_once(make_trajectory, caplog, value):
-    intake = Intake(single_turn)
-    with caplog.at_level(logging.WARNING, "megasync.rollout.intake"):
+    check = TrajectoryCheck(single_turn)
+    with caplog.at_level(logging.WARNING, "megasync.rollout.workflow"):
         for _ in range(3):
-            (taken,) = intake.take(make_trajectory(metrics={"exit_code": value, "turns": 2}))
+            (taken,) = check.check(make_trajectory(metrics={"exit_code": value, "turns": 2}))
             assert taken.metrics == {"turns": 2.0}
     assert len(caplog.records) == 1
-    assert "the metric exit_code of the workflow" in caplog.text
+    assert "The metric exit_code of the workflow" in caplog.text
 
 
 @pytest.mark.parametrize("value", [2, True, np.float32(0.5), np.int64(3), np.bool_(1), torch.tensor(2), np.array(7)])
 def test_scalars_of_other_libraries_become_floats(make_trajectory, value):
-    (taken,) = Intake(single_turn).take(make_trajectory(metrics={"x": value}))
+    (taken,) = TrajectoryCheck(single_turn).check(make_trajectory(metrics={"x": value}))
     assert taken.metrics == {"x": float(value)}
     assert type(taken.metrics["x"]) is float
 
@@ -59,7 +58,7 @@ def test_scalars_of_other_libraries_become_floats(make_trajectory, value):
 @pytest.mark.parametrize("metrics", [None, [], "x", {7: 1.0}, {("a", "b"): 1.0}, {"\ud800": 1.0}])
 def test_metrics_under_names_that_are_no_text_are_dropped(make_trajectory, metrics):
     trajectory = dataclasses.replace(make_trajectory(), metrics=metrics)
-    (taken,) = Intake(single_turn).take(trajectory)
+    (taken,) = TrajectoryCheck(single_turn).check(trajectory)
     assert taken.metrics == {}
 
 
@@ -81,29 +80,29 @@ def test_metrics_under_names_that_are_no_text_are_dropped(make_trajectory, metri
 )
 def test_tokens_and_texts_of_the_wrong_kind_are_an_error_of_the_sample(make_trajectory, changes):
     with pytest.raises(DataError, match=r"workflow\.single_turn returned a trajectory with"):
-        Intake(single_turn).take(dataclasses.replace(make_trajectory(), **changes))
+        TrajectoryCheck(single_turn).check(dataclasses.replace(make_trajectory(), **changes))
 
 
 def test_what_passes_reaches_the_ledger_and_the_metrics_of_the_run(tmp_path):
-    """Arrays, odd texts and bad metrics of one trajectory, through everything that is behind the door."""
+    """Arrays, odd texts and bad metrics of one trajectory, through everything behind the check."""
     given = Trajectory(
         [1], np.array([5, 6]), torch.tensor([1, 1]), [np.float64(-0.1), -0.2], [np.int64(0), 0], text="a\ud800b"
     )
     given = dataclasses.replace(given, metrics={"good": np.float32(2), "bad": None})
-    (taken,) = Intake(single_turn).take(given)
+    (taken,) = TrajectoryCheck(single_turn).check(given)
     assert (taken.response_ids, taken.loss_mask, taken.versions, taken.text) == ([5, 6], [1, 1], [0, 0], "a?b")
     assert decode_group(encode(Group("0:0", [taken]))).trajectories == [taken]
     json.dumps(taken.text, ensure_ascii=False).encode()
-    tally = RolloutTally(window=2)
-    tally.scored([taken])
-    metrics = MetricsLog(tmp_path, tensorboard=True)
-    metrics.log(1, tally.snapshot())
-    metrics.close()
+    metrics = RolloutMetrics(window=2)
+    metrics.add_scored([taken])
+    written = MetricsLog(tmp_path, tensorboard=True)
+    written.log(1, metrics.snapshot())
+    written.close()
     assert read_metrics(tmp_path)["rollout/good"] == [2.0]
 
 
 def test_a_metric_called_like_one_of_the_rollouts_own_does_not_mix_with_it(make_trajectory):
-    tally = RolloutTally(window=2)
-    tally.scored([make_trajectory(reward=1.0, metrics={"reward_mean": 50.0, "tokens": 50.0})])
-    snapshot = tally.snapshot()
+    metrics = RolloutMetrics(window=2)
+    metrics.add_scored([make_trajectory(reward=1.0, metrics={"reward_mean": 50.0, "tokens": 50.0})])
+    snapshot = metrics.snapshot()
     assert (snapshot["rollout/reward_mean"], snapshot["rollout/tokens"]) == (1.0, 0.0)

@@ -1,6 +1,6 @@
-"""What the rollout has done so far: counts since the start, means over the last groups, tokens per second.
+"""Metrics of the rollout: counts since the start, means over the latest groups, tokens per second.
 
-Invariant: reading changes nothing. A mean of a workflow's own metric is taken over the trajectories that have it, so a
+Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the trajectories that have it, so a
 key that is missing in some of them neither vanishes nor counts as zero.
 """
 
@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megasync.trajectory import Trajectory
 
-# Token throughput is measured over this long: several steps of a small run, and a part of a large run's step.
+# Seconds over which token throughput is measured: several steps of a small run, a part of a large run's step.
 RATE_SECONDS = 30.0
 
 
-class RolloutTally:
-    """Counts groups, drops and tokens. `window` is the number of last groups that the means are over."""
+class RolloutMetrics:
+    """Counts groups, drops and tokens. Means are over the latest `window` groups."""
 
     def __init__(self, window: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.committed = 0
         self.regenerated = 0
         self.failed_samples = 0
+        self.server_failures = 0
         self.drops: Counter[str] = Counter()
-        # What happened to responses on their way into a group: over-long, or sampled and not needed.
+        # Responses that selection changed or left out: over-long, or sampled and not needed.
         self.counts: Counter[str] = Counter()
         self._tokens = 0
         self._recent: deque[Sequence[Trajectory]] = deque(maxlen=window)
@@ -32,15 +33,15 @@ class RolloutTally:
         self._started = clock()
         self._arrivals: deque[tuple[float, int]] = deque()
 
-    def generated(self, trajectories: Iterable[Trajectory]) -> None:
-        """Notes responses as they come back, whatever becomes of them."""
+    def add_generated(self, trajectories: Iterable[Trajectory]) -> None:
+        """Counts responses when they return, whatever happens to them later."""
         tokens = sum(len(t.response_ids) for t in trajectories)
         self._tokens += tokens
         self._arrivals.append((self._clock(), tokens))
         self._forget()
 
-    def scored(self, trajectories: Sequence[Trajectory]) -> None:
-        """Notes a scored group: also one that is dropped for being uniform, or the mean reward would be biased."""
+    def add_scored(self, trajectories: Sequence[Trajectory]) -> None:
+        """Adds a scored group to the means; one dropped for being uniform too, or the mean reward would be biased."""
         self._recent.append(trajectories)
 
     def snapshot(self) -> dict[str, float]:
@@ -50,7 +51,7 @@ class RolloutTally:
         for trajectory in recent:
             for name, value in trajectory.metrics.items():
                 values.setdefault(name, []).append(value)
-        # Last: a workflow's metric of the same name must not mix with the rollout's own.
+        # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
         values |= {
             "reward_mean": [t.reward for t in recent if t.reward is not None],
             "response_length": [float(len(t.response_ids)) for t in recent],
@@ -64,6 +65,7 @@ class RolloutTally:
             "rollout/groups_regenerated": float(self.regenerated),
             "rollout/samples_failed": float(self.failed_samples),
             "rollout/groups_dropped": float(self.drops.total()),
+            "rollout/server_failures": float(self.server_failures),
             **{f"rollout/{name}": float(count) for name, count in sorted(self.counts.items())},
             **{f"rollout/dropped_{reason}": float(count) for reason, count in sorted(self.drops.items())},
         }
