@@ -145,7 +145,7 @@ def test_pieces_count_together():
     parts = PartialResponse()
     parts.begin_request(ASKED.tokens)
     parts.add(read_generated(raw(answer(4, finish=None)), ASKED))
-    with pytest.raises(InvalidAnswer, match="8 tokens, and 6 at most"):
+    with pytest.raises(InvalidAnswer, match="8 tokens, but at most 6"):
         parts.add(read_generated(raw(answer(4, finish=None)), ASKED))
     with pytest.raises(InvalidAnswer, match="do not cover 6 tokens"):
         parts.add(read_generated(raw(answer(2)), ASKED))
