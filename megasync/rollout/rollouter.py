@@ -188,7 +188,6 @@ class Rollouter:
         """
         while True:
             holds = self._quarantine.holds if self._quarantine is not None else 0
-            holds = self._quarantine.holds if self._quarantine is not None else 0
             try:
                 return await self._gate.close(timeout)
             except ServerError:
