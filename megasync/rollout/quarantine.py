@@ -25,8 +25,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -210,6 +210,15 @@ class Quarantine:
                     await self._changed.wait()
             finally:
                 self._waiting -= Counter([ticket.suspect])
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self.holds += 1
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
 
     def _is_open(self, ticket: Ticket) -> bool:
         return ticket in self._open.get(ticket.suspect, ())

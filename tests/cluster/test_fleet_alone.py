@@ -380,7 +380,7 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
         (answer(scores=[[None, 1, None]]), "it scored 1 tokens, not the 3"),
         (answer(sampled=[[None, 7, None]]), "Expected `float`"),
         (answer(sampled=[[-0.5, VOCABULARY, None]]), "token id 100 is outside the vocabulary"),
-        (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, but at most 2 were requested"),
+        (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, and 2 at most were asked for"),
         (answer(sampled=[]), "it finished (length) without a token"),
         (answer() | {"output_ids": [8, 7]}, "2 output_ids and other log-probs"),
         (answer(finish_reason=None, weight_version="0"), "it has no finish_reason"),

@@ -540,7 +540,7 @@ async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
 
 async def test_the_gate_has_patience_after_a_request_was_held_back_for_a_moment(make_bench):
     """Its own deadline stood still meanwhile, so it may end later than the gate's patience."""
-    suspects = SimpleNamespace(busy=False, holds=0, metrics=dict, crime=lambda uid: None)
+    suspects = SimpleNamespace(busy=False, holds=0, metrics=dict, evidence=lambda uid: None)
     release = asyncio.Event()
 
     async def behave(ids, options):
