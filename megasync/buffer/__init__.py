@@ -1,11 +1,10 @@
 """The buffer between rollout and training: a pure state machine, its ledger, and both with waits.
 
-`TrajectoryBuffer` decides (no asyncio, no torch, no Ray, no files); `AsyncBuffer` waits and records.
+`TrajectoryBuffer` decides (no asyncio, torch, Ray or files); `DurableBuffer` records; `AsyncBuffer` waits.
 """
 
-from megasync.buffer.errors import BufferClosed, BufferStateError
-from megasync.buffer.handle import AsyncBuffer
-from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.async_buffer import AsyncBuffer
+from megasync.buffer.state import BufferClosed, BufferStateError, TrajectoryBuffer
 
 __all__ = [
     "AsyncBuffer",

@@ -1,22 +1,27 @@
-"""A buffer and its ledger as one: the only place where changes become records.
+"""A buffer and its ledger as one: the only place where changes become records, and where a run's ledger begins.
 
-Order of every change: the state machine applies it, one transaction records it, and only then anybody learns of it (the
-answer goes back, sleepers are woken). So a crash at any point leaves the ledger either before the change, and then nobody
-has built on it and the call is made again, or after it, and then the call made again does nothing (see `state`).
+Order of every change: the state machine applies it, one transaction records it, and only then is it visible (the call
+returns, waiters wake). So a crash at any point leaves the ledger either before the change, which nobody has seen yet
+and which the repeated call makes, or after it, where the repeated call changes nothing (see `state`).
+
+`begin_ledger` writes a new ledger under another name and renames it once the run's start is on disk. So a ledger is
+absent or empty, where nothing was ever recorded, or `resume_ledger` can resume it, or it is damaged, which is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megasync.buffer.entry import Entry
-from megasync.buffer.ledger import Ledger, Report
-from megasync.buffer.record import Record
-from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.groups import GroupEntry
+from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
+from megasync.buffer.state import BufferSnapshot, BufferStateError, BufferStatus, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.errors import LedgerError
+from megasync.files import PART, durable_rename, fsync
 from megasync.trajectory import Group
 
 if TYPE_CHECKING:
@@ -26,11 +31,12 @@ T = TypeVar("T")
 
 
 class DurableBuffer:
-    """``state`` is for questions; changes go through the methods. Without a ``ledger`` path nothing is kept.
+    """``state`` answers queries; changes go through the methods. Without a ``ledger`` path nothing is recorded.
 
-    A ledger that holds something comes before ``version`` and ``counters``; ``rollback_step`` is the oldest step that a
-    rollback will go to, for one older than the checkpoints that were kept; ``report`` hears how far the reading is. Once
-    the ledger could not be written or read the buffer is closed, and every later change raises the same LedgerError.
+    A ledger that holds anything takes precedence over ``version`` and ``counters``. ``rollback_step`` is the oldest
+    step that a rollback will go to, if older than the kept checkpoints. ``report`` receives the progress of the read.
+    Once the ledger could not be written or read, the buffer is closed and every later change raises the same
+    LedgerError.
     """
 
     def __init__(
@@ -41,12 +47,12 @@ class DurableBuffer:
         *,
         ledger: str | Path | None = None,
         version: int = 0,
-        counters: dict[str, Any] | None = None,
+        counters: Mapping[str, Any] | None = None,
         rollback_step: int | None = None,
         report: Report = lambda text: None,
     ) -> None:
-        # Entries that have changed since the last record, by number.
-        self._changed: dict[int, Entry] = {}
+        # Entries changed since the last record, by number.
+        self._changed: dict[int, GroupEntry] = {}
         self._broken: LedgerError | None = None
         self.ledger = Ledger(ledger) if ledger is not None else None
         self.state = TrajectoryBuffer(
@@ -55,19 +61,19 @@ class DurableBuffer:
             total_groups=total_groups,
             version=version,
             counters=counters,
-            record=self._read(rollback_step, report),
+            snapshot=self._read(rollback_step, report),
             clock=clock,
-            changed=self._note if self.ledger is not None else lambda entry: None,
+            changed=self._mark_changed if self.ledger is not None else lambda entry: None,
         )
 
     def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
-        """Makes the call and records what it changed. ``to_disk`` keeps that safe from a loss of power too."""
+        """Makes the call and records its changes. With ``to_disk`` they survive a power loss too."""
         if self._broken is not None:
             raise self._broken
         try:
             result = call(self.state)
             if self.ledger is not None:
-                self.ledger.write(self.state.standing, self._changed.values(), to_disk)
+                self.ledger.write(self.state.status, self._changed.values(), to_disk)
         except LedgerError as error:
             self._broken = error
             self.state.close(str(error))
@@ -86,21 +92,21 @@ class DurableBuffer:
         self._prune()
 
     def checkpointed(self, step: int, oldest_kept: int) -> None:
-        """Makes room only, so a ledger that could not be written is left as it is."""
+        """As the state machine's, and frees space. Does nothing with a broken ledger."""
         if self._broken is not None:
             return
         self.change(lambda state: state.checkpointed(step, oldest_kept))
         self._prune()
 
     def rollback(self, step: int, version: int) -> None:
-        """`TrajectoryBuffer.rollback` with every payload that is there still."""
+        """`TrajectoryBuffer.rollback` with every payload that the ledger still has."""
         payloads = self.ledger.payloads(self.state.trained_after(step)) if self.ledger is not None else {}
         self.change(lambda state: state.rollback(step, version, payloads), to_disk=True)
 
-    def _note(self, entry: Entry) -> None:
+    def _mark_changed(self, entry: GroupEntry) -> None:
         self._changed[entry.number] = entry
 
-    def _read(self, rollback_step: int | None, report: Report) -> Record | None:
+    def _read(self, rollback_step: int | None, report: Report) -> BufferSnapshot | None:
         if self.ledger is None:
             return None
         try:
@@ -111,4 +117,74 @@ class DurableBuffer:
 
     def _prune(self) -> None:
         if self.ledger is not None:
-            self.ledger.prune(self.state.standing.oldest_kept, self.state.least_version)
+            self.ledger.prune(self.state.status.oldest_kept, self.state.least_version)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedLedger:
+    """``version`` is the newest version in use; ``admitted`` are the uids of all groups in order of admission;
+    ``origin`` is what `begin_ledger` was given."""
+
+    version: int
+    admitted: list[str]
+    origin: dict[str, Any]
+
+
+def resume_ledger(
+    path: Path, schedule: ScheduleConfig, total_groups: int, step: int, report: Report = lambda text: None
+) -> ResumedLedger:
+    """Takes the ledger back to ``step``, for a new buffer to continue from.
+
+    Groups that were leased, or trained by later steps, are finished again; those that were being generated wait to be
+    reclaimed, with their partial responses. Idempotent. ``report`` receives the progress. Raises LedgerError.
+    """
+    if not begun(path):
+        raise LedgerError(f"{path} is missing or empty: the run ended before it began; start it again")
+    buffer = DurableBuffer(schedule, total_groups, time.monotonic, ledger=path, rollback_step=step, report=report)
+    ledger, status = buffer.ledger, buffer.state.status
+    assert ledger is not None
+    try:
+        ledger.check(report)
+        if "origin" not in status.inherited:
+            raise LedgerError(f"{path} does not hold how its run began; {WITHOUT}")
+        buffer.rollback(step, status.newest_version)
+        buffer.change(lambda state: state.take_over(), to_disk=True)
+        return ResumedLedger(status.newest_version, ledger.admitted(), status.inherited["origin"])
+    except BufferStateError as error:
+        raise LedgerError(f"{path} does not belong to this checkpoint: {error}; {WITHOUT}") from error
+    finally:
+        ledger.close()
+
+
+def begin_ledger(path: Path, step: int, version: int, counters: Mapping[str, Any], origin: dict[str, Any]) -> None:
+    """Creates an empty ledger for a run that continues after ``step`` with ``version`` and the buffer's ``counters``.
+
+    `resume_ledger` returns ``origin``, which is any JSON value of the caller. Raises LedgerError, and leaves no file
+    then.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    if begun(log):
+        raise LedgerError(f"{log} is the log of a missing ledger; put {path.name} back beside it, or remove it")
+    draft = path.with_name(path.name + PART)
+    _remove(draft)
+    status = BufferStatus.initial(step, version, counters)
+    status.inherited["origin"] = origin
+    try:
+        ledger = Ledger(draft)
+        try:
+            ledger.write(status, [], to_disk=True)
+            ledger.merge_log()
+        finally:
+            ledger.close()
+        fsync(draft)
+        durable_rename(draft, path)
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be created: {error}; free some space, then start the run again") from error
+    finally:
+        _remove(draft)
+
+
+def _remove(ledger: Path) -> None:
+    """Removes the file and those that SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-journal", "-shm"):
+        ledger.with_name(ledger.name + suffix).unlink(missing_ok=True)

@@ -1,20 +1,20 @@
-"""The buffer's record on disk, in SQLite: what a killed run or buffer starts from again.
+"""The buffer's record on disk, in SQLite: what a restarted buffer or a resumed run continues from.
 
-    standing   one row per field of `Standing`, as JSON
-    groups     one row per admitted group, for ever; a few dozen bytes each
+    standing   one row per field of `BufferStatus`, as JSON
+    groups     one row per admitted group, for the whole run; a few dozen bytes each
     payloads   the responses of finished and leased groups, and of trained ones that a rollback may still need
     partials   unfinished responses of groups that are being generated
 
-Each `write` is one transaction: it is in the ledger whole or not at all. In WAL mode with ``synchronous=NORMAL`` a
-transaction that returned is in the operating system's hands, so it outlives the death of any process; against a loss of
-power only transactions with ``to_disk`` are safe, together with everything before them. The buffer asks for that where a
-checkpoint could otherwise know more than the ledger: when a step was trained and when a version was published.
+Each `write` is one transaction. In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating
+system's hands, so it survives the death of any process. Only transactions with ``to_disk``, and everything before them,
+also survive a power loss. The buffer requests that where a checkpoint could otherwise know more than the ledger: when a
+step was trained and when a version was published.
 
-One process at a time holds the file (``locking_mode=EXCLUSIVE``), which also spares WAL its shared memory, so that the
-run directory may lie on a network file system.
+One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
+may lie on a network file system.
 
-Opening reads rows, not tokens: payloads and partials are decoded when somebody asks for them, so a buffer starts again in
-the time that its number of groups takes, whatever they hold.
+Opening reads rows, not tokens: payloads and partials are decoded on demand, so the time to restart a buffer depends on
+its number of groups alone.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from __future__ import annotations
 import json
 import operator
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megasync.buffer.entry import LIVE, TRAINED, Entry, State, Stored, StoredPartial
+import msgspec
+
+from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState, StoredGroup, StoredPartial
 from megasync.buffer.payload import decode_group, decode_partial, encode, verify
-from megasync.buffer.record import Record, Standing
+from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
 from megasync.trajectory import Group, Partial, Trajectory
 
 FILE = "ledger.db"
-# Tells a ledger from other SQLite files: "mgsy".
+# Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
 SCHEMA_VERSION = 2
 SCHEMA = """
@@ -60,27 +62,27 @@ DELETE FROM payloads WHERE number IN (
     WHERE state IN ({", ".join(repr(state.value) for state in TRAINED)}) AND (step <= ? OR oldest_version < ?)
 )
 """
-# What to do about a ledger that is of no use.
+# The fix for an unusable ledger.
 WITHOUT = (
-    "move it away (with ledger.db-wal) to resume from the checkpoint alone: what was finished but not trained is then "
-    "generated again"
+    "move it away (with ledger.db-wal) to resume from the checkpoint alone: groups that were finished but not trained "
+    "are then generated again"
 )
-# Seconds to wait for the file: a killed run's buffer takes a moment to be gone.
+# Seconds to wait for the file lock: the buffer of a killed run takes a moment to exit.
 LOCK_SECONDS = 30.0
-# Pages of 4 KiB that the log may have before they are copied into the file, which costs two syncs of the disk.
+# 4 KiB pages that the log may grow to before they are copied into the file, which costs two disk syncs.
 LOG_PAGES = 4096
-# States in which a group's payload and partials are of no use any more.
-WITHOUT_PAYLOAD = (State.GENERATING, State.RETURNED, State.DROPPED)
-# Rows, and steps of SQLite's own machine, between two reports of progress.
+# States in which a group's payload is no longer needed.
+WITHOUT_PAYLOAD = (GroupState.GENERATING, GroupState.RETURNED, GroupState.DROPPED)
+# Rows, and instructions of SQLite's virtual machine, between two progress reports.
 ROWS, STEPS = 1000, 10_000_000
 
 T = TypeVar("T")
-# Told how far a long reading is.
+# Receives the progress of a long read.
 Report = Callable[[str], None]
 
 
 class _Stored(Generic[T]):
-    """What is in the ledger, read when it is called for."""
+    """A value in the ledger, read when called."""
 
     def __init__(self, load: Callable[..., T], *key: int) -> None:
         self._load = load
@@ -94,21 +96,21 @@ class _Stored(Generic[T]):
 
 
 def begun(path: Path) -> bool:
-    """Whether a run has a ledger there. `resume.begin_ledger` names the file when it is whole, so an empty one is none."""
+    """Whether a run has a ledger there. An empty file is none: `begin_ledger` renames a complete one into place."""
     return path.is_file() and path.stat().st_size > 0
 
 
 class Ledger:
-    """Opens the file, or makes an empty one. Use it from one thread at a time. Every method raises LedgerError."""
+    """Opens the file, or creates it. Use it from one thread at a time. Every method raises LedgerError."""
 
     def __init__(self, path: str | Path, lock_seconds: float = LOCK_SECONDS) -> None:
         self.path = Path(path)
-        # What the file holds already: fields, and the very objects that were written for each group's number.
-        self._standing: dict[str, Any] = {}
+        # What the file holds: status fields, and by group number the very objects that were written.
+        self._status: dict[str, Any] = {}
         self._groups: dict[int, Group] = {}
         self._partials: dict[int, dict[tuple[int, int], Partial | StoredPartial]] = {}
         self._prepared: tuple[list[Trajectory], bytes] = ([], b"")
-        with self._telling("opened"):
+        with self._explaining("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
             try:
                 self._prepare()
@@ -118,8 +120,8 @@ class Ledger:
 
     @property
     def empty(self) -> bool:
-        """Nothing was ever written."""
-        with self._telling("read"):
+        """Whether nothing was ever written."""
+        with self._explaining("read"):
             return self._db.execute("SELECT count(*) FROM standing").fetchone() == (0,)
 
     def close(self) -> None:
@@ -128,8 +130,8 @@ class Ledger:
     # Reading
 
     def check(self, report: Report = lambda text: None) -> None:
-        """Looks through the whole file for damage, and compares every payload with its checksum."""
-        with self._telling("read"):
+        """Checks the whole file for damage, and every payload against its checksum."""
+        with self._explaining("read"):
             self._db.set_progress_handler(lambda: report("checking its pages"), STEPS)
             try:
                 (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
@@ -145,73 +147,72 @@ class Ledger:
                 verify(data)
 
     def admitted(self) -> list[str]:
-        """The uid of every group ever admitted, in that order."""
-        with self._telling("read"):
+        """The uid of every group ever admitted, in order of admission."""
+        with self._explaining("read"):
             return [uid for (uid,) in self._db.execute("SELECT uid FROM groups ORDER BY number")]
 
-    def read(self, rollback_step: int | None = None, report: Report = lambda text: None) -> Record:
-        """Everything that a buffer needs to go on, or to roll back to that step, however old it is.
+    def read(self, rollback_step: int | None = None, report: Report = lambda text: None) -> BufferSnapshot:
+        """Everything that a buffer needs to continue, or to roll back to that step, however old it is.
 
-        Entries that only accounting needs stay in the file.
+        Leaves out entries that only the counts need.
         """
-        with self._telling("read"):
+        with self._explaining("read"):
             rows = self._db.execute("SELECT field, value FROM standing")
-            self._standing = {field: json.loads(value) for field, value in rows}
-            standing = Standing(**self._standing)
+            status = msgspec.convert({field: json.loads(value) for field, value in rows}, BufferStatus)
+            self._status = _values(status)
             if rollback_step is not None:
-                standing.oldest_kept = min(standing.oldest_kept, rollback_step)
+                status.oldest_kept = min(status.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
-            return Record(
-                standing,
-                self._entries(standing.oldest_kept, report),
+            return BufferSnapshot(
+                status,
+                self._entries(status.oldest_kept, report),
                 admitted=sum(number for _, _, number in counted),
                 trained=sum(number for state, _, number in counted if state in TRAINED),
-                dropped={reason: number for state, reason, number in counted if state == State.DROPPED},
+                dropped={reason: number for state, reason, number in counted if state == GroupState.DROPPED},
             )
 
-    def payloads(self, uids: Sequence[str]) -> dict[str, Stored]:
-        """The groups of those uids whose payload is there still."""
+    def payloads(self, uids: Sequence[str]) -> dict[str, StoredGroup]:
+        """The groups among those uids that still have a payload."""
         find = "SELECT number FROM payloads JOIN groups USING (number) WHERE uid = ?"
-        with self._telling("read"):
+        with self._explaining("read"):
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
         return {uid: _Stored(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
 
     # Writing
 
     def prepare(self, group: Group) -> None:
-        """Makes the bytes of a group before the buffer takes it. Raises DataError when it cannot be recorded."""
+        """Encodes a group before the buffer takes it. Raises DataError when it cannot be recorded."""
         self._prepared = group.trajectories, encode(group)
 
-    def write(self, standing: Standing, entries: Collection[Entry], to_disk: bool = False) -> None:
-        """Makes the file agree with these entries and with where the buffer stands. Nothing new costs nothing."""
-        values = {field.name: getattr(standing, field.name) for field in fields(Standing)}
-        changed = {name: value for name, value in values.items() if self._differs(name, value)}
+    def write(self, status: BufferStatus, entries: Collection[GroupEntry], to_disk: bool = False) -> None:
+        """Records these entries and the changed fields of the status. Writes nothing when nothing changed."""
+        changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
         if not changed and not entries:
             return
-        with self._telling("written"), self._transaction(to_disk):
-            rows = ((name, json.dumps(value)) for name, value in changed.items())
+        with self._explaining("written"), self._transaction(to_disk):
+            rows = ((name, json.dumps(value, default=asdict)) for name, value in changed.items())
             self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
             for entry in entries:
                 self._write(entry)
-        self._standing |= changed
+        self._status |= changed
 
     def merge_log(self) -> None:
-        """Copies the log into the file, which then holds everything by itself."""
-        with self._telling("written"):
+        """Copies the log into the file, which then needs no log."""
+        with self._explaining("written"):
             busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             if busy:
                 raise LedgerError(f"{self.path} is held by another process")
 
     def prune(self, oldest_kept: int, least_version: int) -> None:
-        """Removes the payloads of trained groups that no rollback brings back: those of steps up to ``oldest_kept``, and
-        those with tokens older than ``least_version``, which would have to be generated again anyway."""
-        with self._telling("written"), self._transaction():
+        """Removes the payloads of trained groups that no rollback needs: those of steps up to ``oldest_kept``, and
+        those with tokens older than ``least_version``, which would be generated again anyway."""
+        with self._explaining("written"), self._transaction():
             self._db.execute(PRUNE, (oldest_kept, least_version))
 
     # Inside
 
     def _prepare(self) -> None:
-        """Takes the file for this process, and makes the tables when it is new."""
+        """Locks the file for this process, and creates the tables in a new one."""
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
         self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
         self._db.execute("PRAGMA synchronous=NORMAL")
@@ -222,8 +223,8 @@ class Ledger:
             raise LedgerError(f"{self.path} is a database, but not a ledger; move it away")
         if not new and version != SCHEMA_VERSION:
             raise LedgerError(
-                f"{self.path} has format {version}, this version of megasync reads {SCHEMA_VERSION}; resume with the "
-                f"version that started the run, or {WITHOUT}"
+                f"{self.path} has format {version}, but this version of megasync reads {SCHEMA_VERSION}; resume with "
+                f"the version that started the run, or {WITHOUT}"
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._transaction():
@@ -234,13 +235,13 @@ class Ledger:
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _differs(self, name: str, value: Any) -> bool:
-        """Whether the file has another value. What a run began with is long and never changes: comparing it would take
-        as long as all the rest."""
-        held = self._standing.get(name, self)
+        """Whether the file has another value. Identity first: what a run began with is long and never changes, and a
+        comparison would take as long as everything else."""
+        held = self._status.get(name, self)
         return held is not value and held != value
 
     def _load_group(self, number: int) -> Group:
-        with self._telling("read"):
+        with self._explaining("read"):
             row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
             if row is None:
                 raise ValueError(f"group number {number} has no payload")
@@ -249,15 +250,15 @@ class Ledger:
 
     def _load_partial(self, number: int, sample: int, turn: int) -> Partial:
         find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
-        with self._telling("read"):
+        with self._explaining("read"):
             row = self._db.execute(find, (number, sample, turn)).fetchone()
             if row is None:
                 raise ValueError(f"group number {number} has no response {sample} in turn {turn}")
             return decode_partial(row[0])
 
-    def _entries(self, oldest_kept: int, report: Report) -> list[Entry]:
-        """Live and unpublished groups, those that hold a place behind the oldest of them, and what ended recently."""
-        names = [state.value for state in (*LIVE, State.UNPUBLISHED)]
+    def _entries(self, oldest_kept: int, report: Report) -> list[GroupEntry]:
+        """Live and unpublished groups, all groups after the oldest of them, and those that ended recently."""
+        names = [state.value for state in (*LIVE, GroupState.UNPUBLISHED)]
         marks = ", ".join("?" * len(names))
         (front,) = self._db.execute(f"SELECT min(number) FROM groups WHERE state IN ({marks})", names).fetchone()
         rows = self._db.execute(
@@ -265,12 +266,14 @@ class Ledger:
             "WHERE number >= ifnull(?, number + 1) OR step > ?",
             (front, oldest_kept),
         )
-        paid = {number for (number,) in self._db.execute("SELECT number FROM payloads")}
-        entries = []
+        with_payload = {number for (number,) in self._db.execute("SELECT number FROM payloads")}
+        entries: list[GroupEntry] = []
         for number, uid, state, step, reason, oldest, claimant in rows:
-            entry = Entry(uid, number, State(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant)
-            if entry.state in (State.FINISHED, State.LEASED):
-                if number not in paid:
+            entry = GroupEntry(
+                uid, number, GroupState(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant
+            )
+            if entry.state in (GroupState.FINISHED, GroupState.LEASED):
+                if number not in with_payload:
                     raise ValueError(f"group {uid} is {entry.state} and has no payload")
                 entry.group = _Stored(self._load_group, number)
             entries.append(entry)
@@ -282,14 +285,14 @@ class Ledger:
         self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
         return entries
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: GroupEntry) -> None:
         number = entry.number
         self._db.execute(
             UPSERT,
             (number, entry.uid, entry.state.value, entry.step, entry.reason, entry.oldest_version, entry.claimant),
         )
         if entry.group is not None:
-            # One that nobody has read yet is in the file.
+            # A group that was never loaded is in the file.
             if not callable(entry.group) and self._groups.get(number) is not entry.group:
                 self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, self._encoded(entry.group)))
                 self._groups[number] = entry.group
@@ -301,25 +304,25 @@ class Ledger:
         self._write_partials(entry)
 
     def _encoded(self, group: Group) -> bytes:
-        """As prepared, unless the buffer kept only some of the trajectories, or masked them."""
+        """The prepared bytes, unless the buffer removed or masked trajectories."""
         trajectories, data = self._prepared
         self._prepared = [], b""
         same = len(trajectories) == len(group.trajectories) and all(map(operator.is_, trajectories, group.trajectories))
         return data if same else encode(group)
 
-    def _write_partials(self, entry: Entry) -> None:
+    def _write_partials(self, entry: GroupEntry) -> None:
         held = self._partials.pop(entry.number, {})
         if not entry.partials and held:
             self._db.execute("DELETE FROM partials WHERE number = ?", (entry.number,))
         for (sample, turn), partial in entry.partials.items():
-            if held.get((sample, turn)) is not partial:
+            if not callable(partial) and held.get((sample, turn)) is not partial:
                 row = (entry.number, sample, turn, encode(partial))
                 self._db.execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", row)
         if entry.partials:
             self._partials[entry.number] = dict(entry.partials)
 
     @contextmanager
-    def _transaction(self, to_disk: bool = False) -> Iterator[None]:
+    def _transaction(self, to_disk: bool = False) -> Generator[None]:
         if to_disk:
             self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("BEGIN IMMEDIATE")
@@ -327,7 +330,7 @@ class Ledger:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            # A full disk may have ended the transaction already.
+            # A full disk may have rolled the transaction back already.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
@@ -335,12 +338,12 @@ class Ledger:
             self._db.execute("PRAGMA synchronous=NORMAL")
 
     @contextmanager
-    def _telling(self, action: str) -> Iterator[None]:
-        """Errors of SQLite, and of bytes that are no payload, in words that say what to do."""
+    def _explaining(self, action: str) -> Generator[None]:
+        """Turns errors of SQLite and of the payload codec into a LedgerError that says what to do."""
         try:
             yield
         except sqlite3.IntegrityError as error:
-            raise LedgerError(f"{self.path} refuses a group that it knows already: {error}") from error
+            raise LedgerError(f"{self.path} already has this group: {error}") from error
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {_remedy(error)}") from error
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
@@ -350,7 +353,11 @@ class Ledger:
         return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {WITHOUT}")
 
 
+def _values(status: BufferStatus) -> dict[str, Any]:
+    return {field.name: getattr(status, field.name) for field in fields(BufferStatus)}
+
+
 def _remedy(error: sqlite3.OperationalError) -> str:
     if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return "another process holds it: is the run still going on?"
-    return "what it holds is whole: look after the disk, then `megasync resume` goes on from there"
+        return "another process holds it: is the run still alive?"
+    return "its content is intact: check the disk, then continue with `megasync resume`"

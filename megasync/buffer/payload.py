@@ -1,6 +1,6 @@
 """Groups and partial responses as bytes: MessagePack, compressed by Zstandard, with a checksum.
 
-Every number comes back exactly as it went in; arrays come back as lists. Nothing here can execute what it reads.
+Numbers are decoded exactly as encoded; arrays come back as lists. Decoding never executes what it reads.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ import zstandard
 from megasync.errors import DataError
 from megasync.trajectory import Group, Partial, Trajectory
 
-# Ids and log-probs hardly compress, versions and masks do so at any level; higher levels only take longer.
+# Ids and log-probs hardly compress, versions and masks do at any level: higher levels only take longer.
 LEVEL = 1
 
 
 def _plain(value: Any) -> Any:
-    """Scalars and arrays of NumPy and torch, which users' functions return."""
+    """Converts scalars and arrays of NumPy and torch, which users' functions return."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise NotImplementedError(type(value).__qualname__)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-# Without types: whatever a workflow put into a trajectory and the buffer accepted must come back.
+# Untyped: whatever a workflow put into a trajectory and the buffer accepted must come back.
 _decoder = msgspec.msgpack.Decoder()
 _compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
 _decompressor = zstandard.ZstdDecompressor()
 
 
 def encode(value: Group | Partial) -> bytes:
-    """Raises DataError for what is neither number, string, list nor dict."""
+    """Raises DataError for a value other than numbers, strings, lists and dicts."""
     try:
         return _compressor.compress(_encoder.encode(value))
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
         whose = f"group {value.uid}" if isinstance(value, Group) else "a partial response"
         raise DataError(
-            f"{whose} holds something that cannot be recorded ({type(error).__name__}: {error}); trajectories and their "
-            f"metrics consist of plain numbers and strings"
+            f"{whose} holds a value that cannot be recorded ({type(error).__name__}: {error}); trajectories and their "
+            f"metrics must consist of plain numbers and strings"
         ) from error
 
 
 def decode_group(data: bytes) -> Group:
-    """Raises ValueError for bytes that were damaged."""
+    """Raises ValueError for damaged bytes."""
     found = _decode(data)
     return Group(found["uid"], [Trajectory(**trajectory) for trajectory in found["trajectories"]])
 
 
 def decode_partial(data: bytes) -> Partial:
-    """Raises ValueError for bytes that were damaged."""
+    """Raises ValueError for damaged bytes."""
     return Partial(**_decode(data))
 
 
 def verify(data: bytes) -> None:
-    """Compares bytes with their checksum. Raises ValueError for those that were damaged."""
+    """Checks the bytes against their checksum. Raises ValueError for damaged bytes."""
     try:
         _decompressor.decompress(data)
     except zstandard.ZstdError as error:

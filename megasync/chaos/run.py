@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from megasync.app.run_lock import holder
-from megasync.buffer.entry import LIVE, TRAINED, State
+from megasync.buffer.groups import LIVE, TRAINED, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.chaos.inject import PERIOD_SECONDS, STOPPED_SHARE, Disk, Link, slowed
 from megasync.config import Config
@@ -356,7 +356,7 @@ def read_ledger(path: Path) -> dict[str, int]:
         by_state = dict(db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
     of = {
         "trained": sum(by_state.get(state.value, 0) for state in TRAINED),
-        "dropped": by_state.get(State.DROPPED.value, 0),
+        "dropped": by_state.get(GroupState.DROPPED.value, 0),
         "live": sum(by_state.get(state.value, 0) for state in LIVE),
     }
     return {"admitted": sum(by_state.values()), **of}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from megasync.buffer.handle import AsyncBuffer
+from megasync.buffer import AsyncBuffer
 from megasync.errors import ConfigError
 from megasync.serving.router import Router
 from megasync.serving.server import RewardModelServer, SGLangServer

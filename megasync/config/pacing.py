@@ -17,7 +17,7 @@ latest in step ``n = k v + ceil((C + W - 1) / G)``, at version ``floor((n - 1) /
 
 No deadlock: once every generation has ended there is no unfinished group, so every finished group is eligible. Fewer than
 G of them, none leased, and at most ``(k - 1) G`` trained but unpublished leave ``C - (G - 1) - (k - 1) G > 0`` slots for
-new groups. The end of a run is in ``blockers.of_admission``.
+new groups. The end of a run is in `TrajectoryBuffer.admission_blocker`.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class TrainerRecovery:
             await asyncio.to_thread(
                 write_failed_batch, self._failed_steps, step, self._progress.version, groups, str(error)
             )
-        result = await self._buffer.step_failed(step, attempts, most)
-        attempt, set_aside = result["attempt"], result["set_aside"]
+        failed = await self._buffer.step_failed(step, attempts, most)
+        attempt, set_aside = failed.attempt, failed.set_aside
         if set_aside:
             self._restarts_in_a_row = 0
             self._faults["steps_set_aside"] += 1

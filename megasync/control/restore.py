@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.buffer.ledger import begun
-from megasync.buffer.resume import begin_ledger, resume_ledger
 from megasync.config.schema import ScheduleConfig
 from megasync.control.progress import Progress
 from megasync.data import PromptSource

@@ -187,7 +187,7 @@ class World:
         """The laws of this driver."""
         self.laws.pacing = Pacing.of(self.config.schedule)
         self.laws.samples = self.config.schedule.samples_per_group
-        newest = life.buffer.process._state.standing.newest_version if unrecorded else None
+        newest = life.buffer.process._state.status.newest_version if unrecorded else None
         self.laws.driver_died(newest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasync.buffer import BufferStateError
-from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.state import FailedStep, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
 
@@ -23,16 +23,16 @@ def finish(buffer: TrajectoryBuffer, uid: str) -> None:
     assert buffer.commit(Group(uid, [answer, answer]))
 
 
-def fail(buffer: TrajectoryBuffer, step: int, attempts: int = 2, most: int = 1) -> dict:
+def fail(buffer: TrajectoryBuffer, step: int, attempts: int = 2, most: int = 1) -> FailedStep:
     assert buffer.lease(step, buffer.version) is not None
     return buffer.step_failed(step, attempts, most)
 
 
 def test_a_batch_comes_back_until_its_attempts_are_used_up() -> None:
     buffer = filled()
-    assert fail(buffer, 1) == {"step": 1, "attempt": 1, "set_aside": [], "in_a_row": 0}
+    assert fail(buffer, 1) == FailedStep(1, 1, [], 0)
     assert buffer.counts()["slots"]["finished"] == 4
-    assert fail(buffer, 1) == {"step": 1, "attempt": 2, "set_aside": ["0:0", "0:1"], "in_a_row": 1}
+    assert fail(buffer, 1) == FailedStep(1, 2, ["0:0", "0:1"], 1)
     assert buffer.counts()["dropped"] == {"failed_step": 2}
     assert [group.uid for group in buffer.lease(1, 0)] == ["0:2", "0:3"]
 
@@ -42,7 +42,7 @@ def test_a_group_that_fails_in_two_batches_is_set_aside_alone() -> None:
     fail(buffer, 1)
     buffer.drop("0:0", "workflow")
     finish(buffer, "0:2")
-    assert fail(buffer, 1)["set_aside"] == ["0:1"]
+    assert fail(buffer, 1).set_aside == ["0:1"]
     assert buffer.live_uids() == ["0:2"]
 
 
@@ -50,17 +50,17 @@ def test_the_same_answer_again_and_nothing_counted_twice() -> None:
     buffer = filled()
     first = fail(buffer, 1)
     assert buffer.step_failed(1, 2, 1) == first
-    assert fail(buffer, 1)["attempt"] == 2
+    assert fail(buffer, 1).attempt == 2
 
 
 def test_no_more_batches_in_a_row_than_allowed_until_a_step_that_got_as_far_is_trained() -> None:
     buffer = filled(6)
     fail(buffer, 1, attempts=1)
-    assert fail(buffer, 1, attempts=1) == {"step": 1, "attempt": 1, "set_aside": [], "in_a_row": 1}
+    assert fail(buffer, 1, attempts=1) == FailedStep(1, 1, [], 1)
     assert buffer.counts()["dropped"] == {"failed_step": 2}
     buffer.lease(1, 0)
     buffer.ack(1)
-    assert fail(buffer, 2, attempts=1)["in_a_row"] == 1
+    assert fail(buffer, 2, attempts=1).in_a_row == 1
 
 
 def test_steps_that_are_trained_again_do_not_give_the_allowance_back() -> None:
@@ -75,7 +75,7 @@ def test_steps_that_are_trained_again_do_not_give_the_allowance_back() -> None:
         buffer.commit(Group(uid, [answer, answer]))
     buffer.lease(1, 0)
     buffer.ack(1)
-    assert fail(buffer, 2, attempts=1)["set_aside"] == []
+    assert fail(buffer, 2, attempts=1).set_aside == []
 
 
 def test_a_step_without_a_batch_cannot_fail() -> None:
@@ -88,4 +88,4 @@ def test_what_was_trained_is_forgotten() -> None:
     fail(buffer, 1)
     buffer.lease(1, 0)
     buffer.ack(1)
-    assert buffer.standing.failed_attempts == {}
+    assert buffer.status.failed_attempts == {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
-from megasync.buffer.entry import LIVE, State
+from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import Ledger
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, LedgerError
@@ -44,20 +44,20 @@ def crash(buffer, config=None):
 
 def picture(buffer):
     """Everything about a buffer that decides what it does next."""
-    book = buffer.state._book
+    book = buffer.state._groups
     entries = {
         e.uid: (
             *(e.number, e.state, e.group() if callable(e.group) else e.group, e.oldest_version, e.claimant),
             *(buffer.state.partials(e.uid), e.step * (e.state in STEPPED)),
         )
-        for e in book.among(*(state for state in State if state is not State.DROPPED))
+        for e in book.among(*(state for state in GroupState if state is not GroupState.DROPPED))
     }
     assert entries.keys() == book.open.keys()
     lease = buffer.state._lease and (buffer.state._lease[0], [e.uid for e in buffer.state._lease[1]])
-    return entries, list(entries), lease, asdict(buffer.state.standing), buffer.state.counts()
+    return entries, list(entries), lease, asdict(buffer.state.status), buffer.state.counts()
 
 
-STEPPED = (State.LEASED, State.UNPUBLISHED, State.PUBLISHED)
+STEPPED = (GroupState.LEASED, GroupState.UNPUBLISHED, GroupState.PUBLISHED)
 
 
 def answers(rng, version, samples=2):
@@ -184,9 +184,9 @@ class Life:
         uids = [uid for batch in self.trained.values() for uid in batch]
         assert len(uids) == len(set(uids)) == counts["trained"]
         assert not set(uids) & set(self.state.live_uids())
-        assert self.state.standing.last_step == self.step
+        assert self.state.status.last_step == self.step
         least = self.version - self.state.pacing.staleness_bound
-        for entry in self.state._book.among(State.FINISHED):
+        for entry in self.state._groups.among(GroupState.FINISHED):
             assert entry.oldest_version >= least
         rows = dict(self.buffer.ledger._db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
         assert sum(rows.get(state, 0) for state in LIVE) == counts["live"]
@@ -227,7 +227,7 @@ def train(buffer, group, *uids):
     """One step a group, each published."""
     state = buffer.state
     for uid in uids:
-        step = state.standing.last_step + 1
+        step = state.status.last_step + 1
         do(buffer, "admit", uid)
         buffer.commit(group(uid, state.version, state.version))
         do(buffer, "lease", step, state.version)
@@ -260,9 +260,9 @@ def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_i
     buffer.checkpointed(4, 3)
     again = crash(buffer)
     for one in (buffer, again):
-        assert list(one.state._book.ended) == ["d", "e"]
+        assert list(one.state._groups.ended) == ["d", "e"]
         assert one.state.counts()["trained"] == 4 and one.state.counts()["dropped"] == {"failed": 1}
-    with pytest.raises(LedgerError, match="knows already"):
+    with pytest.raises(LedgerError, match="already has this group"):
         do(again, "admit", "a")
     again.ledger.close()
 
@@ -296,7 +296,10 @@ def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path,
         do(buffer, "drop", "b", "why")
 
     again = crash(buffer)
-    assert [(e.uid, e.state.value) for e in again.state._book.open.values()] == [("a", "finished"), ("b", "generating")]
+    assert [(e.uid, e.state.value) for e in again.state._groups.open.values()] == [
+        ("a", "finished"),
+        ("b", "generating"),
+    ]
     assert again.state.closed is None and again.commit(large)
     again.ledger.close()
 
@@ -340,7 +343,7 @@ def test_a_ledger_of_another_format_is_refused(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
-    with pytest.raises(LedgerError, match="has format 99, this version of megasync reads 2"):
+    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 2"):
         Ledger(path)
 
 
@@ -389,7 +392,7 @@ def test_a_long_reading_tells_how_far_it_is(buffer, monkeypatch):
 
 
 def test_only_one_process_holds_a_ledger(path, buffer):
-    with pytest.raises(LedgerError, match="locked; another process holds it: is the run still going on"):
+    with pytest.raises(LedgerError, match="locked; another process holds it: is the run still alive"):
         Ledger(path, lock_seconds=0.1)
 
 
@@ -419,7 +422,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_changes(buffer, grou
     do(buffer, "admit", "a")
     strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
     with pytest.raises(
-        DataError, match=r"group a holds something that cannot be recorded \(NotImplementedError: object"
+        DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"
     ):
         buffer.commit(Group("a", [strange, strange]))
     assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))

@@ -10,7 +10,7 @@ from killed import cut_short
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger, begun
-from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
@@ -251,21 +251,21 @@ def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
         resume_ledger(path, SCHEDULE, TOTAL, 0)
     path.unlink()
     path.with_name("ledger.db-wal").write_bytes(b"of another ledger")
-    with pytest.raises(LedgerError, match="is the log of a ledger that is gone; move it"):
+    with pytest.raises(LedgerError, match="is the log of a missing ledger; put"):
         begin_ledger(path, 0, 0, {}, {})
 
 
 @pytest.mark.processes
 def test_whatever_ends_the_first_second_leaves_no_ledger_or_a_whole_one(tmp_path):
     setup = """
-from megasync.buffer import resume
+from megasync.buffer import durable
 
 def begin(folder): ...
 
 def work(folder):
-    resume.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
+    durable.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
 """
-    modules = ("megasync/buffer/ledger.py", "megasync/buffer/resume.py", "megasync/files.py")
+    modules = ("megasync/buffer/ledger.py", "megasync.buffer.durable.py", "megasync/files.py")
     cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
     for case in cases:
         path = case.folder / "ledger.db"

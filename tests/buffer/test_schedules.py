@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
-from megasync.buffer.entry import LIVE, UNFINISHED, State
+from megasync.buffer.groups import LIVE, UNFINISHED, GroupState
 from megasync.buffer.state import STALE_POLICIES
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
@@ -121,7 +121,7 @@ class Run:
         before = self.buffer.counts()["dropped"]
         failed = self.buffer.step_failed(self.step + 1, attempts=2, most_in_a_row=self.random.choice([1, 1000]))
         self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
-        assert {group.uid for group in self.batch} >= set(failed["set_aside"])
+        assert {group.uid for group in self.batch} >= set(failed.set_aside)
         # These groups overtook nobody.
         self.overtakers = self.overtakers_before
         self.batch = None
@@ -165,12 +165,12 @@ class Run:
 
     def check_index(self):
         """The book's indexes against the same questions asked of every open group in turn."""
-        book, window = self.buffer._book, self.pacing.window
+        book, window = self.buffer._groups, self.pacing.window
         entries = sorted(book.open.values(), key=lambda entry: entry.number)
         slots = Counter(entry.state for entry in entries)
         assert {state: number for state, number in book.slots().items() if number} == slots
         assert book.live() == sum(slots[state] for state in LIVE)
-        for states in (UNFINISHED, (State.RETURNED,), (State.FINISHED, State.LEASED)):
+        for states in (UNFINISHED, (GroupState.RETURNED,), (GroupState.FINISHED, GroupState.LEASED)):
             among = [entry for entry in entries if entry.state in states]
             assert book.among(*states) == among and book.oldest(*states) is next(iter(among), None)
         eligible, ahead = [], None
@@ -181,12 +181,12 @@ class Run:
                     break
             elif entry.state in UNFINISHED:
                 ahead = 0
-            if entry.state is State.FINISHED:
+            if entry.state is GroupState.FINISHED:
                 eligible.append(entry)
         assert book.ready(window) == len(eligible) and book.batch(len(eligible)) == eligible
         assert self.buffer.has_batch() == (len(eligible) >= self.pacing.groups_per_step)
-        assert self.buffer.has_returned() == bool(slots[State.RETURNED])
-        claims = {e.claimant: e for e in entries if e.claimant and e.state is State.GENERATING}
+        assert self.buffer.has_returned() == bool(slots[GroupState.RETURNED])
+        claims = {e.claimant: e for e in entries if e.claimant and e.state is GroupState.GENERATING}
         assert book._claims == claims
 
     def check_batch(self):

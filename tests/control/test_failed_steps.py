@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from controller_rig import FakeTrainer, Rig
 
-from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.control.progress import Progress
 from megasync.control.recovery import write_failed_batch
 from megasync.errors import NonFiniteError, TrainingError

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from megasync.buffer import AsyncBuffer, BufferClosed
-from megasync.buffer.resume import begin_ledger, resume_ledger
+from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer

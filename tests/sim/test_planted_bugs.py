@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import megasync.control.restore
-from megasync.buffer.handle import AsyncBuffer
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger
-from megasync.buffer.record import Standing
-from megasync.buffer.state import TrajectoryBuffer
+from megasync.buffer.state import BufferStatus, FailedStep, TrajectoryBuffer
 from megasync.control.controller import Controller
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
@@ -67,14 +66,14 @@ def forgets_a_group(self: TrajectoryBuffer, version: int) -> None:
     """A publication frees the slot of a group that was not trained, which is then nowhere."""
     PUBLISH(self, version)
     for uid in self.live_uids()[:1]:
-        self._book._leave(self._book.open[uid])
+        self._groups._leave(self._groups.open[uid])
 
 
 PUBLISH = TrajectoryBuffer.publish
 
 
-async def counts_no_failure(self: AsyncBuffer, step: int, attempts: int, most_in_a_row: int) -> dict:
-    return {"attempt": 1, "set_aside": [], "in_a_row": 0}
+async def counts_no_failure(self: AsyncBuffer, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
+    return FailedStep(step, attempt=1)
 
 
 @contextmanager
@@ -126,9 +125,9 @@ def begins_in_place(path: Path, step: int, version: int, counters: dict[str, Any
     """An unfinished ledger lies where a whole one is looked for."""
     ledger = Ledger(path)
     try:
-        standing = Standing.first(step, version, counters)
-        standing.inherited["origin"] = origin
-        ledger.write(standing, [], to_disk=True)
+        status = BufferStatus.initial(step, version, counters)
+        status.inherited["origin"] = origin
+        ledger.write(status, [], to_disk=True)
     finally:
         ledger.close()
 
@@ -136,7 +135,7 @@ def begins_in_place(path: Path, step: int, version: int, counters: dict[str, Any
 def counts_what_is_trained(self: TrajectoryBuffer) -> str | None:
     """As if every step that is trained had been one of the present size."""
     total, live = self._total_steps * self.pacing.groups_per_step, len(self.live_uids())
-    return "a drop" if self._book.trained + live >= total else BLOCKER(self)
+    return "a drop" if self._groups.trained + live >= total else BLOCKER(self)
 
 
 BLOCKER = TrajectoryBuffer.admission_blocker

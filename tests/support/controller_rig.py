@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasync.buffer.handle import AsyncBuffer
+from megasync.buffer import AsyncBuffer
 from megasync.config import Config
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts

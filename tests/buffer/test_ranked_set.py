@@ -1,4 +1,4 @@
-"""A `NumberSet` answers as a sorted list would."""
+"""A `RankedSet` answers as a sorted list would."""
 
 from bisect import bisect_right
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.buffer.numbers import NumberSet
+from megasync.buffer.ranked_set import RankedSet
 
 NUMBERS = st.one_of(st.integers(0, 40), st.integers(0, 3000))
 
@@ -16,7 +16,7 @@ NUMBERS = st.one_of(st.integers(0, 40), st.integers(0, 3000))
     st.lists(st.tuples(st.booleans(), NUMBERS), max_size=80), st.lists(NUMBERS, max_size=5), st.sampled_from([0, 10**9])
 )
 def test_it_is_a_sorted_list_with_ranks(changes, questions, offset):
-    numbers, oracle = NumberSet(), set()
+    numbers, oracle = RankedSet(), set()
     for adds, number in ((adds, number + offset) for adds, number in changes):
         (numbers.add if adds else numbers.discard)(number)
         (oracle.add if adds else oracle.discard)(number)
@@ -34,9 +34,9 @@ def test_it_is_a_sorted_list_with_ranks(changes, questions, offset):
 def test_it_is_seldom_built_again(monkeypatch, order):
     """Building costs as much as the span, so it may happen only once in that many numbers."""
     built = []
-    build = NumberSet._build
-    monkeypatch.setattr(NumberSet, "_build", lambda self: built.append(len(self._tree)) or build(self))
-    numbers, n = NumberSet(), 20_000
+    build = RankedSet._build
+    monkeypatch.setattr(RankedSet, "_build", lambda self: built.append(len(self._tree)) or build(self))
+    numbers, n = RankedSet(), 20_000
     for number in range(n):
         numbers.add(n - number if order == "down" else number)
         if order == "window" and number >= 100:

@@ -1,4 +1,4 @@
-"""A set of whole numbers that knows ranks: how many are up to some number, and which is the n-th."""
+"""A set of integers with order statistics: how many members are up to a number, and which one is the n-th."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterator
 LEAST_SIZE = 64
 
 
-class NumberSet:
+class RankedSet:
     """Every method takes time logarithmic in the span between the least and the greatest member; iteration sorts.
 
-    A Fenwick tree of counts over a range of numbers. When a number falls outside that range, the tree is built again with
-    at least as much room on either side as its members span, so building costs a constant per number admitted.
+    A Fenwick tree of counts over a range of numbers. When a number falls outside that range, the tree is rebuilt with
+    at least as much room on either side as its members span, so rebuilding has amortised constant cost per added
+    number.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class NumberSet:
             self._count(number, -1)
 
     def rank(self, number: int) -> int:
-        """How many members are less than or equal to this number."""
+        """The number of members less than or equal to this number."""
         index = min(number - self._base + 1, len(self._tree) - 1)
         found = 0
         while index > 0:
@@ -53,7 +54,7 @@ class NumberSet:
         return found
 
     def nth(self, index: int) -> int:
-        """The member with ``index`` smaller ones. Raises IndexError."""
+        """The member that exactly ``index`` members are smaller than. Raises IndexError."""
         if not 0 <= index < len(self._members):
             raise IndexError(f"member {index} of {len(self._members)}")
         at, step = 0, len(self._tree) - 1

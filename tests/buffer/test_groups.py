@@ -19,7 +19,7 @@ def buffer_with(groups):
     for number in range(groups, 3 * groups):
         assert buffer.commit(Group(f"0:{number}", [ANSWER, ANSWER]))
     for number in range(2 * groups, 3 * groups):
-        buffer._book.give_back(buffer._book.find(f"0:{number}"), 0.0)
+        buffer._groups.give_back(buffer._groups.find(f"0:{number}"), 0.0)
     return buffer
 
 
