@@ -46,8 +46,8 @@ class WeightPublisher(Protocol):
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         """Publishes to every server, or to those with these URLs. Returns metrics.
 
-        Raises PublishError, which names who failed; ServerParityError for servers that alone compute other log-probs than
-        the trainer; ParityError when all servers do.
+        Raises PublishError, which names who failed; ServerParityError for servers that alone compute other log-probs
+        than the trainer; ParityError when all servers do.
         """
         ...
 

@@ -8,8 +8,8 @@ from killed import cut_short
 
 from megasync.app.async_trainer import AsyncTrainer
 from megasync.app.continuing import name_run, settings
-from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.durable import begin_ledger
+from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
 from megasync.errors import CheckpointError, ConfigError
 from megasync.trainer.checkpoint import MARKER, step_path

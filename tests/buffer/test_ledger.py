@@ -1,4 +1,5 @@
-"""The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had happened."""
+"""The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had
+happened."""
 
 import asyncio
 import random
@@ -69,7 +70,8 @@ def answers(rng, version, samples=2):
 
 
 class Life:
-    """Random calls on a buffer with a ledger; whoever works on a group is remembered outside, as the rollouter would."""
+    """Random calls on a buffer with a ledger; whoever works on a group is remembered outside, as the rollouter
+    would."""
 
     def __init__(self, path, seed):
         self.random = r = random.Random(seed)
@@ -421,9 +423,7 @@ def test_whatever_a_workflow_may_put_into_a_trajectory_comes_back(buffer):
 def test_what_cannot_be_recorded_is_refused_before_anything_changes(buffer, group):
     do(buffer, "admit", "a")
     strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
-    with pytest.raises(
-        DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"
-    ):
+    with pytest.raises(DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"):
         buffer.commit(Group("a", [strange, strange]))
     assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))
 

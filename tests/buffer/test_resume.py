@@ -9,8 +9,8 @@ import pytest
 from killed import cut_short
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.ledger import Ledger, begun
 from megasync.buffer.durable import begin_ledger, resume_ledger
+from megasync.buffer.ledger import Ledger, begun
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError

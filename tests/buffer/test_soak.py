@@ -11,8 +11,8 @@ import pytest
 from fake_sglang import FakeSGLang
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.ledger import LOG_PAGES
 from megasync.buffer.durable import begin_ledger
+from megasync.buffer.ledger import LOG_PAGES
 from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer

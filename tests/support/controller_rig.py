@@ -28,7 +28,8 @@ from megasync.trajectory import Group, Trajectory
 
 
 class FakeRollouter:
-    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after so many;
+    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after
+    so many;
     `first` is the number of the first prompt."""
 
     def __init__(
@@ -95,8 +96,8 @@ class FakeSaved:
 
 
 class FakeTrainer:
-    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it. A step with
-    one of the `poison` groups raises an error, `times` in all."""
+    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it. A step
+    with one of the `poison` groups raises an error, `times` in all."""
 
     def __init__(
         self,
