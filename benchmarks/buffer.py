@@ -33,8 +33,8 @@ import ray
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.payload import encode
-from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
 from megasync.trajectory import Group, Trajectory
@@ -127,8 +127,8 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
 
 def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
     handles = {
-        "megasync actor, durable": BufferHandle(SCHEDULE, ledger=str(folder / "actor.db")),
-        "megasync actor, in memory": BufferHandle(SCHEDULE),
+        "megasync actor, durable": RemoteBuffer(SCHEDULE, ledger=str(folder / "actor.db")),
+        "megasync actor, in memory": RemoteBuffer(SCHEDULE),
     }
     for handle in handles.values():
         stack.callback(handle.kill)

@@ -20,8 +20,8 @@ from megasync.app.run_lock import RunLock
 from megasync.app.servers import Servers, reserve
 from megasync.app.workload import Workload
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.cluster.buffer_handle import BufferHandle
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.tasks import gather_or_cancel
@@ -125,7 +125,7 @@ class Run:
         ranks = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(ranks.stop)
         total_groups = schedule.total_steps * schedule.groups_per_step
-        buffer = BufferHandle(schedule, total_groups, ledger=ledger)
+        buffer = RemoteBuffer(schedule, total_groups, ledger=ledger)
         stack.callback(buffer.kill)
         await gather_or_cancel(ranks.start(self._checkpoint), servers.start())
 

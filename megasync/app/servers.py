@@ -41,7 +41,7 @@ async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, Poo
 
     stack.push_async_callback(disconnect)
     await asyncio.shield(connecting)
-    cluster.give_back_signals()
+    cluster.restore_signals()
     pools = Pools(dict(specs), device.kind)
     stack.callback(pools.remove)
     await pools.create(config.timeouts.server_start)
@@ -99,7 +99,7 @@ class Servers:
             trust=router_trust(config.cluster),
             stop_ids=task.stop_ids,
             quarantine=self.quarantine,
-            on_invalid_answer=self.fleet.doubt,
+            on_invalid_answer=self.fleet.check_all,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

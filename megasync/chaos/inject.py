@@ -1,7 +1,7 @@
 """Faults that last for a while: a slow process, a full disk, a cut network link. Each ends whatever happens meanwhile.
 
-What cannot be undone is refused before it begins: only a filesystem that the run has for itself is filled, and only a link
-of a named network namespace is cut, never one of the machine's own.
+What cannot be undone is refused before it begins: only a filesystem that the run has for itself is filled, and only a
+link of a named network namespace is cut, never one of the machine's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`megasync chaos`: trains as a configuration says, injects faults at random moments, and reports the outcome.
 
-The run is a process of its own, as a person starts it, and every fault comes from outside. Its processes are found among
-its descendants on this machine.
+The run is a process of its own, as a person starts it, and every fault comes from outside. Its processes are found
+among its descendants on this machine.
 
     kind                                 fault                                   ends
     -----------------------------------  --------------------------------------  --------------------------------
@@ -89,8 +89,8 @@ class Verdict:
 class Chaos:
     """One run under faults. `say` is told of each fault as it is injected.
 
-    `pause` is the longest random wait between the step that follows a fault and the next fault, `patience` the longest wait
-    for that step, `hold` how long a slow server, a full disk and a cut link last, in seconds.
+    `pause` is the longest random wait between the step that follows a fault and the next fault, `patience` the longest
+    wait for that step, `hold` how long a slow server, a full disk and a cut link last, in seconds.
     """
 
     def __init__(
@@ -311,7 +311,8 @@ class Chaos:
             staleness_bound=Pacing.of(self._loaded.schedule).staleness_bound,
             scores=[row[names.SCORE] for row in rows if names.SCORE in row],
         )
-        # Not the last step in the metrics: a run that is stopped while new ranks take up a checkpoint has gone back to it.
+        # Not the last step in the metrics: a run that is stopped while new ranks take up a checkpoint has gone back to
+        # it.
         saved = checkpoint.latest(self._run_dir)
         wanted = (0 if saved is None else checkpoint.step_of(saved)) * self._loaded.schedule.groups_per_step
         # A run that was resumed to its end, or stopped by us, ends with 0.

@@ -1,16 +1,20 @@
-"""Handles of the actors of one role: start them in their pool, call them, end them.
+"""Ray actors: groups with one role, services in an actor of their own, and the end of those that no longer listen.
 
-Every call has a deadline and every failure says which member failed and why; nobody else touches Ray's futures. A member
-that died or does not answer is a `ProcessLost`, whatever its peers said about it; anything else came out of the call.
+Every call has a deadline and every failure names the actor and the cause; no other module touches Ray's futures. An
+actor that died or does not answer is a `ProcessLost`, whatever its peers reported; any other error came out of the
+call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -18,11 +22,18 @@ from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
 
-# The peers of a member that died may fail, in a collective with it, before Ray knows of the death.
-OBITUARY_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+# When an actor dies, its peers' collectives may fail before Ray reports the death. Seconds to wait for that report.
+DEATH_REPORT_SECONDS = 5.0
+# Added to a start's own deadline, so that the service's error, which is more specific, comes first. Also the deadline
+# of short calls.
+ANSWER_SECONDS = 30.0
+# Seconds for a killed process to exit, on a busy machine.
+EXIT_SECONDS = 10.0
 
 
-class Actors:
+class ActorGroup:
     """The actors of one role, in slot order."""
 
     def __init__(self, role: str, handles: Sequence[Any]) -> None:
@@ -30,65 +41,47 @@ class Actors:
         self.handles = list(handles)
 
     @classmethod
-    def create(
-        cls,
-        role: str,
-        arguments: Sequence[tuple],
-        *,
-        pools: Pools | None = None,
-        pool: str | None = None,
-        guest: bool = False,
-        beside: bool = False,
-        first_slot: int = 0,
-        environment: dict[str, str] | None = None,
-    ) -> Actors:
-        """One actor per entry of `arguments`, placed in the role's pool (or `pool`) from `first_slot` on.
-
-        A guest takes no device; nor does one that is put beside the process which has the slot.
-        """
+    def create(cls, role: str, arguments: Sequence[tuple[Any, ...]], pools: Pools) -> ActorGroup:
+        """Starts one actor per entry of `arguments`, placed in the role's pool from slot 0 on."""
         spec = ROLES[role]
-        pool = pool or spec.pool
+        if spec.pool is None:
+            raise ValueError(f"role {role!r} has no pool")
         remote = ray.remote(spec.actor)
-        handles = []
-        for slot, args in enumerate(arguments, first_slot):
-            if pool is None or pools is None:
-                options: dict = {"num_cpus": 0}
-            elif guest:
-                options = pools.guest_options(pool)
-            else:
-                options = pools.neighbour_options(pool, slot) if beside else pools.options(pool, slot)
-            if environment:
-                options["runtime_env"] = {"env_vars": environment}
-            handles.append(remote.options(**options, max_restarts=0).remote(*args))
-        return cls(role, handles)
+        return cls(
+            role,
+            [
+                remote.options(**pools.options(spec.pool, slot), max_restarts=0).remote(*args)
+                for slot, args in enumerate(arguments)
+            ],
+        )
 
     async def call(self, method: str, *args: Any, timeout: float | None) -> list[Any]:
-        """Calls `method(*args)` on every member; results in slot order. Ends with the first failure."""
-        shared = [ray.put(a) if isinstance(a, (list, dict)) else a for a in args]
+        """Calls `method(*args)` on every actor; results in slot order. Raises the first failure."""
+        shared = [ray.put(arg) if isinstance(arg, (list, dict)) else arg for arg in args]
         return await self._gather(method, [getattr(h, method).remote(*shared) for h in self.handles], timeout)
 
     async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None) -> Any:
         ref = getattr(self.handles[slot], method).remote(*args)
         return (await self._gather(method, [ref], timeout, first=slot))[0]
 
-    async def _gather(self, method: str, refs: list, timeout: float | None, first: int = 0) -> list[Any]:
-        waits = [asyncio.ensure_future(self._result(slot, method, ref)) for slot, ref in enumerate(refs, first)]
+    async def _gather(self, method: str, refs: list[Any], timeout: float | None, first: int = 0) -> list[Any]:
+        calls = [asyncio.ensure_future(self._result(slot, method, ref)) for slot, ref in enumerate(refs, first)]
         try:
-            done, late = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-            failure = next((wait.exception() for wait in done if wait.exception()), None)
+            done, late = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            failure = next((error for call in done if (error := call.exception())), None)
             if failure is not None:
-                raise await _death(failure, late) or failure
+                raise await _find_death(failure, late) or failure
             if late:
-                slots = [slot for slot, wait in enumerate(waits, first) if wait in late]
+                slots = [slot for slot, call in enumerate(calls, first) if call in late]
                 raise ProcessLost(
                     f"{self.role} {slots} did not finish {method}() within {timeout:.0f} s; raise the matching "
                     f"timeouts.* value if the work really takes longer"
                 )
-            return [wait.result() for wait in waits]
+            return [call.result() for call in calls]
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def _result(self, slot: int, method: str, ref: Any) -> Any:
         try:
@@ -102,23 +95,103 @@ class Actors:
             raise ProcessLost(f"{self.role} {slot} died during {method}(): {error}") from error
 
     def kill(self) -> None:
-        """Ends the actor processes at once; for after `stop`, or when a member no longer answers."""
+        """Kills the actors immediately; use it after `stop`, or when an actor no longer answers."""
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
         self.handles.clear()
 
 
-async def _death(failure: BaseException, others: set[asyncio.Future]) -> ProcessLost | None:
-    """The death of another member, when that may be what an unexpected failure comes from; None when all live."""
+async def _find_death(failure: BaseException, others: set[asyncio.Task[Any]]) -> ProcessLost | None:
+    """The death of another actor, which an unexpected failure may come from; None when all are alive."""
     if not isinstance(failure.__cause__, RayTaskError):
         return None
-    deadline = time.monotonic() + OBITUARY_SECONDS
+    deadline = time.monotonic() + DEATH_REPORT_SECONDS
     while others:
         left = max(0.0, deadline - time.monotonic())
         ended, others = await asyncio.wait(others, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        for death in (wait.exception() for wait in ended):
+        for death in (call.exception() for call in ended):
             if isinstance(death, ProcessLost):
                 return death
         if not ended:
             return None
     return None
+
+
+class ServiceActor:
+    """A service (a server, the router) in a Ray actor of its own, which ends with it. Not reusable after `stop`."""
+
+    def __init__(self, role: str, index: int, options: dict[str, Any], arguments: tuple[Any, ...]) -> None:
+        """`options` are Ray's, from `Pools`; `arguments` are those of the role's class. `start` creates the actor."""
+        self._name = f"{role} {index}"
+        self._index = index
+        self._role = role
+        self._options = options
+        self._arguments = arguments
+        self._group: ActorGroup | None = None
+
+    async def start(self, timeout: float) -> str:
+        remote = ray.remote(ROLES[self._role].actor).options(**self._options, max_restarts=0)
+        self._group = ActorGroup(self._role, [remote.remote(*self._arguments)])
+        return await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
+
+    async def alive(self) -> bool:
+        return await self._call("alive", timeout=ANSWER_SECONDS)
+
+    async def tail(self, lines: int) -> str:
+        return await self._call("tail", lines, timeout=ANSWER_SECONDS)
+
+    async def visible_devices(self) -> str:
+        """See `SGLangServer.visible_devices`."""
+        return await self._call("visible_devices", timeout=ANSWER_SECONDS)
+
+    async def stop(self, timeout: float) -> None:
+        """Asks the service to end within `timeout` seconds, then kills the actor whatever it answered.
+
+        A cancelled call kills it too. The service ends with its actor.
+        """
+        if self._group is None:
+            return
+        try:
+            await self._call("stop", timeout=timeout)
+        except MegasyncError as error:
+            log.debug("%s did not stop cleanly: %r", self._name, error)
+        finally:
+            self._group.kill()
+            self._group = None
+
+    async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if self._group is None:
+            raise ProcessLost(f"{self._name} does not run")
+        return await self._group.call_one(0, method, *arguments, timeout=timeout)
+
+
+async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeout: float) -> None:
+    """Kills the processes of actors that may no longer listen to Ray; `pids` are in slot order.
+
+    A stopped process answers nobody and keeps its device. The kill comes from a task on the process's own node, because
+    a process id is valid only there. Returns once none is left, or logs those that remain after `timeout` seconds.
+    """
+    kill = ray.remote(max_retries=0)(kill_process)
+    title = ROLES[role].actor.__name__
+    refs: list[Any] = [
+        kill.options(**pools.same_node_options(role, slot)).remote(pid, title) for slot, pid in enumerate(pids)
+    ]
+    kills = [asyncio.wrap_future(ref.future()) for ref in refs]
+    if not kills:
+        return
+    done, late = await asyncio.wait(kills, timeout=timeout)
+    for task in late:
+        task.cancel()
+    failures = [task.exception() for task in done if task.exception()]
+    if late or failures:
+        log.warning("%d %s processes may still be alive: %s", len(late) + len(failures), role, failures[:1])
+
+
+def kill_process(pid: int, title: str) -> None:
+    """Kills a process of this node if `title` is in its command line. Raises psutil.TimeoutExpired when it stays."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        # Process ids are reused: Ray names an actor's process after its class.
+        if title in " ".join(process.cmdline()):
+            process.kill()
+            process.wait(EXIT_SECONDS)

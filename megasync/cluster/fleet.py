@@ -1,18 +1,19 @@
-"""The rollout pool: servers that come and go, and the router in front of those that serve. Their one owner in the driver.
+"""The rollout pool: servers that come and go, and the router in front of those that serve. Their one owner in the
+driver.
 
       slots (server_slot) ──▶ joiners ──(a complete sync: `joined`)──▶ serving ──▶ router's list ──▶ requests
            ▲    │                ▲                                        │
            │    └── died ────────┼──────────────── `sync_failed` ─────────┘
-           └── start again ──────┘
+           └── restart ──────────┘
 
     task          does                                    ends when
-    ------------  --------------------------------------  ---------------------------------------
-    one a slot    watches a server, starts it again       the slot is retired
-    router        keeps the router and its list            its restarts are used up: `watch` raises
+    ------------  --------------------------------------  -------------------------------------------
+    one per slot  watches a server and restarts it        the slot is retired
+    router        keeps the router and its list           its restart budget is spent: `watch` raises
 
-Invariant: the router is told of `serving` servers only, without those that a suspected prompt has to itself (`isolate`), and
-a server serves only after `joined` (`ServerHealth.serves`). The one exception is the very first list, before any request is
-sent: a run generates after its first `joined`.
+Invariant: the router is told only of servers in `serving`, without those that are isolated for a suspected prompt
+(`isolate`), and a server serves only after `joined` (`ServerHealth.serves`). The one exception is the very first list,
+before any request is sent: a run generates only after its first `joined`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasync.cluster.actor_process import ActorProcess
+from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
-from megasync.cluster.router_slot import RouterSlot
-from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot
+from megasync.cluster.router_slot import Members, RouterSlot
+from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
@@ -44,11 +45,11 @@ from megasync.serving.server import ServerSpec
 
 log = logging.getLogger(__name__)
 
-# Seconds for the router to take a change of its list; it goes on trying after that.
+# Seconds to wait until the router has applied a change of its list; it keeps trying after that.
 SETTLE_SECONDS = 30.0
-# Seconds for a server to let go of its aborted requests; it is ended all the same, and they go on elsewhere.
+# Seconds for a server to finish aborting its requests, which continue elsewhere. It is stopped afterwards in any case.
 DRAIN_SECONDS = 10.0
-# Seconds to wait for Ray to find room for an added server; it answers at once where there is some.
+# Seconds to wait for Ray to place an added server; where there is room it answers immediately.
 PLACE_SECONDS = 15.0
 
 
@@ -71,28 +72,21 @@ class Fleet:
         self._device = device
         self._pools = pools
         self._keys = keys
-        health = config.rollout.health
-        self._policy = HealthPolicy.of(health)
+        self._policy = HealthPolicy.of(config.rollout.health)
         self._slots: dict[int, ServerSlot] = {}
         self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
         self._changed = asyncio.Event()
         self._resizing = asyncio.Lock()
         self._last_gone = ""
         self._router = RouterSlot(
-            self._router_process,
-            self._routed,
-            health,
-            config.timeouts.server_start,
-            config.timeouts.shutdown,
-            self._members,
-            clock,
+            self._router_process, self._routed, self._members, config.rollout.health, config.timeouts, clock
         )
-        self._peers = OutlierDetector(clock)
-        # The newest weight version that a server can hold; None where nobody knows it.
+        self._outliers = OutlierDetector(clock)
+        # The newest weight version that a server can hold; None where it is unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
         self.asked = Asked(vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version())
         self.streams = config.rollout.stream_interval > 0
-        # Slots that are kept out of the router although they serve.
+        # Slots that serve but are kept out of the router.
         self._isolated: set[int] = set()
         self._leavers: list[Callable[[int, bool, bool], None]] = []
         self._gray: Counter[str] = Counter()
@@ -103,13 +97,13 @@ class Fleet:
         return self._router.url
 
     async def start(self) -> None:
-        """Starts the servers together, then the router. Raises MegasyncError with the log's end when one does not start."""
+        """Starts the servers concurrently, then the router. Raises MegasyncError, with the log, when one fails."""
         slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
         await gather_or_cancel(*(slot.start() for slot in slots))
         await self._router.start([slot.url for slot in slots])
         log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
         for slot in slots:
-            self._watch_over(slot)
+            self._supervise(slot)
 
     def follow(
         self,
@@ -117,10 +111,12 @@ class Fleet:
         on_gone: Callable[[str], None],
         known: Collection[ServerControl] = (),
     ) -> None:
-        """Both hear of every server that comes up, and of the URL of each that goes, beginning with what has changed
-        since the follower learned of those that it knows."""
+        """Calls `on_up` for every server that comes up and `on_gone` with the URL of each that goes.
+
+        The first calls cover what has changed since the follower learned of the servers in `known`.
+        """
         self._followers.append((on_up, on_gone))
-        present = [slot.control for slot in self._slots.values() if slot.health.up]
+        present = [slot.control for slot in self._slots.values() if slot.health.up and slot.control]
         for control in known:
             if control not in present:
                 on_gone(control.url)
@@ -129,17 +125,17 @@ class Fleet:
                 on_up(control)
 
     def follow_deaths(self, on_left: Callable[[int, bool, bool], None]) -> None:
-        """Told of each slot whose server serves no more, with whether it died, and whether requests may be the cause."""
+        """Calls `on_left(slot, died, to_blame)` when a slot stops serving; `to_blame` if requests may be the cause."""
         self._leavers.append(on_left)
 
-    # What the controller asks and tells
+    # The controller's side
 
     def serving(self) -> list[ServerControl]:
         """Servers that hold the published version and are in the router, in slot order."""
         return [slot.control for _, slot in sorted(self._slots.items()) if slot.health.serves and slot.control]
 
     def joiners(self) -> list[ServerControl]:
-        """Servers that are up and wait for a sync to bring them the published version."""
+        """Servers that are up and wait for a sync to the published version."""
         return [
             slot.control
             for _, slot in sorted(self._slots.items())
@@ -147,21 +143,21 @@ class Fleet:
         ]
 
     async def changed(self) -> None:
-        """Returns when a server has come up or gone since the last time; for one caller."""
+        """Returns when a server has come up or gone since the last call; for one caller."""
         await self._changed.wait()
         self._changed.clear()
 
     async def joined(self, urls: Collection[str]) -> None:
-        """A complete sync has brought these servers the published version: they enter the router."""
+        """Adds these servers to the router: a complete sync has delivered the published version to them."""
         for slot in self._at(urls):
             slot.note(slot.health.synced)
         if None not in self._tasks:
-            self._tasks[None] = asyncio.create_task(self._router.live(), name="router")
+            self._tasks[None] = asyncio.create_task(self._router.run(), name="router")
         await self._settle()
 
     @contextmanager
     def syncing(self, urls: Collection[str]) -> Iterator[None]:
-        """Around a sync of these servers: if one dies in it, its requests are not to blame."""
+        """Context of a sync to these servers: requests are not blamed for a death in it."""
         slots = self._at(urls)
         for slot in slots:
             slot.health.sync_began()
@@ -172,7 +168,7 @@ class Fleet:
                 slot.health.sync_ended()
 
     async def disagreed(self, reasons: Mapping[str, str]) -> None:
-        """These alone compute other log-probs than the trainer from the same weights: they are started again."""
+        """Restarts these servers: they alone compute other log-probs than the trainer from the same weights."""
         for slot in self._at(reasons):
             if slot.health.up:
                 self._gray["parity"] += 1
@@ -180,8 +176,11 @@ class Fleet:
         await self._settle()
 
     async def sync_failed(self, reasons: Mapping[str, str]) -> None:
-        """These servers leave the router, and what they were generating goes on elsewhere; each is stale until a later
-        sync, or started again where it does not let go of its requests or fails sync after sync."""
+        """Takes these servers out of the router; their requests continue elsewhere.
+
+        Each is stale until a later sync. One that does not finish aborting its requests, or whose syncs keep failing,
+        is restarted.
+        """
         slots = self._at(reasons)
         for slot in slots:
             slot.note(slot.health.sync_failed, reasons[slot.url])
@@ -192,30 +191,30 @@ class Fleet:
             if drained or not slot.health.up:
                 continue
             words = await slot.last_words()
-            # Its own watch may have found it dead meanwhile.
+            # Its own watch may have declared it dead meanwhile.
             if slot.health.up:
-                reason = f"it did not let go of its requests after a failed sync. Last lines of its log:\n{words}"
+                reason = f"it did not abort its requests after a failed sync. Last lines of its log:\n{words}"
                 slot.note(slot.health.died, reason)
 
     async def watch(self) -> None:
-        """Raises ServerError when nothing can be done any more: too few servers are left, or the router stays down."""
+        """Raises ServerError when the fleet cannot recover: too few servers are left, or the router stays down."""
         for slot, task in self._tasks.items():
             if task.done() and not task.cancelled() and task.exception() is not None:
                 error = task.exception()
                 if isinstance(error, MegasyncError):
                     raise error
-                raise ServerError(
-                    f"the care for {'the router' if slot is None else f'server {slot.index}'} broke: {error!r}"
-                ) from error
+                name = "the router" if slot is None else f"server {slot.index}"
+                raise ServerError(f"internal error in the supervision of {name}: {error!r}") from error
         left, least = len(self._slots), self._config.rollout.min_servers
         if left < least:
             raise ServerError(f"{left} servers are left, fewer than rollout.min_servers={least}. {self._last_gone}")
 
     async def resize(self, servers: int) -> str:
-        """Adds or removes servers until there are so many; returns what was done, in words.
+        """Adds or removes servers up to this number; returns a description of the change.
 
-        An added server serves after the next weight sync. A removed one leaves the router first, its requests go on
-        elsewhere. Raises MegasyncError when the cluster has no room or a server does not start; the others stay.
+        An added server serves after the next weight sync. A removed one leaves the router first, and its requests
+        continue elsewhere. Raises MegasyncError when the cluster has no room or a server does not start; the others
+        stay.
         """
         least = self._config.rollout.min_servers
         if servers < least:
@@ -232,7 +231,7 @@ class Fleet:
         )
 
     async def visible_devices(self, index: int) -> str:
-        """The GPUs of server number `index`, for who shares them. Raises MegasyncError while it does not run."""
+        """The GPUs of server `index`, for processes that share them. Raises MegasyncError while it does not run."""
         return await self._slots[index].visible_devices()
 
     def loads(self) -> list[ServerLoad]:
@@ -240,16 +239,18 @@ class Fleet:
         slots = [slot for slot in self._slots.values() if slot.index not in self._isolated]
         return [slot.load for slot in slots if slot.health.serves and slot.load is not None]
 
-    def doubt(self) -> None:
-        """An answer made no sense, and whose it was is not known: all servers are checked."""
+    def check_all(self) -> None:
+        """Checks all servers soon: one of them, it is unknown which, gave an invalid answer."""
         for slot in self._slots.values():
-            slot.doubt()
+            slot.check_soon()
 
-    # One server by itself, for requests that are suspected
+    # One isolated server, for suspected requests
 
     async def isolate(self, avoid: Collection[int]) -> tuple[int, str] | None:
-        """Slot and URL of a serving server that was taken out of the router and runs nothing any more; its requests go
-        on elsewhere. One that is not in `avoid`, if there is any; None without a server."""
+        """Takes a serving server out of the router and aborts its requests, which continue elsewhere.
+
+        Returns its slot and URL, or None when no server could be isolated. Prefers a slot outside `avoid`.
+        """
         serving = [slot for _, slot in sorted(self._slots.items()) if slot.health.serves]
         if not serving:
             return None
@@ -264,17 +265,17 @@ class Fleet:
         return None
 
     def release(self, slot: int) -> None:
-        """The router may send requests to the server of this slot again."""
+        """Ends the isolation of a slot: the router may send requests to it again."""
         self._isolated.discard(slot)
-        self._router.look_now()
+        self._router.refresh()
 
     def excuse(self, slot: int) -> None:
-        """A death of this slot's server was a request's doing."""
+        """A request caused a death of this slot's server, so the slot is not charged with a restart."""
         if slot in self._slots:
             self._slots[slot].health.excuse()
 
     def metrics(self) -> dict[str, float]:
-        """Servers by state, and how often servers and router were started again."""
+        """Servers by state, and restarts of servers and router."""
         states = [slot.health.state for slot in self._slots.values()]
         restarts = sum(slot.starts - 1 for slot in self._slots.values())
         return {
@@ -286,20 +287,20 @@ class Fleet:
             **{f"fleet/gray_{fault}": float(self._gray[fault]) for fault in ("answers", "slow", "parity")},
         }
 
-    # As the judge of its slots
+    # The judge of its slots (`server_slot.Judge`)
 
     def reported(self, slot: int, load: ServerLoad) -> str | None:
-        return self._ruled("slow", self._peers.reported(slot, load))
+        return self._count_fault("slow", self._outliers.reported(slot, load))
 
     def checked(self, slot: int, problem: str | None) -> str | None:
-        return self._ruled("answers", self._peers.checked(slot, problem))
+        return self._count_fault("answers", self._outliers.checked(slot, problem))
 
     def unanswered(self, slot: int) -> None:
-        self._peers.unanswered(slot)
+        self._outliers.unanswered(slot)
 
-    def _ruled(self, fault: str, verdict: str | None) -> str | None:
-        self._gray[fault] += verdict is not None
-        return verdict
+    def _count_fault(self, fault: str, reason: str | None) -> str | None:
+        self._gray[fault] += reason is not None
+        return reason
 
     async def stop(self) -> None:
         for task in self._tasks.values():
@@ -314,35 +315,33 @@ class Fleet:
     # Slots
 
     def _new_slot(self, index: int) -> ServerSlot:
-        timeouts = self._config.timeouts
         self._slots[index] = ServerSlot(
             index,
             ServerHealth(self._policy, self._clock),
             lambda: self._server_process(index),
-            self._config.rollout.health,
-            timeouts.server_start,
-            timeouts.shutdown,
             self._control,
+            self._config.rollout.health,
+            self._config.timeouts,
             self._on_change,
             judge=self,
         )
         return self._slots[index]
 
-    def _watch_over(self, slot: ServerSlot) -> None:
-        async def live() -> None:
-            await slot.live()
-            # It has retired by itself, and its process has ended.
+    def _supervise(self, slot: ServerSlot) -> None:
+        async def run() -> None:
+            await slot.run()
+            # It has retired, and its process has ended.
             self._pools.remove_slot("rollout", slot.index)
             del self._tasks[slot]
 
-        self._tasks[slot] = asyncio.create_task(live(), name=f"server {slot.index}")
+        self._tasks[slot] = asyncio.create_task(run(), name=f"server {slot.index}")
 
     def _at(self, urls: Collection[str]) -> list[ServerSlot]:
         return [slot for slot in self._slots.values() if slot.url and slot.url in urls]
 
     def _on_change(self, slot: ServerSlot, before: ServerState) -> None:
         state = slot.health.state
-        if state.up and not before.up:
+        if state.up and not before.up and slot.control:
             for on_up, _ in self._followers:
                 on_up(slot.control)
         elif before.up and not state.up:
@@ -350,25 +349,26 @@ class Fleet:
                 on_gone(slot.url)
         if before.serves and not state.serves:
             self._isolated.discard(slot.index)
-            self._peers.left(slot.index)
+            self._outliers.left(slot.index)
             for on_left in self._leavers:
                 on_left(slot.index, state is ServerState.DEAD, slot.health.to_blame)
         if state is ServerState.RETIRED:
             del self._slots[slot.index]
-            self._peers.retired(slot.index)
-            self._last_gone = f"The last to go was server {slot.index}: {slot.health.reason}"
-        self._router.look_now()
+            self._outliers.retired(slot.index)
+            self._last_gone = f"The last one lost was server {slot.index}: {slot.health.reason}"
+        self._router.refresh()
         self._changed.set()
 
     def _routed(self) -> list[str]:
-        """URLs of those that the router is to know."""
+        """URLs of the servers that the router should list."""
         slots = [slot for _, slot in sorted(self._slots.items()) if slot.index not in self._isolated]
         return [slot.url for slot in slots if slot.health.serves and slot.url]
 
     async def _settle(self) -> None:
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
             log.warning(
-                "the router did not take its new list of servers within %.0f s; it is asked again", SETTLE_SECONDS
+                "the router did not apply its new list of servers within %.0f s; retrying in the background",
+                SETTLE_SECONDS,
             )
 
     # Resizing
@@ -392,15 +392,15 @@ class Fleet:
             del self._slots[index]
             self._pools.remove_slot("rollout", index)
             raise
-        self._watch_over(slot)
+        self._supervise(slot)
 
     def _least_useful(self, count: int) -> list[ServerSlot]:
-        """Those that do not serve first, then the latest."""
+        """Servers to remove: those that do not serve first, then the latest."""
         ranked = sorted(self._slots.values(), key=lambda slot: (slot.health.serves, -slot.index))
         return ranked[:count]
 
     async def _remove(self, slot: ServerSlot) -> None:
-        """Router first, then its requests, then the process."""
+        """Removes it from the router, then aborts its requests, then stops the process."""
         slot.note(slot.health.retire, "it was scaled away")
         task = self._tasks.pop(slot, None)
         if task is not None:
@@ -411,12 +411,12 @@ class Fleet:
         await slot.close()
         self._pools.remove_slot("rollout", slot.index)
 
-    # Processes, and the ways to them
+    # Processes and clients; the simulator overrides these
 
     def _control(self, url: str) -> ServerControl:
         return ServerControl(url, self._keys.admin)
 
-    def _members(self, router_url: str) -> RouterMembers:
+    def _members(self, router_url: str) -> Members:
         router = ServerControl(router_url, self._keys.router, router_trust(self._config.cluster))
         return RouterMembers(router, self._keys.generation)
 
@@ -432,9 +432,9 @@ class Fleet:
         )
         log_path = str(self._logs / f"server-{index}.log")
         arguments = (spec, config.cluster.host, 0, log_path, self._keys.admin, self._keys.generation)
-        return ActorProcess("server", arguments, self._pools, slot=index)
+        return ServiceActor("server", index, self._pools.options("rollout", index), arguments)
 
-    def _router_process(self, servers: Collection[str], port: int) -> ServerProcess:
+    def _router_process(self, servers: Collection[str], port: int) -> ServiceProcess:
         config = self._config
         log_path = str(self._logs / "router.log")
         arguments = (
@@ -447,4 +447,4 @@ class Fleet:
             self._keys,
             config.cluster,
         )
-        return ActorProcess("router", arguments, self._pools, guest=True)
+        return ServiceActor("router", 0, self._pools.first_node_options("rollout"), arguments)

@@ -1,29 +1,30 @@
-"""Placement groups: which nodes the trainer ranks and the servers own. One group per pool, one owner: `Pools`.
+"""Placement groups: which nodes the trainer ranks and the servers own. One group per pool; `Pools` owns them all.
 
-A pool (`config.pools`) is one bundle per node, strictly spread where it spans nodes, so slot -> node is plain division.
-Slots beyond a pool's first size, of servers that joined a run later, have a placement group each, so that they can come
-and go one by one wherever the cluster has room.
+A pool (`config.pools`) has one bundle per node, strictly spread where it spans nodes, so the node of a slot is a
+division. A slot is the place of one process. Slots beyond a pool's initial size, of servers that joined a run later,
+have a placement group each, so that they can come and go one by one wherever the cluster has room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megasync.cluster.marks import marked
-from megasync.config.pools import PoolSpec
+from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
 
 log = logging.getLogger(__name__)
 
 
 class Pools:
-    """Creates the placement groups, hands out scheduling strategies, and removes what it created."""
+    """Creates the placement groups, places actors in them, and removes what it created."""
 
     def __init__(self, specs: dict[str, PoolSpec], device_kind: str) -> None:
         self.specs = specs
@@ -32,7 +33,7 @@ class Pools:
         self._added: dict[tuple[str, int], PlacementGroup] = {}
 
     async def create(self, timeout: float) -> None:
-        """Reserves every pool. `timeout` in seconds; MegasyncError says what the cluster has when it is not enough."""
+        """Reserves every pool. Raises MegasyncError when one is not free within `timeout` seconds."""
         for name, spec in self.specs.items():
             strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
             bundles = [self._bundle(spec, bundle) for bundle in spec.bundles(self._kind)]
@@ -50,7 +51,7 @@ class Pools:
             log.info("pool %s: %s", name, group.bundle_specs)
 
     async def add_slot(self, pool: str, slot: int, timeout: float) -> None:
-        """Reserves devices for a slot beyond the pool's first size; its own slots are reserved as long as the pool is.
+        """Reserves devices for a slot beyond the pool's initial size; the initial slots need no such call.
 
         Raises MegasyncError when the cluster has no room for it within `timeout` seconds; nothing is reserved then.
         """
@@ -66,24 +67,26 @@ class Pools:
             if isinstance(error, TimeoutError):
                 raise MegasyncError(
                     f"the Ray cluster has no room for another process of pool {pool!r}, which needs {bundle}: free are "
-                    f"{_devices(ray.available_resources())} of {_devices(ray.cluster_resources())}; add a node, or stop "
-                    f"what else runs there"
+                    f"{_devices(ray.available_resources())} of {_devices(ray.cluster_resources())}; add a node, or "
+                    f"stop what else runs there"
                 ) from None
             raise
         self._added[pool, slot] = group
 
     def remove_slot(self, pool: str, slot: int) -> None:
-        """Gives back what `add_slot` reserved."""
+        """Releases what `add_slot` reserved."""
         group = self._added.pop((pool, slot), None)
         if group is not None:
             remove_placement_group(group)
 
     @staticmethod
     def _bundle(spec: PoolSpec, bundle: dict[str, float]) -> dict[str, float]:
-        return bundle | marked(spec.name, ray.cluster_resources())
+        """`bundle`, restricted to the nodes that are reserved for the pool if the cluster has such nodes."""
+        resource = node_resource(spec.name)
+        return bundle | ({resource: 1.0} if resource in ray.cluster_resources() else {})
 
-    def options(self, pool: str, slot: int) -> dict:
-        """Ray actor options that place process number `slot` of a pool on its node."""
+    def options(self, pool: str, slot: int) -> dict[str, Any]:
+        """Ray options for the process of a slot, with its devices."""
         spec = self.specs[pool]
         added = self._added.get((pool, slot))
         strategy = (
@@ -96,21 +99,22 @@ class Pools:
         devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
 
-    def guest_options(self, pool: str) -> dict:
-        """Options for a process that needs no device but should live on the pool's first node (the router)."""
+    def first_node_options(self, pool: str) -> dict[str, Any]:
+        """Ray options for a process without devices on the pool's first node (the router)."""
         strategy = PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=0)
         return {"scheduling_strategy": strategy, "num_cpus": 0}
 
-    def neighbour_options(self, pool: str, slot: int) -> dict:
-        """Options for a process that needs no device but must be on the node of process number `slot`."""
+    def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:
+        """Ray options for a process that reserves no device, on the node of a slot."""
         return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
 
     def remove(self) -> None:
+        """Removes all placement groups."""
         for group in (*self._groups.values(), *self._added.values()):
             remove_placement_group(group)
         self._groups.clear()
         self._added.clear()
 
 
-def _devices(resources: dict[str, float]) -> dict[str, float]:
-    return {name: resources.get(name, 0.0) for name in ("GPU", "CPU") if name in resources}
+def _devices(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources[name] for name in ("GPU", "CPU") if name in resources}

@@ -1,4 +1,4 @@
-"""Starts or joins Ray, and leaves only what was there before."""
+"""Starts or joins Ray, and on the way out ends only what it started."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megasync.errors import MegasyncError
 
 log = logging.getLogger(__name__)
 
-# Actors that take no device (buffer, router) still need a worker slot each in Ray's accounting of processes.
+# Actors without a device (buffer, router) still need a worker slot each in Ray's accounting of processes.
 SPARE_CPUS = 2
 OBJECT_STORE_BYTES = 512 * 1024**2
 
 
 class RayCluster:
-    """A Ray session for one run: its own small local cluster, or a cluster that is already there."""
+    """The Ray session of one run: a small local cluster of its own, or an existing cluster."""
 
     def __init__(self, config: Config, devices_needed: int) -> None:
         self._address = config.cluster.address
-        # Up to a whole node, so that servers can be added while the run goes on.
+        # At least a whole node, so that servers can be added during the run.
         self._devices = max(devices_needed, config.cluster.devices_per_node)
         self._owned = False
 
@@ -44,31 +44,30 @@ class RayCluster:
             else:
                 with ray_loopback.applied():
                     ray.init(
-                        # Not whatever other cluster runs here.
+                        # Ray would otherwise join any other cluster on this machine.
                         address="local",
                         num_cpus=self._devices + SPARE_CPUS,
                         object_store_memory=OBJECT_STORE_BYTES,
                         include_dashboard=False,
-                        # Nobody else need reach it, wherever servers and ranks listen.
+                        # Only this machine needs to reach it, wherever servers and ranks listen.
                         _node_ip_address=LOOPBACK,
                         **quiet,
                     )
                 self._owned = True
-        except (
-            Exception
-        ) as error:  # Ray's own processes may be slow, or their disk full; it raises Exception itself then
+        except Exception as error:  # Ray raises Exception itself when its processes are slow or their disk is full
             where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
             raise MegasyncError(
-                f"could not {where}: {type(error).__name__}: {error}; Ray keeps its logs and "
-                f"sockets in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray, where there must be room; a machine that was "
-                "only too busy needs another try"
+                f"could not {where}: {type(error).__name__}: {error}; check the free space in "
+                f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray, where Ray keeps its logs and sockets, or try again if "
+                "the machine was only too busy"
             ) from error
 
     @staticmethod
-    def give_back_signals() -> None:
-        """For the main thread, after `connect`: Ray's core takes SIGTERM, prints its stack and aborts the process on it.
+    def restore_signals() -> None:
+        """Restores the SIGTERM handler after `connect`; call it in the main thread.
 
-        Python still knows the handler that was there before; setting it again is enough.
+        Ray's core replaces it with one that prints the stack and aborts the process. Python still knows the previous
+        handler, so setting it again is enough.
         """
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGTERM)
@@ -76,6 +75,6 @@ class RayCluster:
                 signal.signal(signal.SIGTERM, handler)
 
     def close(self) -> None:
-        """Disconnects; a cluster that this run started ends with it."""
+        """Disconnects. A cluster that this run started ends."""
         if ray.is_initialized() and (self._owned or self._address):
             ray.shutdown()

@@ -1,10 +1,11 @@
-"""The servers of all reward models: their one owner in the driver. It is told which pool a model's servers live in.
+"""The servers of all reward models. Their one owner in the driver.
 
-A model with `pool: own` has a pool to itself; one with `pool: rollout` has server n put beside rollout server n, on the
-same devices. Each server is a slot as in the fleet, watched and started again in the same way; its weights never change,
-so it serves as soon as it is up, and no weight sync knows of it.
+A model with `pool: own` has a pool of its own. With `pool: rollout`, its server n shares the devices of rollout server
+n. Each server is a slot as in the fleet, watched and restarted in the same way. Its weights never change, so it serves
+as soon as it is up and takes no part in weight syncs.
 
-A model goes on with the servers that are left; requests wait while it has none. `watch` raises when it can have none again.
+A model continues with the servers that are left; requests wait while it has none. `watch` raises once none can come
+back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megasync.cluster.actor_process import ActorProcess
+from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot
 from megasync.concurrency.tasks import gather_or_cancel
@@ -31,12 +32,12 @@ from megasync.serving.server import reward_server_spec
 
 log = logging.getLogger(__name__)
 
-# Given a rollout server's number, the GPUs that it runs on.
+# Maps a rollout server's number to its GPUs.
 DevicesOf = Callable[[int], Awaitable[str]]
 
 
-class Client(Protocol):
-    """Who asks a model's servers."""
+class RewardClient(Protocol):
+    """Sends requests to a model's servers."""
 
     def add_server(self, server: ServerControl) -> None: ...
     def remove_server(self, url: str) -> None: ...
@@ -44,7 +45,7 @@ class Client(Protocol):
 
 
 class RewardServers:
-    """`clients` hear of every server of their model that comes up, and of each that goes."""
+    """Starts, supervises and stops them; tells `clients`, by model, which servers come up and go."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class RewardServers:
         device: Device,
         pools: Pools,
         keys: Keys,
-        clients: Mapping[str, Client],
+        clients: Mapping[str, RewardClient],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -70,20 +71,20 @@ class RewardServers:
         self._last_gone: dict[str, str] = {}
 
     async def start_own(self) -> None:
-        """Starts the models that have a pool. Raises MegasyncError with the log's end when a server does not start."""
+        """Starts the models that have a pool. Raises MegasyncError, with the log, when a server does not start."""
         await self._start("own", None)
 
     async def start_shared(self, devices_of: DevicesOf) -> None:
-        """Starts those that share the rollout pool, once its servers run: what they leave free is what these may take."""
+        """Starts the models that share the rollout pool, in the memory that its servers leave free."""
         await self._start("rollout", devices_of if self._device.kind == "cuda" else None)
 
     async def watch(self) -> None:
-        """Raises ServerError when a model has no server left and can have none again."""
+        """Raises ServerError when a model has no server left and none can be restarted."""
         for task, name in self._tasks.items():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 if isinstance(error, MegasyncError):
                     raise error
-                raise ServerError(f"the care for a server of reward model {name!r} broke: {error!r}") from error
+                raise ServerError(f"internal error in the supervision of reward model {name!r}: {error!r}") from error
         for name, slots in self._slots.items():
             if name in self._last_gone and not slots:
                 raise ServerError(
@@ -91,7 +92,7 @@ class RewardServers:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """Per model: servers that answer, how often servers were started again, and what the client counts."""
+        """Per model: servers that are up, restarts, and the client's counters."""
         metrics: dict[str, float] = {}
         for name, slots in self._slots.items():
             values = {
@@ -112,7 +113,7 @@ class RewardServers:
             self._slots = {name: [] for name in self._slots}
 
     async def _start(self, pool: str, devices_of: DevicesOf | None) -> None:
-        # One after the other where memory is shared: each is told its share of what those before it left free.
+        # Models that share memory start one after the other: each gets a share of what the earlier ones left free.
         for batch in self._batches(pool):
             slots = []
             for name, index in batch:
@@ -121,10 +122,10 @@ class RewardServers:
             await gather_or_cancel(*(slot.start() for _, slot in slots))
             for name, slot in slots:
                 log.info("reward model %s: server at %s", name, slot.url)
-                self._tasks[asyncio.create_task(slot.live(), name=f"reward model {name} {slot.index}")] = name
+                self._tasks[asyncio.create_task(slot.run(), name=f"reward model {name} {slot.index}")] = name
 
     def _batches(self, pool: str) -> list[list[tuple[str, int]]]:
-        """(model, number) of the servers that start together."""
+        """(model, number) of the servers, in batches that start concurrently."""
         models = {name: model for name, model in self._config.reward_models.items() if model.pool == pool}
         each = [[(name, index) for index in range(model.servers)] for name, model in models.items()]
         return each if pool == "rollout" else [[server for batch in each for server in batch]]
@@ -136,15 +137,13 @@ class RewardServers:
         return ",".join(gpus[: self._config.reward_models[name].tensor_parallel])
 
     def _new_slot(self, name: str, index: int, gpus: str) -> ServerSlot:
-        timeouts = self._config.timeouts
         slot = ServerSlot(
             index,
             ServerHealth(self._policy, self._clock),
             lambda: self._process(name, index, gpus),
-            self._config.rollout.health,
-            timeouts.server_start,
-            timeouts.shutdown,
             lambda url: ServerControl(url, self._keys.admin),
+            self._config.rollout.health,
+            self._config.timeouts,
             lambda slot, before: self._on_change(name, slot, before),
             f"reward model {name}, server",
         )
@@ -153,16 +152,16 @@ class RewardServers:
 
     def _on_change(self, name: str, slot: ServerSlot, before: ServerState) -> None:
         state, client = slot.health.state, self._clients[name]
-        if state.up and not before.up:
+        if state.up and not before.up and slot.control:
             self._restarts[name] += slot.starts > 1
             client.add_server(slot.control)
-            # It holds the only weights that it is ever to hold.
+            # Its weights never change.
             slot.note(slot.health.synced)
         elif before.up and not state.up:
             client.remove_server(slot.url)
         if state is ServerState.RETIRED:
             self._slots[name].remove(slot)
-            self._last_gone[name] = f"The last to go was server {slot.index}: {slot.health.reason}"
+            self._last_gone[name] = f"The last one lost was server {slot.index}: {slot.health.reason}"
 
     def _process(self, name: str, index: int, gpus: str) -> ServerProcess:
         config, model = self._config, self._config.reward_models[name]
@@ -173,12 +172,14 @@ class RewardServers:
         log_path = str(self._logs / f"reward-{name}-{index}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys, gpus)
-        pool = "rollout" if shared else reward_pool(name)
-        return ActorProcess("reward_model", arguments, self._pools, slot=index, pool=pool, beside=shared)
+        if shared:
+            options = self._pools.same_node_options("rollout", index)
+        else:
+            options = self._pools.options(reward_pool(name), index)
+        return ServiceActor("reward_model", index, options, arguments)
 
     def _free_share(self, name: str) -> float:
-        """The model's share of a shared device as a share of what those that start before it leave free, which is what
-        SGLang goes by."""
+        """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""
         free = 1 - self._config.rollout.mem_fraction
         for other, model in self._config.reward_models.items():
             if other == name:

@@ -1,6 +1,6 @@
-"""Which role lives in which pool, and what it must be able to do. The one place that maps roles to pools.
+"""Which role lives in which pool, and which methods it needs. The one place that maps roles to pools.
 
-The classes themselves know nothing of Ray: a role's actor is its plain class, made remote here.
+The classes themselves do not depend on Ray: a role's actor is its plain class, made remote by `actors`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megasync.trainer.rank import TrainerRank
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`pool` is None for a role that needs no device and may live anywhere, or whose pool its owner names each time."""
+    """`pool` is None for a role without a device, which may live anywhere, or whose owner names the pool each time."""
 
     name: str
     pool: str | None
@@ -40,7 +40,7 @@ ROLES = {
             ),
         ),
         Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail", "visible_devices")),
-        # In the pool of its model, or beside a server of the rollout pool.
+        # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("reward_model", None, RewardModelServer, ("start", "stop", "alive", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),
         Role(
@@ -59,7 +59,7 @@ ROLES = {
 
 
 def check_capabilities(roles: dict[str, Role] = ROLES) -> None:
-    """Raises ConfigError naming role, class and missing method. Called before anything is launched."""
+    """Raises ConfigError naming role, class and missing methods. Called before anything is launched."""
     for role in roles.values():
         missing = [m for m in role.methods if not inspect.isfunction(getattr(role.actor, m, None))]
         if missing:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasync.cluster.marks import POOLS
+from megasync.config.pools import NODE_POOLS
 from megasync.errors import ConfigError
 
 # A host name or address with an optional user; an IPv6 address has colons and may have an interface after a %.
@@ -57,10 +57,10 @@ def read_hosts(source: str) -> list[Host]:
     if any(host.pool for host in hosts) and not all(host.pool for host in hosts):
         unassigned = next(host.name for host in hosts if not host.pool)
         raise ConfigError(
-            f"host {unassigned!r} has no pool but other hosts do; give every host a pool ({', '.join(POOLS)}) or none"
+            f"host {unassigned!r} has no pool but other hosts do; give every host a pool ({', '.join(NODE_POOLS)}) or none"
         )
-    if hosts[0].pool and {host.pool for host in hosts} != set(POOLS):
-        raise ConfigError(f"every host is in pool {hosts[0].pool!r}; name hosts for each pool: {', '.join(POOLS)}")
+    if hosts[0].pool and {host.pool for host in hosts} != set(NODE_POOLS):
+        raise ConfigError(f"every host is in pool {hosts[0].pool!r}; name hosts for each pool: {', '.join(NODE_POOLS)}")
     return hosts
 
 
@@ -68,6 +68,6 @@ def _host(words: str, source: str) -> Host:
     name, *rest = words.replace("=", " ").split()
     if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1:
         raise ConfigError(f"{words!r} in {source!r} is not a host, optionally followed by its pool")
-    if rest and rest[0] not in POOLS:
-        raise ConfigError(f"{rest[0]!r} after host {name!r} is not a pool; pools are {', '.join(POOLS)}")
+    if rest and rest[0] not in NODE_POOLS:
+        raise ConfigError(f"{rest[0]!r} after host {name!r} is not a pool; pools are {', '.join(NODE_POOLS)}")
     return Host(name, *rest)

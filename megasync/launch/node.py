@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 from megasync_patches import PatchError, ray_bind
 
-from megasync.cluster.marks import PLENTY, mark_of
 from megasync.config.host import HOST_VARIABLE
+from megasync.config.pools import NODE_RESOURCE_AMOUNT, node_resource
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError
 from megasync.launch.control_pipe import ControlPipe
@@ -196,7 +196,7 @@ def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> lis
         *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", f"--node-ip-address={address}"),
         *where,
         *([f"--num-cpus={cpus}"] if cpus else []),
-        *([f"--resources={json.dumps({mark_of(pool): PLENTY})}"] if pool else []),
+        *([f"--resources={json.dumps({node_resource(pool): NODE_RESOURCE_AMOUNT})}"] if pool else []),
     ]
 
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from megasync.cluster.marks import POOLS
+from megasync.config.pools import NODE_POOLS
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.hosts import Host
 
@@ -28,13 +28,13 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     parts = int(environment.get("SLURM_HET_SIZE", "0"))
     if not parts:
         return [Host(name, address=_address(name)) for name in _names(environment, "SLURM_JOB_NODELIST")]
-    if parts != len(POOLS):
+    if parts != len(NODE_POOLS):
         raise ConfigError(
-            f"the job has {parts} components; a heterogeneous job needs one for each of {', '.join(POOLS)}"
+            f"the job has {parts} components; a heterogeneous job needs one for each of {', '.join(NODE_POOLS)}"
         )
     return [
         Host(name, pool, SHELL.replace("srun", f"srun --het-group={part}", 1), _address(name))
-        for part, pool in enumerate(POOLS)
+        for part, pool in enumerate(NODE_POOLS)
         for name in _names(environment, f"SLURM_JOB_NODELIST_HET_GROUP_{part}")
     ]
 

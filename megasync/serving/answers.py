@@ -1,9 +1,9 @@
 """What a server answered, checked at the door: typed, bounded, and within what was asked.
 
-Invariant: nothing of an answer is used before all of it was checked, and an answer that makes no sense leaves this module
-as InvalidAnswer only, which callers treat as a failure of that server: it is asked for again, and reaches no training.
-`read_generated`, `read_scored` and `converted` guarantee it. The checks of each token are made by msgspec while it parses,
-and by `min`, `max` and `==` over whole lists.
+Invariant: nothing of an answer is used before all of it was checked, and an answer that makes no sense leaves this
+module as InvalidAnswer only, which callers treat as a failure of that server: it is asked for again, and reaches no
+training. `read_generated`, `read_scored` and `converted` guarantee it. The checks of each token are made by msgspec
+while it parses, and by `min`, `max` and `==` over whole lists.
 """
 
 from __future__ import annotations

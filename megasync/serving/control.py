@@ -117,8 +117,8 @@ class ServerControl:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
-            # A new connection per call: servers close idle connections after seconds, and a call that meets a closing one
-            # fails although nothing is wrong.
+            # A new connection per call: servers close idle connections after seconds, and a call that meets a closing
+            # one fails although nothing is wrong.
             self._session = aiohttp.ClientSession(
                 headers=headers, connector=aiohttp.TCPConnector(force_close=True, ssl=self._trust or True)
             )

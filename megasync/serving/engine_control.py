@@ -64,7 +64,7 @@ class EngineControl:
             if _STOCK_REFUSAL in str(error):
                 raise ServerError(
                     f"{self.server.url} runs without megasync's plugin. Install megasync in that server's Python "
-                    "environment, let SGLANG_PLUGINS (if set there) name megasync, and look for 'Failed to load "
+                    "environment, add megasync to SGLANG_PLUGINS if that is set there, and look for 'Failed to load "
                     "plugin' in the server's log"
                 ) from error
             raise

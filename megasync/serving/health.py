@@ -52,7 +52,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """Consecutive failures, by kind, after which a server counts as dead, and restarts allowed in a window of seconds."""
+    """Consecutive failures, by kind, until a server counts as dead, and restarts allowed in a window of seconds."""
 
     probe_failures: int
     request_failures: int
@@ -151,7 +151,7 @@ class ServerHealth:
         self._count("requests", self._request_streak, self._policy.request_failures, reason)
 
     def died(self, reason: str) -> None:
-        """Its process is gone, did not start, or does not answer. Requests may be the cause, unless a sync was running."""
+        """Its process ended, did not start, or does not answer. Requests may be the cause, except during a sync."""
         to_blame = self.serves and not self._syncing
         self.mark_dead(reason)
         self.to_blame = to_blame
@@ -173,7 +173,7 @@ class ServerHealth:
             self._restarts.refund()
 
     def next_restart(self) -> float | None:
-        """Seconds until a dead server may start again. None, and the server retires, when its restart budget is spent."""
+        """Seconds until a dead server may restart. None, and the server retires, when its restart budget is spent."""
         if self.state is not ServerState.DEAD:
             return None
         if self._excused:

@@ -1,22 +1,23 @@
 """Gray failures: a server answers probes and serves, but worse than its peers. Pure; no I/O, no Ray.
 
-    fault    observed by                                                  a server is restarted after
-    -------  -----------------------------------------------------------  ------------------------------------------------
-    answers  a check: one short generation, asked of the server directly  BAD_CHECKS bad ones in a row, while the last check
-                                                                          of some peer was good
-    slow     the server's own reports: tokens per second and running      SLOW_SECONDS of uninterrupted work below SLOW_SHARE
-             requests                                                     of the peers' median, both in tokens per second and
-                                                                          in tokens per second and request
+    fault    observed by                                         a server is restarted after
+    -------  --------------------------------------------------  -------------------------------------------------------
+    answers  a check: one short generation, sent to the server   BAD_CHECKS bad ones in a row, while the last check of
+             directly                                            some peer was good
+    slow     the server's own reports: tokens per second, and    SLOW_SECONDS of uninterrupted work below SLOW_SHARE of
+             running requests                                    the peers' median, both in tokens per second and in
+                                                                 tokens per second and request
 
-Invariant: a server is judged only against a peer that does well. What all servers have in common comes from the weights or
-from the load, and no restart cures it. There is one exception: when no server passes its checks, one of them is restarted,
-because the sync that follows tells broken servers from broken weights (metric `sync/parity`). No other server is restarted
-for this reason until that one has passed a check or is retired; if it fails again, it is restarted again. So the fleet
-either gets a good server to compare with, or uses up its restart budgets with this reason. A peer that does not answer its
-checks vouches for nobody and delays no verdict.
+Invariant: a server is judged only against a peer that does well. What all servers have in common comes from the
+weights or from the load, and no restart cures it. There is one exception: when no server passes its checks, one of them
+is restarted, because the sync that follows tells broken servers from broken weights (metric `sync/parity`). No other
+server is restarted for this reason until that one has passed a check or is retired; if it fails again, it is restarted
+again. So the fleet either gets a good server to compare with, or spends its restart budgets with this reason. A peer
+that does not answer its checks vouches for no other server and delays no verdict.
 
-Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is slower per
-request and faster in total, one with a smaller batch the reverse. Only a server that is slow itself is low in both.
+Both measures of speed are needed, because load moves them in opposite directions: a server with a larger batch is
+slower per request and faster in total, one with a smaller batch the reverse. Only a server that is slow itself is low
+in both.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from typing import Protocol
 
 # Consecutive bad answers to checks. One may coincide with a weight update that failed and is noticed anyway.
 BAD_CHECKS = 2
-# A share of the median that neither batch sizes nor mixed hardware of one generation explain. A thermally throttled GPU, a
-# degraded link or a neighbour on the same cores easily falls below it.
+# A share of the median that neither batch sizes nor mixed hardware of one generation explain. A thermally throttled
+# GPU, a degraded link or a neighbour on the same cores easily falls below it.
 SLOW_SHARE = 0.25
 # Seconds of uninterrupted work that are compared: many times a weight sync, or a long prefill, which starves decoding.
 SLOW_SECONDS = 60.0
 # The fewest reports within these seconds that allow a judgement; servers report every `rollout.health.probe_seconds`.
 FEWEST_REPORTS = 10
-# Restarts for slowness, per slot. A server that is still slow after these is limited by its hardware, and better than none.
+# Restarts for slowness, per slot. A server that is still slow after these is limited by its hardware, and better than
+# none.
 SLOW_RESTARTS = 2
 
 
@@ -62,7 +64,7 @@ class _Peer:
 
     @property
     def vouches(self) -> bool | None:
-        """Whether its checks show that it does well; None while that is not known."""
+        """Whether its checks show that it is healthy; None while unknown."""
         if self.good:
             return True
         return False if max(self.bad, self.silent) >= BAD_CHECKS else None
@@ -124,7 +126,7 @@ class OutlierDetector:
         )
 
     def unanswered(self, slot: Hashable) -> None:
-        """Records a check without an answer, for which there may be good reasons."""
+        """Records a check without an answer, which the server may not be to blame for."""
         self._peer(slot).silent += 1
 
     def _none_good(self, slot: Hashable, others: list[_Peer], problem: str | None) -> str | None:
@@ -132,9 +134,9 @@ class OutlierDetector:
             return None
         self._tried = slot
         return (
-            f"its answers are invalid: {problem}; {self._peer(slot).bad} bad checks in a row (BAD_CHECKS={BAD_CHECKS}), and "
-            f"none of {len(others)} other servers passed theirs: this one gets the weights again and is compared with the "
-            f"trainer"
+            f"its answers are invalid: {problem}; {self._peer(slot).bad} bad checks in a row (BAD_CHECKS="
+            f"{BAD_CHECKS}), and none of {len(others)} other servers passed theirs: this one gets the weights again and "
+            f"is compared with the trainer"
         )
 
     def _slow(self, slot: Hashable) -> str | None:
@@ -149,9 +151,9 @@ class OutlierDetector:
             return None
         self._slow_restarts[slot] = self._slow_restarts.get(slot, 0) + 1
         return (
-            f"it is slow: {mine[0]:.3g} tokens/s per request and {mine[1]:.3g} in total over {SLOW_SECONDS:.0f} s, below "
-            f"{SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}; restart "
-            f"{self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
+            f"it is slow: {mine[0]:.3g} tokens/s per request and {mine[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
+            f"below {SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}"
+            f"; restart {self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
         )
 
     def _worked(self, peer: _Peer) -> bool:

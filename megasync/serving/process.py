@@ -1,7 +1,7 @@
 """Child processes that cannot outlive their owner, and services: such processes that answer HTTP on a port.
 
-A command runs under `supervisor.py` in a session of its own, so a terminal's Ctrl-C does not reach it: only `stop` or the
-owner's death ends it. Waiting is asynchronous; nothing here blocks the event loop.
+A command runs under `supervisor.py` in a session of its own, so a terminal's Ctrl-C does not reach it: only `stop` or
+the owner's death ends it. Waiting is asynchronous; nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ class ManagedProcess:
         """Stores the settings; `start` runs the command.
 
         Args:
-            env: the whole environment.
-            log_path: receives standard output and error, appended.
-            scratch: glob patterns of files and folders to remove once the command has ended, however it ended.
-            stdin: what the command reads from its standard input. Use it for secrets, because other users of the machine
+            env: the whole environment. log_path: receives standard output and error, appended. scratch: glob patterns
+            of files and folders to remove once the command has ended, however it ended. stdin: what the command reads
+            from its standard input. Use it for secrets, because other users of the machine
                 can see command lines. It must fit into a pipe's buffer (64 KiB).
         """
         self.command = list(command)

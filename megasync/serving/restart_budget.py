@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# Seconds of backoff before the second restart within the window, doubled for each further one up to the maximum. The first
-# restart is immediate.
+# Seconds of backoff before the second restart within the window, doubled for each further one up to the maximum. The
+# first restart is immediate.
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
 

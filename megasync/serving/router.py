@@ -1,16 +1,17 @@
 """The router in front of the SGLang servers: one address, and requests spread by policy.
 
 It forwards generation only; control calls go straight to the servers. A request is sent once: the router's own retries
-would run a generation twice, so they are off and the client retries. Health probes stay rare and lenient, because a server
-that is paused for a weight sync must not be taken out of rotation.
+would run a generation twice, so they are off and the client retries. Health probes stay rare and lenient, because a
+server that is paused for a weight sync must not be taken out of rotation.
 
-With keys, only the holder of the router's key can read or change its list of servers, and only the holder of the generation
-key, if there is one, can generate. The routes left open tell how many servers are healthy, and the model's name.
+With keys, only the holder of the router's key can read or change its list of servers, and only the holder of the
+generation key, if there is one, can generate. The routes left open tell how many servers are healthy, and the model's
+name.
 
 The list of servers changes over the router's own HTTP interface while it runs (`RouterMembers`). Observed behaviour of
-sglang-router 0.3.2: adding (`POST /workers`) and removing (`DELETE /workers/{id}`) are queued, so callers repeat them until
-the list shows the change. A removal interrupts nothing: running requests, streamed or not, finish. A server added twice is
-listed once. A router may run without servers, and then answers 503.
+sglang-router 0.3.2: adding (`POST /workers`) and removing (`DELETE /workers/{id}`) are queued, so callers repeat them
+until the list shows the change. A removal interrupts nothing: running requests, streamed or not, finish. A server
+added twice is listed once. A router may run without servers, and then answers 503.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ROUTING_KEY_HEADER = "x-smg-routing-key"
 # Seconds for the router to answer a call about its list of servers.
 ANSWER_SECONDS = 5.0
 
-# `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's own launcher would
-# work too, but it imports SGLang and torch first, for a second router in Python that is not needed here.
+# `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's own launcher
+# would work too, but it imports SGLang and torch first, for a second router in Python that is not needed here.
 _LAUNCH = """
 import json, sys
 from setproctitle import setproctitle
@@ -149,8 +150,8 @@ class Router(Service):
         except ServerError as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorCertificateError):
                 raise ServerError(
-                    f"the certificate in cluster.tls_cert={self._cluster.tls_cert} does not prove that {self.url} is the "
-                    f"router: {error.__cause__.certificate_error}; it must name {self.host} and be signed by "
+                    f"the certificate in cluster.tls_cert={self._cluster.tls_cert} does not prove that {self.url} is "
+                    f"the router: {error.__cause__.certificate_error}; it must name {self.host} and be signed by "
                     f"{self._cluster.tls_ca or 'itself'} (cluster.tls_ca)"
                 ) from error
             return None

@@ -1,11 +1,11 @@
 """SGLang servers, for the rollout and for reward models: their command line, environment and life.
 
-A server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only. With an
-admin key, every route is closed that `server_guard` does not open. The server reads its keys from a pipe, and its start
-succeeds only after it has refused a call without a key (`_check_guard`).
+A server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only.
+With an admin key, every route is closed that `server_guard` does not open. The server reads its keys from a pipe, and
+its start succeeds only after it has refused a call without a key (`_check_guard`).
 
-The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`) saves
-0.03 ms of 1.6 ms CPU per request, and stop strings need it.
+The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`)
+saves 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ class SGLangServer(Service):
         finally:
             await anonymous.close()
         raise ServerError(
-            f"{self.url} answers calls without its key, so megasync's plugin does not guard it; if SGLANG_PLUGINS is set, "
-            f"add megasync to it, and remove from server_args whatever replaces SGLang's HTTP server"
+            f"{self.url} answers calls without its key, so megasync's plugin does not guard it; if SGLANG_PLUGINS is "
+            f"set, add megasync to it, and remove from server_args whatever replaces SGLang's HTTP server"
         )
 
 

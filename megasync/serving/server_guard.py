@@ -1,8 +1,8 @@
 """The guard of a server: which routes answer without the admin key, and the middleware that refuses the others.
 
 Every route is closed that `PROBES` and `GENERATION` do not name, including routes that SGLang does not have: its next
-version may add them. SGLang's own access levels leave open every route without a level, such as `/server_info`, and every
-WebSocket. `ServerGuard._admits` guarantees this; it sees each request before any other part of the server does.
+version may add them. SGLang's own access levels leave open every route without a level, such as `/server_info`, and
+every WebSocket. `ServerGuard._admits` guarantees this; it sees each request before any other part of the server does.
 """
 
 from __future__ import annotations

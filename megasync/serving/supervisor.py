@@ -1,10 +1,10 @@
 """Runs one command, and kills its whole process group when the owner or the command ends.
 
-Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``. Invariant: no
-process of the command's group outlives this script or the owner, and afterwards nothing is left that SCRATCH names (glob
-patterns, joined by `os.pathsep`). A pidfd of the owner wakes `_wait` as soon as the owner is gone, even by SIGKILL. A
-parent-death signal covers the death of this script itself. The script has one thread, so that signal cannot fire early, as
-it would in an owner whose forking thread ends.
+Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``.
+Invariant: no process of the command's group outlives this script or the owner, and afterwards nothing is left that
+SCRATCH names (glob patterns, joined by `os.pathsep`). A pidfd of the owner wakes `_wait` as soon as the owner is gone,
+even by SIGKILL. A parent-death signal covers the death of this script itself. The script has one thread, so that
+signal cannot fire early, as it would in an owner whose forking thread ends.
 
 SIGTERM is forwarded to the command alone, because a server that finds its own children killed takes that for a crash.
 SIGUSR1 kills the whole group.
@@ -23,8 +23,8 @@ import sys
 import time
 from contextlib import suppress
 
-# From <sys/prctl.h>: the signal that the calling process receives when its parent dies; whether it becomes the parent of
-# orphaned descendants.
+# From <sys/prctl.h>: the signal that the calling process receives when its parent dies; whether it becomes the parent
+# of orphaned descendants.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # Seconds for killed processes to exit, which takes a while with much memory or inside a device driver.
 GONE_SECONDS = 10.0

@@ -1,6 +1,6 @@
 """The buffer's actor as its callers see it: calls take time and overtake each other, answers get lost, the process dies.
 
-As with a Ray actor, a caller that gives up does not take its call back. As with `BufferHandle`, a call is made again when
+As with a Ray actor, a caller that gives up does not take its call back. As with `RemoteBuffer`, a call is made again when
 its answer is lost or the process died under it, to the process that took its place with what is in the ledger.
 """
 

@@ -90,7 +90,7 @@ class Life:
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         self._quarantine = Quarantine(self._fleet, clock=self._loop.time, hang_seconds=hang_seconds)
         self._fleet.follow_deaths(self._quarantine.left)
-        self._client = SimClient(config, self._network, number, self._chance.seed, self._quarantine, self._fleet.doubt)
+        self._client = SimClient(config, self._network, number, self._chance.seed, self._quarantine, self._fleet.check_all)
         self._client.newest_version = self._fleet.newest_version = lambda: self.progress.claimed
         self._client.published_version = lambda: self.progress.version
         self._controller = self._wire()

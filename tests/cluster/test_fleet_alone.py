@@ -267,7 +267,7 @@ async def test_a_server_that_alone_samples_outside_the_vocabulary_is_started_aga
 async def test_doubt_has_the_answers_checked_at_once(fleet):
     await asyncio.sleep(server_slot.CHECK_SECONDS + 10)
     fleet.made[1].answer = BAD
-    fleet.doubt()
+    fleet.check_all()
     await fleet.until(lambda: fleet.left, 10.0)
     assert fleet.left == [(1, True, False)]
 
@@ -293,7 +293,7 @@ async def test_servers_are_not_asked_for_tokens_while_weights_arrive(fleet):
 @in_virtual_time
 async def test_a_server_whose_streams_do_not_end_is_started_again(fleet):
     fleet.made[1].endless = True
-    fleet.doubt()
+    fleet.check_all()
     await fleet.until(lambda: fleet.left, 60.0)
     assert fleet.left == [(1, True, False)]
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from megasync.cluster import server_slot
 from megasync.cluster.server_slot import ServerSlot
-from megasync.config.schema import HealthConfig
+from megasync.config.schema import HealthConfig, TimeoutConfig
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
@@ -60,7 +60,7 @@ class FakeProcess:
 @asynccontextmanager
 async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, restarts: int = 5):
     """(slot, transitions as they come), started with the first of the processes."""
-    monkeypatch.setattr(server_slot, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(server_slot, "POLL_SECONDS", 0.01)
     policy = HealthPolicy(3, 2, 2, restarts, 600.0)
     config = HealthConfig(probe_seconds=0.01, request_seconds=0.01, request_timeout=0.1)
     seen: asyncio.Queue[tuple[ServerState, ServerState, str]] = asyncio.Queue()
@@ -69,14 +69,13 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
         0,
         ServerHealth(policy),
         lambda: next(queue),
-        config,
-        10.0,
-        1.0,
         lambda url: ServerControl(url, "key"),
+        config,
+        TimeoutConfig(server_start=10.0, shutdown=1.0),
         lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
     )
     await slot.start()
-    life = asyncio.create_task(slot.live())
+    life = asyncio.create_task(slot.run())
     try:
         yield slot, seen
     finally:

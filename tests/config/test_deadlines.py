@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync.cluster import buffer_process
+from megasync.cluster import remote_buffer
 from megasync.config import Config
 from megasync.config.deadlines import BUFFER_RESTART, FIXED, RELATIONS, Relation, check_deadlines
 from megasync.config.load import schema_keys
@@ -77,7 +77,7 @@ def test_a_step_a_restart_and_a_sync_may_take_longer_than_the_watchdog_waits(mak
 
 def test_waits_that_no_key_sets_are_those_of_the_code():
     assert FIXED == {
-        BUFFER_RESTART: buffer_process.PULSE_SECONDS + buffer_process.ANSWER_SECONDS + buffer_process.START_SECONDS
+        BUFFER_RESTART: remote_buffer.PULSE_SECONDS + remote_buffer.ANSWER_SECONDS + remote_buffer.START_SECONDS
     }
 
 

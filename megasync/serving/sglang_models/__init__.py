@@ -1,5 +1,5 @@
-"""The model classes that SGLang serves megasync's families with, as a package of external models.
+"""A package of external models: the SGLang model classes of megasync's families.
 
-SGLang imports every architecture it has, 259 modules, unless it finds the one that it is to serve in such a package; those
-of `families` it has imported by then anyway. What is not among them it looks for among all of its own, as ever.
+SGLang imports all of its architectures, 259 modules, unless it finds the one to serve in such a package. The modules of
+`families` are imported by then anyway. For any other architecture SGLang searches its own modules as usual.
 """

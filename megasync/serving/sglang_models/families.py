@@ -1,4 +1,4 @@
-"""SGLang's own classes, under the name by which it asks a module of a package of external models for them."""
+"""SGLang's own model classes, under the name that SGLang looks up in a module of external models."""
 
 from importlib import import_module
 
