@@ -1,8 +1,8 @@
-"""A fingerprint of a message, cheap enough to take of every byte at both ends, on any device.
+"""A checksum of a message, cheap enough to compute over every byte at both ends, on any device.
 
-It finds what transport and bookkeeping can do to a message: a flipped bit, stale, missing or shifted parts, a part of
-another version. Words that trade places within 4 KiB keep their sum, and so do two flips of the highest bits of words; it is
-no defence against somebody who forges messages.
+It detects what transport and bookkeeping can do to a message: a flipped bit; stale, missing or shifted parts; a part
+of another version. Swapped words within 4 KiB keep their sum, and so do two flips of the highest bits of words. It
+does not protect against forged messages.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ MASK = (1 << 64) - 1
 
 
 def digest(message: torch.Tensor) -> int:
-    """64 bits of a contiguous tensor whose bytes are a multiple of 8: block sums, weighted by their place."""
+    """64 bits for a contiguous tensor whose bytes are a multiple of 8: block sums, weighted by position."""
     words = message.view(-1).view(torch.uint8).view(torch.int64)
     whole = words.numel() // BLOCK_WORDS * BLOCK_WORDS
     sums = words[:whole].view(-1, BLOCK_WORDS).sum(1)
     if whole < words.numel():
         sums = torch.cat([sums, words[whole:].sum().view(1)])
-    # Odd weights: whatever a block's sum changes by shows in the total.
+    # Odd weights: any change of a block's sum changes the total.
     weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
     return int((sums * weights).sum().item()) & MASK
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as a number that an int64 tensor holds; ``& MASK`` brings the digest back."""
+    """The same 64 bits as a number that fits an int64 tensor; ``& MASK`` restores the digest."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def combine(parts: dict[int, int]) -> int:
-    """One number for many messages, by tag; independent of the order in which they came."""
+    """One number for many messages, by tag; independent of their order of arrival."""
     total = 0
     for tag, value in sorted(parts.items()):
         total = (total * 0x9E3779B97F4A7C15 + value + tag) & MASK

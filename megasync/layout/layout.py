@@ -3,7 +3,7 @@
 A `Piece` says: these rows and columns of that Hugging Face tensor are those rows and columns of that local parameter.
 The pieces of a rank cover each element of each of its parameters exactly once, vocabulary padding excepted
 (`Layout.pieces`); the pieces of `Layout.holders` cover each Hugging Face tensor exactly once. Loading, export and the
-sync plan are loops over pieces and know nothing about families.
+sync plan iterate over pieces and know nothing about families.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The same numbers at two places; both boxes have the same size."""
+    """The same values in two places; both boxes have the same size."""
 
     hf_name: str
     hf_box: Box
@@ -79,7 +79,7 @@ class Layout:
         hf_config: the model's config.json.
         topology: the trainer's ranks.
         spec: "local" or "te", the flavour of Megatron's layers (their parameter names differ).
-        value_head: the model ends in one value for each token (`families.value_head`), not in logits.
+        value_head: the model outputs one value per token (`families.value_head`), not logits.
 
     Raises:
         ConfigError: an unsupported model, or sizes that Megatron cannot split over this topology.
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def tied(self) -> bool:
-        """The embedding is the output layer, too."""
+        """Whether the embedding is also the output layer."""
         return self.sizes.tied and not self.value_head
 
     @property
@@ -131,7 +131,7 @@ class Layout:
     # Parameters
 
     def placed(self, pp: int) -> list[Placed]:
-        """The parameters of one stage's ranks. Tensors of one entry are fused in Megatron, and belong together."""
+        """The parameters of one stage's ranks. Megatron fuses the tensors of one entry."""
         if pp not in self._placed:
             self._placed[pp] = list(self._place_stage(pp))
         return self._placed[pp]
@@ -188,7 +188,7 @@ class Layout:
         return {item.param: self._local_shape(item) for item in self.of_rank(rank)}
 
     def _parts(self, item: Placed) -> int:
-        """Over how many ranks a parameter is cut."""
+        """The number of ranks over which a parameter is split."""
         return self.topology.tensor if item.ep is None else self.topology.expert_tensor_size
 
     def _local_shape(self, item: Placed) -> tuple[int, ...]:
@@ -205,10 +205,10 @@ class Layout:
             case Split.COLUMN | Split.GATED | Split.QKV:
                 return (rows // parts, *first[1:])
 
-    # Who holds what
+    # Which ranks hold what
 
     def replicas(self, item: Placed, pp: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks of stage ``pp`` that hold an entry of its `placed`: a tuple for each part, of those with equal shards."""
+        """Ranks of stage ``pp`` that hold an entry of its `placed`: for each part, those with equal shards."""
         return _replicas(self.topology, pp, item.ep, item.split is Split.REPLICATED)
 
     def writers(self, rank: int) -> dict[str, int]:
@@ -238,7 +238,7 @@ class Layout:
     # Rectangles
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Every rectangle of a global rank: all of each parameter's elements once, but for vocabulary padding."""
+        """Every rectangle of a global rank: each element of each parameter once, except vocabulary padding."""
         tp, etp = self.topology.coords(rank).tp, self.topology.expert_coords(rank).etp
         return [piece for item in self.of_rank(rank) for piece in self._pieces(item, tp if item.ep is None else etp)]
 
@@ -294,12 +294,12 @@ def _replicas(topology: Topology, pp: int, ep: int | None, replicated: bool) -> 
 def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int, int], ...]:
     """Rows ``start .. start + count`` of the fused q..q k v parameter: (tensor, its row, local row, rows) each.
 
-    The cut is contiguous whatever the number of groups, so with fewer groups than tensor ranks it falls inside a group:
-    Megatron gathers the projection's output there and picks each rank's heads from it.
+    The split is contiguous whatever the number of groups, so with fewer groups than tensor ranks it falls inside a
+    group: Megatron then gathers the projection's output and takes each rank's heads from it.
     """
     per_group = sizes.heads // sizes.groups * sizes.head_dim
     lengths = (per_group, sizes.head_dim, sizes.head_dim)
-    found = []
+    found: list[tuple[int, int, int, int]] = []
     fused = 0
     for group in range(sizes.groups):
         for index, length in enumerate(lengths):
@@ -311,7 +311,7 @@ def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int
 
 
 def _check_divisible(sizes: Sizes, tensor: int) -> None:
-    """Refuses what Megatron's own layers would refuse, naming both sides.
+    """Refuses sizes that Megatron's own layers would refuse, naming both sides.
 
     Raises:
         ConfigError: heads, groups or widths that do not divide.
@@ -334,12 +334,12 @@ def _check_divisible(sizes: Sizes, tensor: int) -> None:
 
 
 def _check_experts(sizes: Sizes, topology: Topology) -> None:
-    """Raises ConfigError for experts that cannot be dealt out or cut evenly, or for a split of experts without any."""
+    """Raises ConfigError for experts that cannot be split evenly, or an expert split of a model without experts."""
     expert, etp = topology.expert, topology.expert_tensor_size
     if not sizes.experts:
         for key, size in (("expert_parallel", expert), ("expert_tensor_parallel", topology.expert_tensor or 1)):
             if size > 1:
-                raise ConfigError(f"trainer.{key}={size} deals out experts, but the model has none; set it to 1")
+                raise ConfigError(f"trainer.{key}={size} splits experts, but the model has none; set it to 1")
         return
     if sizes.experts % expert:
         raise ConfigError(f"the model's {sizes.experts} experts are not divisible by trainer.expert_parallel={expert}")

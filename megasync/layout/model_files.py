@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.families.sizes import EXPERT_KEYS
 
-# Names that `megasync fetch` can make; a missing folder of one of these gets the exact command in its error.
+# Names that `megasync fetch` can make: the error for a missing folder of one of these gives the command.
 FETCHABLE = ("digits", "smollm2")
 # The dimensions in a config.json of the supported families.
 SIZES = (
@@ -47,18 +47,19 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         path = find_hf_config(ModelConfig(path=str(path)))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
+    if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold one JSON object")
+    values = cast(dict[str, Any], found)
     if values.get("quantization_config"):
         raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
     return values
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what in a config.json is not of its type. What is missing is the layout's matter."""
+    """Raises ConfigError for values of the wrong type in a config.json. The layout checks for missing ones."""
     for key in SIZES:
         value = values.get(key)
         whole = isinstance(value, int) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""Shards in and out of safetensors files: load a rank's slices, put tensors together, export a checkpoint.
+"""Shards in and out of safetensors files: load a rank's slices, assemble tensors, export a checkpoint.
 
-Loading reads only the rectangles that the rank holds, each once; the only elements written otherwise are the zeros of
-vocabulary padding. Export writes the same bytes that a Hugging Face save of the same weights would hold.
+Loading reads only the rectangles that the rank holds, each once; the only other elements written are the zeros of
+vocabulary padding. Export writes the same bytes as a Hugging Face save of the same weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.errors import CheckpointError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
@@ -35,7 +35,7 @@ INDEX = "model.safetensors.index.json"
 LAYOUT = "layout.json"
 # Hugging Face's own limit; larger files are awkward to move and to map.
 MAX_FILE_BYTES = 5 * 10**9
-# Everything besides weights that a server or a tokenizer needs from the source folder.
+# What a server or a tokenizer needs from the source folder besides weights.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -99,18 +99,18 @@ class HfFolder:
             CheckpointError: the tensor is missing or has another shape than the config says.
         """
         if name not in self._where:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json calls for")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json requires")
         handle = self._open(self._where[name])
         try:
             tensor = handle.get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{self.path / self._where[name]} has no tensor {name!r}, but {INDEX} says so"
+                f"{self.path / self._where[name]} has no tensor {name!r}, although {INDEX} lists it"
             ) from error
         found = tuple(tensor.get_shape())
         if found != shape:
             raise CheckpointError(
-                f"{name!r} in {self.path} has shape {list(found)}, but its config.json calls for {list(shape)}"
+                f"{name!r} in {self.path} has shape {list(found)}, but its config.json requires {list(shape)}"
             )
 
         def read(box: Box) -> torch.Tensor:
@@ -120,9 +120,7 @@ class HfFolder:
         return read
 
     def reading(self, shapes: Mapping[str, tuple[int, ...]], absent: Tensors | None = None) -> Read:
-        """Reads boxes of all tensors of these shapes, those that the folder lacks from ``absent``; raises as `reader`
-        when one is first asked for.
-        """
+        """Reads boxes of all tensors of these shapes, missing ones from ``absent``; first use raises as `reader`."""
         absent = {name: tensor for name, tensor in (absent or {}).items() if name not in self._where}
         readers: dict[str, Callable[[Box], torch.Tensor]]
         readers = {name: partial(box_of, tensor) for name, tensor in absent.items()}
@@ -138,8 +136,10 @@ class HfFolder:
 def load_shards(
     hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32, absent: Tensors | None = None
 ) -> dict[str, torch.Tensor]:
-    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes, of ``dtype`` but for
-    those that have one of their own (`Placed.dtype`). ``absent`` stands in for tensors that the folder may lack.
+    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes.
+
+    They have ``dtype``, except those with a dtype of their own (`Placed.dtype`). ``absent`` replaces tensors that the
+    folder may lack.
 
     Raises:
         CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
@@ -155,7 +155,7 @@ def load_shards(
 
 
 def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
-    """The rectangles of a global rank, for each of its parameters; none for one that is vocabulary padding only."""
+    """The rectangles of a global rank by parameter; none for one that is only vocabulary padding."""
     found: dict[str, list[Piece]] = defaultdict(list)
     for piece in layout.pieces(rank):
         found[piece.param].append(piece)
@@ -163,7 +163,7 @@ def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
 
 
 def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """A local parameter made of its rectangles, on the CPU."""
+    """A local parameter assembled from its rectangles, on the CPU."""
     param = torch.empty(shape, dtype=dtype)
     filled = 0
     for piece in pieces:
@@ -171,13 +171,13 @@ def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtyp
         target.copy_(read(piece.hf_name, piece.hf_box))
         filled += target.numel()
     if filled < param.numel():
-        # Only a vocabulary ends before its parameter does: whole rows at the end are padding.
+        # Only vocabularies are padded: with whole rows at the end.
         param[filled // param[0].numel() :] = 0
     return param
 
 
 def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """One whole Hugging Face tensor from the shards of the ranks that hold it; of equal ones, the first rank's.
+    """Assembles one Hugging Face tensor from the shards of the first rank that holds each piece.
 
     Args:
         shards_of: global rank -> that rank's parameters by local name.
@@ -194,12 +194,12 @@ def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[st
 
 
 def shard_file(rank: int) -> str:
-    """Name of a global rank's model file inside a checkpoint: the parameters of which it is the first holder."""
+    """Name of a global rank's model file in a checkpoint: the parameters of which the rank is the first holder."""
     return f"model-{rank:05d}.safetensors"
 
 
 def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
-    """Writes those of a rank's parameters of which it is the first holder, if there are any, down to the disk."""
+    """Writes the parameters of which a rank is the first holder, if there are any, and syncs them to disk."""
     mine = {
         name: params[name].detach().cpu().contiguous()
         for name, writer in layout.writers(rank).items()
@@ -212,7 +212,7 @@ def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: 
 
 
 class ShardFiles:
-    """The model files of a checkpoint, opened when they are asked for and mapped until closed."""
+    """The model files of a checkpoint, opened on first use and mapped until closed."""
 
     def __init__(self, checkpoint_dir: str | Path) -> None:
         self._path = Path(checkpoint_dir)
@@ -232,7 +232,8 @@ class ShardFiles:
             if not path.is_file():
                 raise CheckpointError(f"checkpoint file {path} is missing")
             try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+                opened: Any = safe_open(path, framework="pt")
+                handle: Any = self._stack.enter_context(opened)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
             self._files[rank] = _ShardFile(path, handle)
@@ -244,7 +245,7 @@ class ShardFiles:
 
 
 def describe(layout: Layout, dtype: str) -> dict[str, Any]:
-    """What `read_layout` needs to know a checkpoint's shards again; goes into its layout.json."""
+    """What `read_layout` needs to recognise a checkpoint's shards; stored in its layout.json."""
     return {
         "topology": asdict(layout.topology),
         "spec": layout.spec,
@@ -268,7 +269,7 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
     """
     path = Path(checkpoint_dir) / LAYOUT
     if not path.is_file():
-        raise CheckpointError(f"{checkpoint_dir} is not a checkpoint of this program: it has no {LAYOUT}")
+        raise CheckpointError(f"{checkpoint_dir} is not a megasync checkpoint: it has no {LAYOUT}")
     try:
         return layout_of(read_json(path))
     except (KeyError, TypeError) as error:
@@ -285,11 +286,11 @@ def read_json(path: Path) -> dict[str, Any]:
 def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path) -> None:
     """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files.
 
-    The folder appears under its name only when it is complete. A tied head is left out, as Hugging Face does. Tensors
-    and config.json carry the checkpoint's dtype.
+    The folder gets its name only when it is complete. A tied head is omitted, as Hugging Face does. Tensors and
+    config.json have the checkpoint's dtype.
 
     Raises:
-        CheckpointError: an incomplete checkpoint, an output folder that holds something, or a write that failed.
+        CheckpointError: an incomplete checkpoint, a non-empty output folder, or a failed write.
     """
     source, out = Path(hf_source_dir), Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -312,11 +313,11 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
         raise CheckpointError(f"export to {out} failed: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    log.info("exported %s to %s", checkpoint_dir, out)
+    log.info("Exported %s to %s", checkpoint_dir, out)
 
 
 class _ShardFile(Mapping[str, torch.Tensor]):
-    """A rank's checkpoint file as a mapping; a tensor is read when it is asked for."""
+    """A rank's checkpoint file as a mapping that reads a tensor on access."""
 
     def __init__(self, path: Path, handle: Any) -> None:
         self._path = path
@@ -376,8 +377,9 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:
-    """What a Hugging Face folder holds besides weights: the source's config.json with ``dtype`` and what its family
-    states of every export, a value model's too, and its tokenizer.
+    """Writes what a Hugging Face folder has besides weights: the tokenizer, and the config.json for ``dtype``.
+
+    The config.json also gets what its family, and a value model, require of every export.
     """
     config = read_json(source / "config.json")
     config |= family_of(config).exported

@@ -1,7 +1,7 @@
-"""Copies between strided views as loops, and such loops cut into rectangles.
+"""Copies between strided views as nested loops, and rectangles out of such loops.
 
-A `Run` is one loop of a copy. Walked over a contiguous array, each loop belongs to one dimension of it (`align`); loops
-over a matrix then give rectangles of rows and columns (`rectangles`). Everything here is integers, no tensors.
+A `Loop` is one loop of a copy. Over a contiguous array each loop belongs to one dimension (`align`); the loops over a
+matrix then give rectangles of rows and columns (`rectangles`). Integers only, no tensors.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from megasync.layout.engine_layout import Fill, Slot
+from megasync.layout.engine_layout import Fill, ParamRectangle, Slot
 from megasync.layout.layout import Box
 
 
-class Run(NamedTuple):
-    """``count`` steps of ``source`` elements (or, after `align`, positions) there and ``target`` elements here."""
+class Loop(NamedTuple):
+    """``steps`` steps of ``source`` elements (after `align`: positions) in the source and ``target`` in the target."""
 
-    count: int
+    steps: int
     source: int
     target: int
 
 
 class NotRectangular(Exception):
-    """The elements of a view are no rectangle of the array it looks into."""
+    """The elements of a view are not a rectangle of the array that it views."""
 
 
 def strides_of(shape: Sequence[int]) -> list[int]:
@@ -37,78 +37,80 @@ def position(offset: int, shape: Sequence[int]) -> list[int]:
     return [offset // stride % size for stride, size in zip(strides_of(shape), shape, strict=True)]
 
 
-def align(runs: Iterable[Run], offset: int, shape: Sequence[int]) -> list[list[Run]]:
-    """For each dimension of a contiguous array the loops along it, outermost first; ``source`` counts its positions.
+def align(loops: Iterable[Loop], offset: int, shape: Sequence[int]) -> list[list[Loop]]:
+    """For each dimension of a contiguous array, the loops along it, outermost first; ``source`` counts positions.
 
-    A loop over several dimensions is split. ``offset`` is that of the first element; no run may have source 0.
+    A loop over several dimensions is split. ``offset`` is that of the first element; no loop may have source 0.
 
     Raises:
-        NotRectangular: a loop leaves a dimension in the middle.
+        NotRectangular: a loop crosses into another dimension partway.
     """
     strides, start = strides_of(shape), position(offset, shape)
-    walks: list[list[Run]] = [[] for _ in shape]
-    pending = [run for run in runs if run.count > 1]
+    walks: list[list[Loop]] = [[] for _ in shape]
+    pending = [loop for loop in loops if loop.steps > 1]
     while pending:
-        run = pending.pop()
-        dim = next((d for d, stride in enumerate(strides) if shape[d] > 1 and run.source % stride == 0), None)
+        loop = pending.pop()
+        dim = next((d for d, stride in enumerate(strides) if shape[d] > 1 and loop.source % stride == 0), None)
         if dim is None:
             raise NotRectangular
-        step = run.source // strides[dim]
-        if start[dim] + (run.count - 1) * step < shape[dim]:
-            walks[dim].append(Run(run.count, step, run.target))
+        step = loop.source // strides[dim]
+        if start[dim] + (loop.steps - 1) * step < shape[dim]:
+            walks[dim].append(Loop(loop.steps, step, loop.target))
             continue
         inner = shape[dim] // step
-        if shape[dim] % step or start[dim] >= step or run.count % inner:
+        if shape[dim] % step or start[dim] >= step or loop.steps % inner:
             raise NotRectangular
-        pending.append(Run(inner, run.source, run.target))
-        pending.append(Run(run.count // inner, run.source * inner, run.target * inner))
+        pending.append(Loop(inner, loop.source, loop.target))
+        pending.append(Loop(loop.steps // inner, loop.source * inner, loop.target * inner))
     for dim, walk in enumerate(walks):
-        if start[dim] + sum((run.count - 1) * run.source for run in walk) >= shape[dim]:
+        if start[dim] + sum((loop.steps - 1) * loop.source for loop in walk) >= shape[dim]:
             raise NotRectangular
     return [merge(walk) for walk in walks]
 
 
-def merge(runs: Iterable[Run]) -> list[Run]:
+def merge(loops: Iterable[Loop]) -> list[Loop]:
     """Fewer loops over the same elements, outermost (largest source step) first."""
-    merged: list[Run] = []
-    for run in sorted(runs, key=lambda run: run.source, reverse=True):
+    merged: list[Loop] = []
+    for loop in sorted(loops, key=lambda loop: loop.source, reverse=True):
         outer = merged[-1] if merged else None
-        if outer and (outer.source, outer.target) == (run.source * run.count, run.target * run.count):
-            merged[-1] = Run(outer.count * run.count, run.source, run.target)
+        if outer and (outer.source, outer.target) == (loop.source * loop.steps, loop.target * loop.steps):
+            merged[-1] = Loop(outer.steps * loop.steps, loop.source, loop.target)
         else:
-            merged.append(run)
+            merged.append(loop)
     return merged
 
 
-def unrolled(loops: Sequence[Run]) -> Iterator[tuple[int, int]]:
-    """How far source and target have gone in each pass of nested loops."""
-    for passes in product(*(range(loop.count) for loop in loops)):
+def unrolled(loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:
+    """The offsets in source and target of each pass of nested loops."""
+    for passes in product(*(range(loop.steps) for loop in loops)):
         pairs = list(zip(passes, loops, strict=True))
         yield sum(i * loop.source for i, loop in pairs), sum(i * loop.target for i, loop in pairs)
 
 
-def clip(runs: Sequence[Run], start: int, first: int, length: int) -> Iterator[tuple[int, list[Run], int]]:
-    """Of loops along one dimension, what lies within ``length`` positions from ``first`` on.
+def clip(loops: Sequence[Loop], start: int, first: int, length: int) -> Iterator[tuple[int, list[Loop], int]]:
+    """The part of loops along one dimension that lies within ``length`` positions from ``first`` on.
 
-    Gives the place of its first position behind ``first``, its loops, and how far the target has gone until there.
+    Yields its first position relative to ``first``, its loops, and the target's offset there.
     """
-    *outer, run = runs or [Run(1, 1, 0)]
+    *outer, loop = loops or [Loop(1, 1, 0)]
     for source, target in unrolled(outer):
         behind = first - start - source
-        low = max(0, -(-behind // run.source))
-        high = min(run.count, -(-(behind + length) // run.source))
+        low = max(0, -(-behind // loop.source))
+        high = min(loop.steps, -(-(behind + length) // loop.source))
         if low < high:
-            yield low * run.source - behind, [Run(high - low, *run[1:])], target + low * run.target
+            yield low * loop.source - behind, [Loop(high - low, *loop[1:])], target + low * loop.target
 
 
-def rectangles(runs: Iterable[Run], offset: int, shape: tuple[int, int], name: str, param: str, at: int) -> list[Slot]:
-    """The slots of a copy out of a matrix ``name`` of ``shape`` from element ``offset`` on, to element ``at`` of param."""
-    (row, col), walks = position(offset, shape), align(runs, offset, shape)
+def rectangles(
+    loops: Iterable[Loop], offset: int, shape: tuple[int, int], name: str, param: str, at: int
+) -> list[Slot]:
+    """The slots of a copy from element ``offset`` of a matrix ``name`` of ``shape`` to element ``at`` of ``param``."""
+    (row, col), walks = position(offset, shape), align(loops, offset, shape)
     (row_loops, rows), (col_loops, cols) = map(_innermost, walks)
     return [
         Slot(
             name,
-            Box(row + down, rows.count, col + right, cols.count),
+            Box(row + down, rows.steps, col + right, cols.steps),
             param,
             at + below + beside,
             rows.target,
@@ -119,25 +121,25 @@ def rectangles(runs: Iterable[Run], offset: int, shape: tuple[int, int], name: s
     ]
 
 
-def _innermost(walk: list[Run]) -> tuple[list[Run], Run]:
-    """The loop that goes position by position, apart from the others."""
+def _innermost(walk: list[Loop]) -> tuple[list[Loop], Loop]:
+    """The loop that steps position by position, separate from the others."""
     if walk and walk[-1].source == 1:
         return walk[:-1], walk[-1]
-    return walk, Run(1, 1, 1)
+    return walk, Loop(1, 1, 1)
 
 
-def fill_rectangles(runs: Iterable[Run], param: str, at: int, value: float) -> list[Fill]:
-    """The fills of a constant written by ``runs`` from element ``at`` of ``param`` on; sources are not looked at."""
-    walk = merge(Run(run.count, run.target, run.target) for run in runs if run.count > 1)
-    *loops, rows, cols = [Run(1, 0, 1), Run(1, 0, 1), *walk]
+def fill_rectangles(loops: Iterable[Loop], param: str, at: int, value: float) -> list[Fill]:
+    """The fills of a constant written by ``loops`` from element ``at`` of ``param`` on; ignores sources."""
+    walk = merge(Loop(loop.steps, loop.target, loop.target) for loop in loops if loop.steps > 1)
+    *outer, rows, cols = [Loop(1, 0, 1), Loop(1, 0, 1), *walk]
     return [
-        Fill(param, at + behind, rows.count, cols.count, rows.target, cols.target, value)
-        for _, behind in unrolled([loop for loop in loops if loop.count > 1])
+        Fill(param, at + behind, rows.steps, cols.steps, rows.target, cols.target, value)
+        for _, behind in unrolled([loop for loop in outer if loop.steps > 1])
     ]
 
 
 def coalesce(slots: Iterable[Slot]) -> list[Slot]:
-    """As few slots as neighbours allow, in the order of their tensors' names."""
+    """The same slots with neighbours merged, in the order of their tensors' names."""
     by_rows = _joined(slots)
     by_cols = map(_flip, _joined(map(_flip, by_rows)))
     return sorted(map(_plain, by_cols))
@@ -176,15 +178,15 @@ def _flip(slot: Slot) -> Slot:
 
 
 def _plain(slot: Slot) -> Slot:
-    """Strides of single rows and columns as if they were contiguous, so that equal slots compare equal."""
+    """The slot with the strides of single rows and columns normalised, so that equal slots compare equal."""
     box = slot.hf_box
     col_stride = slot.col_stride if box.cols > 1 else 1
     return slot._replace(col_stride=col_stride, row_stride=slot.row_stride if box.rows > 1 else box.cols * col_stride)
 
 
-def overlap(a: Fill, b: Fill) -> bool:
-    """Whether two rectangles of one parameter share an element, judged by the lines they are made of."""
-    if _end(a) <= b.offset or _end(b) <= a.offset:
+def overlap(a: ParamRectangle, b: ParamRectangle) -> bool:
+    """Whether two rectangles of one parameter overlap, as sets of lines."""
+    if a.last < b.offset or b.last < a.offset:
         return False
     lines, others = _lines(a), _lines(b)
     events = sorted([(start, end, 0) for start, end in lines] + [(start, end, 1) for start, end in others])
@@ -196,12 +198,8 @@ def overlap(a: Fill, b: Fill) -> bool:
     return False
 
 
-def _end(fill: Fill) -> int:
-    return fill.offset + (fill.rows - 1) * fill.row_stride + (fill.cols - 1) * fill.col_stride + 1
-
-
-def _lines(fill: Fill) -> list[tuple[int, int]]:
+def _lines(place: ParamRectangle) -> list[tuple[int, int]]:
     """First element and end of each line along the smaller stride."""
-    outer, inner = sorted([(fill.row_stride, fill.rows), (fill.col_stride, fill.cols)], reverse=True)
+    outer, inner = sorted([(place.row_stride, place.rows), (place.col_stride, place.cols)], reverse=True)
     length = (inner[1] - 1) * inner[0] + 1
-    return [(fill.offset + i * outer[0], fill.offset + i * outer[0] + length) for i in range(outer[1])]
+    return [(place.offset + i * outer[0], place.offset + i * outer[0] + length) for i in range(outer[1])]

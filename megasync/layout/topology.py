@@ -1,8 +1,8 @@
-"""Where each trainer rank stands, in the dense layers and in the experts, and which layers each pipeline stage has.
+"""The parallel coordinates of each trainer rank, for dense layers and experts, and the layers of each pipeline stage.
 
 The order is Megatron's default ``tp-dp-pp``: tensor ranks are neighbours, pipeline stages are furthest apart. Experts
-are spread over the same ranks of a stage in an order of their own, ``etp-ep-edp``. Each answer is a pure function of the
-topology, so every process computes the same one without communication.
+are distributed over the same ranks of a stage in an order of their own, ``etp-ep-edp``. Everything is a pure function
+of the topology, so every process computes the same without communication.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 class Coords(NamedTuple):
+    """Tensor, data and pipeline coordinates of a rank."""
+
     tp: int
     dp: int
     pp: int
 
 
 class ExpertCoords(NamedTuple):
-    """Place of a rank among those that share its stage's experts: ``edp`` counts copies of the same slices."""
+    """Coordinates of a rank among those that share its stage's experts: ``edp`` counts copies of the same slices."""
 
     etp: int
     ep: int
@@ -33,10 +35,11 @@ class ExpertCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel dimensions; ``first_stage_layers``/``last_stage_layers`` make the pipeline's ends uneven.
+    """Sizes of the parallel dimensions.
 
-    ``expert`` ranks share the experts of a layer, and ``expert_tensor`` ranks each expert (None: as many as ``tensor``).
-    With ``virtual`` > 1 each rank has so many chunks of layers, and the pipeline runs through all ranks as many times.
+    ``expert`` ranks share the experts of a layer, and ``expert_tensor`` ranks each expert (None: as many as
+    ``tensor``). ``first_stage_layers`` and ``last_stage_layers`` set the sizes of the pipeline's ends. With
+    ``virtual`` > 1 each rank has that many chunks of layers, and the pipeline passes through all ranks as many times.
     """
 
     tensor: int = 1
@@ -57,8 +60,8 @@ class Topology:
             raise ConfigError(f"trainer.virtual_pipeline is {self.virtual}; it must be at least 1")
         if self.virtual > 1 and self.pipeline == 1:
             raise ConfigError(
-                f"trainer.virtual_pipeline={self.virtual} interleaves pipeline stages, but trainer.pipeline_parallel=1; "
-                f"raise pipeline_parallel or set virtual_pipeline=1"
+                f"trainer.virtual_pipeline={self.virtual} interleaves pipeline stages, but "
+                f"trainer.pipeline_parallel=1; raise pipeline_parallel or set virtual_pipeline=1"
             )
         if (self.tensor * self.data) % (self.expert * self.expert_tensor_size):
             etp = f"{self.expert_tensor}" if self.expert_tensor else f"{self.tensor} (as trainer.tensor_parallel)"
@@ -100,13 +103,13 @@ class Topology:
         return Coords(rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data))
 
     def expert_coords(self, rank: int) -> ExpertCoords:
-        """Of the same rank; its pipeline stage is that of `coords`."""
+        """Expert coordinates of the same rank; its pipeline stage is that of `coords`."""
         self._check(rank)
         within, etp = rank % (self.tensor * self.data), self.expert_tensor_size
         return ExpertCoords(within % etp, within // etp % self.expert, within // (etp * self.expert))
 
     def expert_peers(self, dp: int) -> range:
-        """Data-parallel coordinates of the ranks that exchange tokens on the way to experts with those of ``dp``."""
+        """Data-parallel coordinates of the ranks that exchange tokens for experts with those of ``dp``."""
         period = lcm(self.tensor, self.expert * self.expert_tensor_size) // self.tensor
         return range(dp // period * period, (dp // period + 1) * period)
 
@@ -124,8 +127,8 @@ class Topology:
     def stage_layers(self, num_layers: int) -> list[list[range]]:
         """Global layer indices of each pipeline stage, one range per virtual stage, as Megatron assigns them.
 
-        The given end stages take their share; the stages between them split the rest evenly. With virtual stages each
-        stage's share is cut into equal chunks, and the first chunks of all stages come before the second ones.
+        The end stages take what is configured; the stages between them split the rest evenly. With virtual stages, each
+        stage's share is cut into equal chunks, and the first chunks of all stages precede the second ones.
 
         Raises:
             ConfigError: the layers cannot be split that way.

@@ -1,24 +1,24 @@
 """Learns where a serving engine puts each Hugging Face tensor, by running its own loader on stand-ins.
 
 The stand-ins are tensors without memory. While the model's `load_weights` runs, a dispatch mode sees each operation on
-them and on the parameters: views pass, copies and fills into parameters are written down instead of done, and anything
-that needs numbers is refused. So nothing is allocated for the tensors, no parameter changes (`_Recorder.__torch_dispatch__` has
-no branch that executes a write), and whatever the loader does to place them (fused projections, experts, padding) is known
-without knowing the model.
+them and on the parameters: views pass, copies and fills into parameters are recorded instead of executed, and anything
+that needs values is refused. So nothing is allocated for the tensors, no parameter changes
+(`_Recorder.__torch_dispatch__` has no branch that executes a write), and the placement (fused projections, experts,
+padding) becomes known without any knowledge of the model.
 
-Values that a model derives after loading (`post_load_weights`, as DeepSeek's split of kv_b_proj) are no part of a trace:
-whoever writes the slots calls that hook afterwards, as SGLang's own loaders do.
+A trace does not contain values that a model derives after loading (`post_load_weights`, as DeepSeek's split of
+kv_b_proj). Whoever writes the slots calls that hook afterwards, as SGLang's own loaders do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megasync.errors import TraceError
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.strided import (
+    Loop,
     NotRectangular,
-    Run,
     align,
     clip,
     coalesce,
@@ -38,6 +38,16 @@ from megasync.layout.strided import (
     unrolled,
 )
 
+# Any callable of the traced model or of torch; its arguments are passed through.
+AnyCallable = Callable[..., Any]
+
+
+class Loader(Protocol):
+    """A serving engine's model."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> Any:
+        """Puts a checkpoint's tensors into the parameters."""
+
 
 class _Source(NamedTuple):
     """The storage of a stand-in."""
@@ -47,7 +57,7 @@ class _Source(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The storage of what the loader made of other tensors: ``parts`` (first, length, tensor) along ``dim``."""
+    """The storage of a tensor that the loader made of others: ``parts`` (first, length, tensor) along ``dim``."""
 
     dim: int
     parts: list[tuple[int, int, torch.Tensor]]
@@ -64,10 +74,10 @@ class _Target(NamedTuple):
 def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]]) -> EngineRank:
     """Where ``model.load_weights`` puts each tensor of a checkpoint with these names and shapes, in this order.
 
-    Parameters count, and buffers that loading writes. Casts are left out: a copy into a slot casts.
+    Covers parameters, and buffers that loading writes. Casts are not recorded: a copy into a slot casts.
 
     Raises:
-        TraceError: the loader does what slots and fills cannot express, or refuses the specs.
+        TraceError: the loader does something that slots and fills cannot express, or refuses the specs.
     """
     held, buffers = _parameters(model), _buffers(model)
     recorder = _Recorder(held | buffers, type(model).__name__)
@@ -75,7 +85,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
     recorder.add(specs, dtype)
     with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_post_load(model), recorder:
         try:
-            model.load_weights(recorder.checkpoint())
+            cast(Loader, model).load_weights(recorder.checkpoint())
         except TraceError:
             raise
         except Exception as error:
@@ -100,16 +110,17 @@ def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, targets: Mapping[str, torch.Tensor], model: str) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves a parameter untyped
         self.loader = f"{model}.load_weights"
         self.loading = "its first tensor"
         self._slots: dict[str, list[Slot]] = {}
         self._fills: list[Fill] = []
+        self._checkpoint: list[_Source] = []
         self._sources: dict[int, _Source | _Made] = {}
         self._targets: dict[int, list[_Target]] = {}
         for name, tensor in targets.items():
             self._targets.setdefault(_storage(tensor), []).append(_Target(name, tensor))
-        self._handlers = {
+        self._handlers: dict[str, AnyCallable] = {
             "copy_": self._copy,
             "fill_": self._fill,
             "zero_": self._fill,
@@ -121,19 +132,21 @@ class _Recorder(TorchDispatchMode):
         }
 
     def add(self, specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype) -> None:
-        """Stand-ins of a checkpoint's tensors."""
+        """Makes the stand-ins of a checkpoint's tensors."""
         for name, shape in specs:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-            self._sources[_storage(tensor)] = _Source(name, tensor)
+            source = _Source(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+            self._checkpoint.append(source)
+            self._sources[_storage(source.tensor)] = source
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for source in list(self._sources.values()):
+        """The stand-ins, in the checkpoint's order."""
+        for source in self._checkpoint:
             self.loading = source.name
             yield source.name, source.tensor
 
-    def found(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> EngineRank:
+    def found(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> EngineRank:
         loaded = [slot for slots in self._slots.values() for slot in slots]
-        # A place that is loaded twice keeps what came last.
+        # An element that is loaded twice keeps the last value.
         last = {(slot.param, slot.offset, slot.hf_box[1::2], slot[4:]): slot for slot in loaded}
         slots = coalesce(last.values())
         written = {slot.param for slot in slots} | {fill.param for fill in self._fills}
@@ -146,9 +159,11 @@ class _Recorder(TorchDispatchMode):
             unwritten=tuple(name for name in parameters if name not in written),
         )
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        name: str = func.overloadpacket.__name__
         if name in ("zeros", "new_zeros", "zeros_like"):
             return _zeros(func(*args, **kwargs))
         tracked = [tensor for tensor in _tensors(args) if self._origin(tensor)]
@@ -157,13 +172,13 @@ class _Recorder(TorchDispatchMode):
         if name in self._handlers:
             return self._handlers[name](*args, **kwargs)
         if _composite(func):
-            # They arrive whole in inference mode, where SGLang's scheduler lives.
+            # In inference mode, which SGLang's scheduler uses, they arrive undecomposed.
             with self:
                 return func.decompose(*args, **kwargs)
         if (func.is_view or name in ("_unsafe_view", "_reshape_alias")) and func != torch.ops.aten.view.dtype:
             return func(*args, **kwargs)
         raise TraceError(
-            f"{self.loader} uses {func} on {self._describe(tracked[0])}: only moving and filling can be repeated"
+            f"{self.loader} uses {func} on {self._describe(tracked[0])}: only copies and fills can be traced"
         )
 
     def _origin(self, tensor: torch.Tensor) -> _Source | _Made | _Target | None:
@@ -183,13 +198,15 @@ class _Recorder(TorchDispatchMode):
                 return f"parameter {name!r}"
             case _Made(_, parts):
                 return self._describe(parts[0][2])
+            case None:
+                pass
         return f"a tensor of shape {list(tensor.shape)} made while loading {self.loading!r}"
 
-    # What the loader may make of stand-ins.
+    # What the loader may make of stand-ins
 
     def _same(self, tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
         if isinstance(self._origin(tensor), _Target):
-            raise TraceError(f"{self.loader} reads {self._describe(tensor)}, whose numbers a trace does not have")
+            raise TraceError(f"{self.loader} reads {self._describe(tensor)}, whose values a trace does not have")
         made = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         part = tensor if tensor.dim() else tensor.unsqueeze(0)
         self._sources[_storage(made)] = _Made(0, [(0, len(part), part)], made if tensor.dim() else made.unsqueeze(0))
@@ -202,7 +219,8 @@ class _Recorder(TorchDispatchMode):
         shape = list(tensors[0].shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         made = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
-        parts, first = [], 0
+        parts: list[tuple[int, int, torch.Tensor]] = []
+        first = 0
         for tensor in tensors:
             parts.append((first, tensor.shape[dim], tensor))
             first += tensor.shape[dim]
@@ -217,7 +235,7 @@ class _Recorder(TorchDispatchMode):
             raise TraceError(f"{self.loader} pads {self._describe(tensor)} by {list(pad)}: negative padding")
         for i in range(0, len(pad), 2):
             dim = tensor.dim() - 1 - i // 2
-            sides = []
+            sides: list[torch.Tensor] = []
             for width in pad[i : i + 2]:
                 shape = list(tensor.shape)
                 shape[dim] = width
@@ -225,76 +243,76 @@ class _Recorder(TorchDispatchMode):
             tensor = self._cat([sides[0], tensor, sides[1]], dim)
         return tensor
 
-    # What it may do to parameters.
+    # What it may do to parameters
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         source = source.expand(to.shape)
         if to.numel():
-            target, runs, at = self._place(to, source)
-            self._write(target.name, at, runs, source, source.storage_offset())
+            target, loops, at = self._place(to, source)
+            self._write(target.name, at, loops, source, _start(source))
         return to
 
     def _fill(self, to: torch.Tensor, value: torch.Tensor | float = 0) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and self._origin(value):
             return self._copy(to, value)
         if to.numel():
-            target, runs, at = self._place(to, to)
-            self._record_fill(target.name, at, runs, float(value))
+            target, loops, at = self._place(to, to)
+            self._record_fill(target.name, at, loops, float(value))
         return to
 
-    def _place(self, to: torch.Tensor, source: torch.Tensor) -> tuple[_Target, list[Run], int]:
+    def _place(self, to: torch.Tensor, source: torch.Tensor) -> tuple[_Target, list[Loop], int]:
         target = self._origin(to)
         if not isinstance(target, _Target):
             raise TraceError(
                 f"{self.loader} writes {self._describe(source)} into {self._describe(to)}, "
                 "which is neither a parameter nor a buffer of the model"
             )
-        runs = [Run(*loop) for loop in zip(to.shape, source.stride(), to.stride(), strict=True)]
-        return target, runs, to.storage_offset() - target.tensor.storage_offset()
+        loops = [Loop(*step) for step in zip(to.shape, source.stride(), to.stride(), strict=True)]
+        return target, loops, _start(to) - _start(target.tensor)
 
-    def _write(self, param: str, at: int, runs: list[Run], source: torch.Tensor, offset: int) -> None:
-        """Record a copy to element ``at`` of ``param`` of what lies at ``offset`` of ``source``'s storage."""
+    def _write(self, param: str, at: int, loops: list[Loop], source: torch.Tensor, offset: int) -> None:
+        """Records a copy from ``offset`` of ``source``'s storage to element ``at`` of ``param``."""
         origin = self._origin(source)
         if origin is None:
-            self._record_fill(param, at, runs, self._constant(source, param))
+            self._record_fill(param, at, loops, self._constant(source, param))
             return
-        repeated = [run for run in runs if run.source == 0 and run.count > 1]
-        runs = [run for run in runs if run.source]
+        repeated = [loop for loop in loops if loop.source == 0 and loop.steps > 1]
+        loops = [loop for loop in loops if loop.source]
         for _, further in unrolled(repeated):
             try:
                 match origin:
                     case _Source(name, tensor):
                         shape = (tensor.shape[0], prod(tensor.shape[1:])) if tensor.dim() else (1, 1)
-                        slots = rectangles(runs, offset, shape, name, param, at + further)
+                        slots = rectangles(loops, offset, shape, name, param, at + further)
                         self._slots.setdefault(param, []).extend(slots)
                     case _Made():
-                        self._write_parts(param, at + further, runs, origin, offset)
+                        self._write_parts(param, at + further, loops, origin, offset)
                     case _Target():
                         raise TraceError(f"{self.loader} copies {self._describe(source)} into parameter {param!r}")
             except NotRectangular:
                 raise TraceError(
                     f"{self.loader} copies elements of {self._describe(source)} into parameter {param!r} "
-                    f"that are no rectangle of it: loops {[tuple(run[:2]) for run in runs]} from element {offset} on"
+                    f"that are no rectangle of it: loops {[tuple(loop[:2]) for loop in loops]} from element {offset} on"
                 ) from None
 
-    def _write_parts(self, param: str, at: int, runs: list[Run], made: _Made, offset: int) -> None:
+    def _write_parts(self, param: str, at: int, loops: list[Loop], made: _Made, offset: int) -> None:
         shape = made.tensor.shape
-        walks, start = align(runs, offset, shape), position(offset, shape)
+        walks, start = align(loops, offset, shape), position(offset, shape)
         for first, length, part in made.parts:
             for behind, clipped, further in clip(walks[made.dim], start[made.dim], first, length):
                 place = [*start[: made.dim], behind, *start[made.dim + 1 :]]
-                loops = [*walks[: made.dim], clipped, *walks[made.dim + 1 :]]
-                begin = part.storage_offset() + sum(i * step for i, step in zip(place, part.stride(), strict=True))
+                clipped_walks = [*walks[: made.dim], clipped, *walks[made.dim + 1 :]]
+                begin = _start(part) + sum(i * step for i, step in zip(place, part.stride(), strict=True))
                 inner = [
-                    Run(run.count, run.source * step, run.target)
-                    for walk, step in zip(loops, part.stride(), strict=True)
-                    for run in walk
+                    Loop(loop.steps, loop.source * step, loop.target)
+                    for walk, step in zip(clipped_walks, part.stride(), strict=True)
+                    for loop in walk
                 ]
                 self._write(param, at + further, inner, part, begin)
 
     def _constant(self, tensor: torch.Tensor, param: str) -> float:
         if tensor.device.type != "meta":
-            # An expanded scalar is looked at once, not as often as it is repeated.
+            # An expanded scalar is read once, not once per repetition.
             values = tensor.as_strided(
                 [n if s else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
             )
@@ -302,32 +320,36 @@ class _Recorder(TorchDispatchMode):
             if bool((values == first).all()):
                 return float(first)
         raise TraceError(
-            f"{self.loader} writes {self._describe(tensor)} into parameter {param!r}, which are no constants"
+            f"{self.loader} writes {self._describe(tensor)} into parameter {param!r}, which is not a constant"
         )
 
-    def _record_fill(self, param: str, at: int, runs: list[Run], value: float) -> None:
-        for fill in fill_rectangles(runs, param, at, value):
+    def _record_fill(self, param: str, at: int, loops: list[Loop], value: float) -> None:
+        for fill in fill_rectangles(loops, param, at, value):
             for slot in self._slots.get(param, ()):
-                box = slot.hf_box
-                place = Fill(param, slot.offset, box.rows, box.cols, slot.row_stride, slot.col_stride, 0)
-                if overlap(fill, place):
+                if overlap(fill.rectangle, slot.rectangle):
                     raise TraceError(f"{self.loader} fills a part of {param!r} that it loaded from {slot.hf_name!r}")
             self._fills.append(fill)
 
 
 @cache
-def _composite(func: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+def _composite(func: Any) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportPrivateUsage]  # no public way
+    return has_kernel(func.name(), "CompositeImplicitAutograd")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # the identity of a storage
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """The first element of the tensor in its storage."""
+    return int(tensor.storage_offset())
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The first element of the storage behind the tensor."""
+    """The first element after the tensor in its storage."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + (extent + 1 if tensor.numel() else 0)
+    return _start(tensor) + (extent + 1 if tensor.numel() else 0)
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -335,23 +357,23 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
         if isinstance(arg, torch.Tensor):
             yield arg
         elif isinstance(arg, list | tuple):
-            yield from _tensors(arg)
+            yield from _tensors(cast(Sequence[Any], arg))
 
 
 def _zeros(made: torch.Tensor) -> torch.Tensor:
-    """Zeros that can be looked at, although they were asked for beside stand-ins; one element of memory."""
+    """Zeros that can be read, although they were requested on the meta device; one element of memory."""
     return torch.zeros((), dtype=made.dtype).expand(made.shape) if made.device.type == "meta" else made
 
 
 @contextmanager
-def _work_in_place() -> Iterator[None]:
-    """Executors run what this thread submits at once and here: dispatch modes do not reach into other threads."""
+def _work_in_place() -> Generator[None]:
+    """Executors run what this thread submits at once, in this thread: dispatch modes do not reach other threads."""
     tracing, submit = threading.get_ident(), ThreadPoolExecutor.submit
 
-    def run(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
+    def run(self: ThreadPoolExecutor, fn: AnyCallable, /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.get_ident() != tracing:
             return submit(self, fn, *args, **kwargs)
-        done: Future = Future()
+        done: Future[Any] = Future()
         done.set_result(fn(*args, **kwargs))
         return done
 
@@ -363,26 +385,30 @@ def _work_in_place() -> Iterator[None]:
 
 
 @contextmanager
-def _without_post_load(model: torch.nn.Module) -> Iterator[None]:
-    """Loaders that call the model's post-load hook themselves leave it out."""
+def _without_post_load(model: torch.nn.Module) -> Generator[None]:
+    """Disables the model's post-load hook, which some loaders call themselves."""
     if not hasattr(model, "post_load_weights"):
         yield
         return
-    model.post_load_weights = lambda *args, **kwargs: None
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    vars(model)["post_load_weights"] = skip
     try:
         yield
     finally:
-        del model.post_load_weights
+        del vars(model)["post_load_weights"]
 
 
 @contextmanager
-def _unreplaced(model: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Puts back what a loader replaced instead of filling, and refuses it."""
+def _unreplaced(model: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Restores and refuses parameters that a loader replaced instead of filling."""
     owners = dict(model.named_parameters()) | dict(model.named_buffers())
     try:
         yield
     finally:
-        replaced = []
+        replaced: list[str] = []
         for name, tensor in held.items():
             now = owners[name].data
             if _storage(now) != _storage(tensor) or (now.shape, now.stride()) != (tensor.shape, tensor.stride()):

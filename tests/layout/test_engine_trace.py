@@ -24,8 +24,8 @@ from megasync.serving.server import ServerSpec, SGLangServer
 pytestmark = pytest.mark.real
 
 LEAN = [("qwen3", 1), ("qwen3_moe", 2)]
-# On a CPU its log-probs say nothing: stock SGLang launches a Triton kernel for the shared expert. It loads weights as on
-# a GPU.
+# On a CPU its log-probs say nothing: stock SGLang launches a Triton kernel for the shared expert. It loads weights as
+# on a GPU.
 UNSCORED = {"qwen2_moe"}
 PROMPT = [5, 6, 7, 8, 250, 300]
 

@@ -179,7 +179,8 @@ def test_buffers_count_when_they_are_loaded():
 
 
 def test_the_last_load_of_a_place_counts():
-    copy = lambda m, w: m.w.data.copy_(w)
+    def copy(m, w):
+        return m.w.data.copy_(w)
     rank = check(Module({"embed": copy, "head": copy}, w=(4, 3)), [("embed", (4, 3)), ("head", (4, 3))])
     assert [slot.hf_name for slot in rank.slots] == ["head"]
 
@@ -217,7 +218,8 @@ def test_values_derived_after_loading_are_left_to_the_hook():
 
 def test_a_trace_in_inference_mode_sees_through_composite_operations():
     """SGLang's scheduler lives in inference mode, where reshape, to and narrow arrive undecomposed."""
-    load = lambda m, w: m.w.data.copy_(w.reshape(3, 8).to(torch.bfloat16).narrow(1, 0, 4).contiguous())
+    def load(m, w):
+        return m.w.data.copy_(w.reshape(3, 8).to(torch.bfloat16).narrow(1, 0, 4).contiguous())
     model = Module({"w": load}, torch.bfloat16, w=(3, 4))
     with torch.inference_mode():
         rank = trace_load(model, [("w", (6, 4))])
@@ -246,7 +248,7 @@ def filled_after(m, w):
         (lambda m, w: m.w.data.fill_(w.sum().item()), r"aten\.sum.* on tensor 'layer\.w'"),
         (lambda m, w: m.w.data.copy_(m.other.data), r"copies parameter 'other' into parameter 'w'"),
         (lambda m, w: m.w.data.copy_(m.other.data.clone()), r"reads parameter 'other'"),
-        (lambda m, w: m.w.data.copy_(torch.eye(2)), r"writes .* into parameter 'w', which are no constants"),
+        (lambda m, w: m.w.data.copy_(torch.eye(2)), r"writes .* into parameter 'w', which is not a constant"),
         (lambda m, w: m.w.data.copy_(w.view(torch.int32)), r"aten\.view\.dtype on tensor 'layer\.w'"),
         (lambda m, w: m.w.data.copy_(w.flip(0)), r"aten\.flip\.default on tensor 'layer\.w'"),
         (

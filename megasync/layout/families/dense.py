@@ -6,6 +6,8 @@ between the two flavours.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
 
@@ -56,7 +58,7 @@ def gated(hf: str, megatron: str, size: str, te: str | None = None) -> tuple[Rul
     """A gated MLP's two parameters: gate and up projections of ``size`` rows fused, and the down projection.
 
     Args:
-        hf, megatron: what stands before ``gate_proj.weight`` and ``linear_fc1.weight``.
+        hf, megatron: the prefixes of ``gate_proj.weight`` and ``linear_fc1.weight``.
         te: pattern of the whole name under Transformer Engine, with ``{fc}`` for fc1 or fc2.
     """
     names = tuple(Tensor(f"{hf}.{x}_proj.weight", (size, "hidden")) for x in ("gate", "up"))
@@ -78,7 +80,7 @@ GLM4_MLP = (
     ),
     MLP[-1],
 )
-# Norms of the outputs of attention and MLP, before they are added to the residual.
+# Norms of the outputs of attention and MLP before the residual addition.
 GLM4_OUTPUT_NORMS = (
     norm(
         "model.layers.{layer}.post_self_attn_layernorm.weight",
@@ -89,7 +91,17 @@ GLM4_OUTPUT_NORMS = (
         "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight",
     ),
 )
-ENDS = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
+
+
+class Ends(TypedDict):
+    """The rules before and behind the layers, which all families share."""
+
+    embedding: Rule
+    final: Rule
+    head: Rule
+
+
+ENDS: Ends = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
 
 DENSE: dict[str, Family] = {
     "llama": Family(

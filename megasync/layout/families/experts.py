@@ -26,7 +26,7 @@ EXPERTS = gated(
 
 
 def shared_expert(hf: str) -> tuple[Rule, Rule]:
-    """The MLP that every token passes, whatever its checkpoint name."""
+    """The MLP that processes every token; families name it differently."""
     return gated(f"model.layers.{{layer}}.mlp.{hf}", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate")
 
 

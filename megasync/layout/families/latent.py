@@ -1,8 +1,8 @@
 """Families with multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
-Queries, and keys together with values, are projected down to a narrow latent, normed, and projected up to the heads; one
-rotated key is shared by all heads. Megatron's local layers cut the rows of the down projections over tensor ranks,
-Transformer Engine's keep them whole.
+Queries, and keys together with values, are projected down to a narrow latent, normalised, and projected up to the
+heads. All heads share one rotated key. Megatron's local layers split the rows of the down projections over tensor
+ranks; Transformer Engine's keep them whole.
 """
 
 from __future__ import annotations
@@ -15,18 +15,29 @@ HF = "model.layers.{layer}.self_attn"
 MEGATRON = "decoder.layers.{layer}.self_attention"
 
 
-def projection(hf: str, megatron: str, rows: str, columns: str, **options: object) -> Rule:
+def projection(
+    hf: str,
+    megatron: str,
+    rows: str,
+    columns: str,
+    *,
+    te_split: Split | None = None,
+    when: str | None = None,
+    unless: str | None = None,
+    joined: bool = False,
+) -> Rule:
     tensor = Tensor(f"{HF}.{hf}.weight", (rows, columns))
-    return Rule(Split.COLUMN, (tensor,), f"{MEGATRON}.{megatron}.weight", **options)
+    name = f"{MEGATRON}.{megatron}.weight"
+    return Rule(Split.COLUMN, (tensor,), name, te_split=te_split, when=when, unless=unless, joined=joined)
 
 
-def latent_norm(x: str, size: str, **options: object) -> Rule:
+def latent_norm(x: str, size: str, *, when: str | None = None) -> Rule:
     return Rule(
         Split.REPLICATED,
         (Tensor(f"{HF}.{x}_a_layernorm.weight", (size,)),),
         f"{MEGATRON}.{x}_layernorm.weight",
         f"{MEGATRON}.linear_{x}_up_proj.layer_norm_weight",
-        **options,
+        when=when,
     )
 
 
@@ -44,7 +55,7 @@ ATTENTION = (
     projection("kv_b_proj", "linear_kv_up_proj", "kv_b_rows", "kv_lora"),
     Rule(Split.ROW, (Tensor(f"{HF}.o_proj.weight", ("hidden", "value_rows")),), f"{MEGATRON}.linear_proj.weight"),
 )
-# Moves the choice of experts, not their weights; no gradient reaches it.
+# Influences which experts are chosen, not their weights; receives no gradient.
 ROUTER_BIAS = Rule(
     Split.REPLICATED,
     (Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",)),),
@@ -65,7 +76,7 @@ LATENT: dict[str, Family] = {
             "topk_method": "noaux_tc",
             "norm_topk_prob": True,
             "rope_interleave": True,
-            # Hugging Face norms the latents with this epsilon whatever the config says, SGLang with the config's.
+            # Hugging Face normalises the latents with this epsilon whatever the config says, SGLang with the config's.
             "rms_norm_eps": 1e-6,
         },
         defaults={
@@ -75,8 +86,8 @@ LATENT: dict[str, Family] = {
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
         },
-        # Layers that predict tokens further ahead stand behind the last one and serve speculative decoding alone: the
-        # policy's log-probs do not depend on them. They are neither loaded nor trained, so an export has none.
+        # Multi-token-prediction layers come after the last one and serve only speculative decoding: the policy's
+        # log-probs do not depend on them. They are neither loaded nor trained, so an export has none.
         exported={"num_nextn_predict_layers": 0},
         rope_types=("default", "yarn"),
         latent=True,

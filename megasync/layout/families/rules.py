@@ -1,7 +1,7 @@
-"""What a family's table is made of: rules that say which Hugging Face tensors make up which Megatron parameter.
+"""The rules of a family's table: which Hugging Face tensors make up which Megatron parameter.
 
 In a pattern, ``{layer}`` is the global layer on the Hugging Face side and the model chunk's own layer on the Megatron
-side; in the same way ``{expert}`` is the global expert, and the expert's number on its rank.
+side. Likewise ``{expert}`` is the global expert, and the expert's number on its rank.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Tensor:
 class Rule:
     """One Megatron parameter, the Hugging Face tensors inside it (in fused order), and its split.
 
-    ``te`` and ``te_split`` are the name and the split under Transformer Engine's layers where they differ. ``when`` and
-    ``unless`` name switches in config.json; the rule holds only where those are true, and false. ``dtype`` is what an
-    export always stores, where that is not the model's own. ``joined``: the engine fuses these tensors with those of the
-    rule before, and must be given all of them together. ``all_tokens``: each tensor rank computes a replicated parameter's
-    gradient from all tokens, under sequence parallelism too.
+    ``te`` and ``te_split`` are the name and the split under Transformer Engine's layers if they differ. ``when`` and
+    ``unless`` name switches in config.json: the rule applies only if the first is true and the second false. ``dtype``
+    is what an export always stores, if that is not the model's own. ``joined``: the engine fuses these tensors with
+    those of the previous rule, and must receive all of them together. ``all_tokens``: each tensor rank computes a
+    replicated parameter's gradient from all tokens, even under sequence parallelism.
     """
 
     split: Split
@@ -65,7 +65,7 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Stands for one parameter of each expert, cut over the ranks that share an expert."""
+        """Whether the rule describes one parameter of each expert, split over the ranks that share an expert."""
         return "{expert}" in self.local
 
 
@@ -73,12 +73,12 @@ class Rule:
 class Family:
     """A model type.
 
-    ``layer`` holds the rules of every layer, ``dense`` and ``sparse`` those that only layers without and with experts
-    have. ``fixed`` names options whose other values change the parameters, and the only value supported; ``defaults``
-    are the values of options that config.json leaves out; ``exported`` are those that an export's config.json states
-    whatever the source's says. ``interleaved_rotary``: neighbouring channels are rotated together, not the halves of a
-    head; ``partial_rotary``: config.json may leave a part of the channels unrotated; ``rope_types``: the kinds of rotary
-    scaling that it may name. ``latent``: queries, keys and values pass through latents.
+    ``layer`` holds the rules of every layer, ``dense`` and ``sparse`` those of layers without and with experts only.
+    ``fixed`` gives the only supported value of options that change the parameters, ``defaults`` the values of options
+    that config.json leaves out, and ``exported`` what an export's config.json states whatever the source's says.
+    ``interleaved_rotary``: neighbouring channels are rotated together, not the halves of a head. ``partial_rotary``:
+    config.json may leave some of the channels unrotated. ``rope_types``: the supported kinds of rotary scaling.
+    ``latent``: queries, keys and values pass through latents.
     """
 
     embedding: Rule
@@ -87,9 +87,9 @@ class Family:
     final: Rule
     head: Rule
     sparse: tuple[Rule, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    exported: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    exported: Mapping[str, Any] = field(default_factory=dict[str, Any])
     interleaved_rotary: bool = False
     partial_rotary: bool = False
     rope_types: tuple[str, ...] = ("default", "llama3")

@@ -8,13 +8,13 @@ from typing import Any
 
 from megasync.errors import ConfigError
 
-# Spellings of the number of experts; one family may be found with several.
+# Spellings of the number of experts; a family may use several.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``sparse_layers`` are the global layers that have experts, ``topk`` of which see each token.
+    """A model's dimensions. ``sparse_layers`` are the global layers with experts, ``topk`` of which process each token.
 
     With latent attention ``q_lora`` (0: none) and ``kv_lora`` are the widths of the latents. Then ``rope_dim`` of a
     head's ``head_dim`` query and key channels are rotated, and its values have ``value_dim``.
@@ -62,14 +62,14 @@ class Sizes:
 
     @property
     def active_width(self) -> float:
-        """MLP channels that a token passes in a layer, on average over the layers."""
+        """MLP channels that process a token in a layer, averaged over the layers."""
         sparse = self.topk * self.moe_intermediate + self.shared_intermediate
         share = len(self.sparse_layers) / self.layers
         return share * sparse + (1 - share) * self.intermediate
 
     @property
     def widths(self) -> dict[str, int]:
-        """The inner widths that tensor parallelism cuts, by what config.json calls them; only those that occur."""
+        """The inner widths that tensor parallelism splits, by their names in config.json; only those that occur."""
         dense = {"intermediate_size": self.intermediate} if len(self.sparse_layers) < self.layers else {}
         shared = {"shared_expert_intermediate_size": self.shared_intermediate} if self.shared_intermediate else {}
         latents = {"q_lora_rank": self.q_lora, "kv_lora_rank + qk_rope_head_dim": self.kv_a_rows}
@@ -85,8 +85,7 @@ class Sizes:
 
 
 def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False) -> Sizes:
-    """Dimensions of the model in a config.json; ``sparse`` says that its family has experts, ``latent`` that its
-    attention has latents.
+    """Dimensions of the model in a config.json whose family has experts (``sparse``) or latent attention (``latent``).
 
     Raises:
         ConfigError: a size is missing.
@@ -141,7 +140,7 @@ def _latents(config: Mapping[str, Any], heads: int) -> dict[str, int]:
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Every ``decoder_sparse_step``-th layer from ``first_k_dense_replace`` on, but those in ``mlp_only_layers``."""
+    """Every ``decoder_sparse_step``-th layer from ``first_k_dense_replace`` on, except those in ``mlp_only_layers``."""
     step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
     dense = config.get("mlp_only_layers", ())
     return frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)

@@ -1,6 +1,6 @@
-"""A value model's head: one number for each token in place of logits, stored as Hugging Face's token classifiers store it.
+"""A value model's head: one number per token in place of logits, stored as in Hugging Face's token classifiers.
 
-`AutoModelForTokenClassification` of one label reads such a folder, for every family here.
+`AutoModelForTokenClassification` with one label loads such a folder, for every family here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ VALUE_HEAD = (
 
 
 def value_model_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config.json of a value model states besides that of the language model it was made from."""
-    names = hf_config.get("architectures") or []
+    """What a value model's config.json adds to that of the language model it was made from."""
+    names: list[str] = hf_config.get("architectures") or []
     return {
         "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in names],
         "classifier_dropout": 0.0,
