@@ -28,8 +28,8 @@ from megasync.config.pools import pool_specs
 from megasync.config.schema import TrainerConfig
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
-from megasync.evaluation.evaluate import Evaluation, evaluate
-from megasync.evaluation.show import EvaluationView, write_scores
+from megasync.evaluation.evaluate import HeldOutScores, evaluate
+from megasync.evaluation.report import EvaluationProgress, write_scores
 from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
 from megasync.preflight.check import check_config
@@ -115,7 +115,7 @@ def model_folder(
 
 def run_evaluation(
     config: Config, out: Path, served: Path, name: str, only: Collection[str], console: Console
-) -> list[Evaluation]:
+) -> list[HeldOutScores]:
     """Starts servers of the folder `served`, asks, and ends them. `only` names the sets that are wanted; none means all.
 
     Raises ConfigError or DataError before any process starts, KeyboardInterrupt on Ctrl-C once all have ended.
@@ -153,9 +153,9 @@ class _Evaluating:
             for each in task.eval_sets
             for temperature in each.temperatures
         ]
-        self._view = EvaluationView(out, parts, console)
+        self._view = EvaluationProgress(out, parts, console)
 
-    async def run(self) -> list[Evaluation]:
+    async def run(self) -> list[HeldOutScores]:
         check_capabilities()
         config, task = self._config, self._task
         device = resolve_device(config.cluster.device)
@@ -190,7 +190,7 @@ async def _care(servers: Servers) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation]:
+async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
     """The result of `asking`, unless `care` raises first."""
     tasks = [asyncio.create_task(care, name="servers"), asyncio.create_task(asking, name="evaluation")]
     try:
@@ -204,7 +204,7 @@ async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _interruptible(evaluating: _Evaluating) -> list[Evaluation]:
+async def _interruptible(evaluating: _Evaluating) -> list[HeldOutScores]:
     """Ctrl-C or SIGTERM ends it cleanly: servers are put away first."""
     task = asyncio.create_task(evaluating.run(), name="evaluating")
     if threading.current_thread() is not threading.main_thread():

@@ -34,7 +34,7 @@ from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
 from megasync.errors import ServerParityError
-from megasync.evaluation.held_out import HeldOut
+from megasync.evaluation.evaluate import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import export_checkpoint
@@ -150,7 +150,7 @@ class Run:
             ),
             save_seconds=config.rollout.save_partials_seconds,
         )
-        held_out = HeldOut(
+        held_out = PeriodicEvaluation(
             client,
             workload.eval_sets,
             workload.workflow,

@@ -17,8 +17,7 @@ from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_e
 from megasync.data.tokenizer import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
-from megasync.evaluation.evaluate import HeldOutSet
-from megasync.evaluation.held_out_sets import held_out_sets
+from megasync.evaluation.held_out import HeldOutSet, held_out_sets
 from megasync.gateway import AgentWorkflow
 from megasync.importing import load_function
 from megasync.layout.model_files import read_hf_config

@@ -197,7 +197,7 @@ def evaluate(
 
     with quick_imports():
         from megasync.app.evaluate import load_target, model_folder, output_folder, run_evaluation
-        from megasync.evaluation.show import scores_table
+        from megasync.evaluation.report import scores_table
 
     console = _console()
     config = load_target(target, overrides or ())

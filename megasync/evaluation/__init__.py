@@ -1,1 +1,1 @@
-"""Held-out sets: the answers to them, their scores, and how those are shown."""
+"""Held-out sets: answers to them, their scores, and how those are shown."""

@@ -1,7 +1,7 @@
 """Held-out evaluation: fixed sets of prompts through the same workflow and rewards as training.
 
-Invariant: at most `max_inflight` answers are under way over all sets, nothing but counts is kept of those that are done,
-and one that fails costs itself only: it is counted as wrong, so failures never make a model look better.
+Invariant: at most `max_inflight` answers are in flight over all sets, and only counts are kept of completed ones. A
+failed answer affects no other; it counts as wrong, so failures never make a model look better.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import comb
 from typing import Any
 
 from megasync.errors import DataError
-from megasync.evaluation.pass_at_k import counted, pass_at_k
+from megasync.evaluation.held_out import HeldOutSet
 from megasync.failures import cancellation_requested
-from megasync.rewards import RewardRunner
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient, request_seed
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
@@ -27,23 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutSet:
-    """`name` is empty for the one set that has none. `sampling` replaces what the run samples with, but its temperature."""
-
-    name: str
-    prompts: Sequence[Prompt]
-    rewards: RewardRunner
-    temperatures: Sequence[float] = (0.0,)
-    # Answers to each prompt at temperatures above 0; a greedy one would always be the same.
-    repeats: int = 1
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-    def repeats_at(self, temperature: float) -> int:
-        return self.repeats if temperature > 0 else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class HeldOutAnswer:
     """The model's answer number `repeat` to prompt `number` of a set. Without a reward, `error` says what failed."""
 
     held_out: str
@@ -57,9 +42,12 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Of one set at one temperature. `score` is the share of all `n` answers with a reward of 1.0, `reward` the mean over
-    those that were scored, `pass_at` the mean over the prompts by k."""
+class HeldOutScores:
+    """The scores of one set at one temperature.
+
+    `score` is the share of all `n` answers with a reward of 1.0, `reward` the mean over the scored answers, `pass_at`
+    the mean pass@k over the prompts, by k.
+    """
 
     held_out: str
     temperature: float
@@ -70,7 +58,7 @@ class Evaluation:
     pass_at: dict[int, float]
 
 
-# One answer that is to be had: set, temperature, number and prompt, repeat.
+# One answer to generate: set, temperature, number and prompt, repeat.
 _Job = tuple[HeldOutSet, float, int, Prompt, int]
 
 
@@ -80,16 +68,16 @@ async def evaluate(
     workflow: Workflow,
     max_inflight: int,
     seed: int | None = None,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
-) -> list[Evaluation]:
+    on_answer: Callable[[HeldOutAnswer], None] = lambda answer: None,
+) -> list[HeldOutScores]:
     """Scores every set at each of its temperatures (0 is greedy), in this order. A failed answer never raises.
 
-    With `seed`, requests carry seeds drawn from (seed, set, prompt, repeat, turn). `on_answer` hears of each answer as it
-    ends. Raises DataError for a set without a prompt.
+    With `seed`, requests carry seeds derived from (seed, set, prompt, repeat, turn). `on_answer` is called with each
+    answer as it completes. Raises DataError for a set without prompts.
     """
     for held_out in sets:
         if not held_out.prompts:
-            raise DataError(f"an evaluation needs at least one prompt, and the set {held_out.name!r} has none")
+            raise DataError(f"the evaluation set {held_out.name!r} has no prompts")
     evaluator = _Evaluator(client, workflow, seed, on_answer)
     jobs = _jobs(sets)
     workers = [asyncio.create_task(evaluator.work(jobs), name=f"evaluation {n}") for n in range(max_inflight)]
@@ -103,7 +91,7 @@ async def evaluate(
 
 
 def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[_Job]:
-    """One at a time: whoever takes the next has room for it."""
+    """Lazily: a worker takes the next job once it is free."""
     for held_out in sets:
         for temperature in held_out.temperatures:
             for number, prompt in enumerate(held_out.prompts):
@@ -112,8 +100,8 @@ def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[_Job]:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Counts of one set at one temperature. `right` is by prompt, of those with any."""
+class _Counts:
+    """Of one set at one temperature. `right` counts right answers by prompt."""
 
     scored: int = 0
     rewards: float = 0.0
@@ -121,7 +109,7 @@ class _Tally:
     first_problem: str = ""
     right: Counter[int] = field(default_factory=Counter)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: HeldOutAnswer) -> None:
         if answer.reward is None:
             self.failed += 1
             self.first_problem = self.first_problem or answer.error
@@ -133,30 +121,32 @@ class _Tally:
 
 
 class _Evaluator:
-    """What the workers of one evaluation share."""
+    """The state that the workers of one evaluation share."""
 
-    def __init__(self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[HeldOutAnswer], None]
+    ) -> None:
         self._client = client
         self._workflow = workflow
         self._check = TrajectoryCheck(workflow)
         self._seed = seed
         self._on_answer = on_answer
         self._gate = RequestGate()
-        self._tallies: dict[tuple[str, float], _Tally] = {}
+        self._counts: dict[tuple[str, float], _Counts] = {}
 
     async def work(self, jobs: Iterator[_Job]) -> None:
         for held_out, temperature, number, prompt, repeat in jobs:
             asked = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
             try:
                 text, reward = await self._answer(held_out, temperature, prompt, repeat)
-                answer = Answer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
+                answer = HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
             except (Exception, asyncio.CancelledError) as error:
-                # A user's workflow or reward, or a server: one answer less, said below.
+                # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `result`.
                 if cancellation_requested(error):
                     raise
                 log.debug("evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
-                answer = Answer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)
-            self._tallies.setdefault((held_out.name, temperature), _Tally()).add(answer)
+                answer = HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)
+            self._counts.setdefault((held_out.name, temperature), _Counts()).add(answer)
             self._on_answer(answer)
 
     async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
@@ -165,7 +155,7 @@ class _Evaluator:
             further = [part for part in (held_out.name, repeat) if part]
             seed = request_seed(self._seed, prompt.uid, *further)
         sampling = {**held_out.sampling, "temperature": temperature}
-        # Rows of other sets, and prompts that are trained, have the same uids.
+        # Rows of other sets, and training prompts, have the same uids.
         key = f"eval:{held_out.name}:{prompt.uid}"
         client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
@@ -173,37 +163,118 @@ class _Evaluator:
         scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
-            raise DataError(f"prompt {prompt.uid} was left unscored")
+            raise DataError(f"the reward function did not score prompt {prompt.uid}")
         return scored[-1].text, sum(rewards) / len(rewards)
 
-    def result(self, held_out: HeldOutSet, temperature: float) -> Evaluation:
-        tally = self._tallies[held_out.name, temperature]
+    def result(self, held_out: HeldOutSet, temperature: float) -> HeldOutScores:
+        counts = self._counts[held_out.name, temperature]
         repeats = held_out.repeats_at(temperature)
         total = repeats * len(held_out.prompts)
-        if tally.failed:
+        if counts.failed:
             log.warning(
-                "%d of %d evaluation answers%s failed; the first: %s",
-                tally.failed,
+                "%d of %d evaluation answers%s failed; first error: %s",
+                counts.failed,
                 total,
                 f" of {held_out.name}" if held_out.name else "",
-                tally.first_problem,
+                counts.first_problem,
             )
         passed = {
-            k: sum(pass_at_k(repeats, right, k) for right in tally.right.values()) / len(held_out.prompts)
-            for k in counted(repeats)
+            k: sum(pass_at_k(repeats, right, k) for right in counts.right.values()) / len(held_out.prompts)
+            for k in reported_ks(repeats)
         }
-        return Evaluation(
+        return HeldOutScores(
             held_out=held_out.name,
             temperature=temperature,
-            score=tally.right.total() / total,
-            reward=tally.rewards / tally.scored if tally.scored else 0.0,
+            score=counts.right.total() / total,
+            reward=counts.rewards / counts.scored if counts.scored else 0.0,
             n=total,
-            failed=tally.failed,
+            failed=counts.failed,
             pass_at=passed,
         )
 
 
 def _text_of(prompt: Prompt) -> str:
-    """A prompt's own text; of a chat, the last message's."""
+    """The prompt's text; for a chat, the last message's."""
     text = prompt.columns.get("prompt", "")
     return text if isinstance(text, str) else str(text[-1]["content"])
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `n` answers, `right` of them right: 1 - C(n - right, k) / C(n, k).
+
+    From "Evaluating Large Language Models Trained on Code" (Chen et al., 2021, arXiv:2107.03374), equation 1. Raises
+    ValueError unless 1 <= k <= n and 0 <= right <= n.
+    """
+    if not 1 <= k <= n or not 0 <= right <= n:
+        raise ValueError(f"pass@{k} is not defined for {right} right answers of {n}")
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def reported_ks(n: int) -> list[int]:
+    """The values of k to report for `n` answers: powers of two, and n itself; none for a single answer."""
+    return sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n}) if n > 1 else []
+
+
+# (training step, weight version, (prompt, text, reward) of the first set's answers at its first temperature)
+AnswersSink = Callable[[int, int, Sequence[tuple[str, str, float | None]]], None]
+
+
+class PeriodicEvaluation:
+    """The run's evaluation, called as `await evaluation(step, version)`.
+
+    The run's score is that of the first set at its first temperature. `on_answers` gets the answers to that set's first
+    `shown` prompts.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        sets: Sequence[HeldOutSet],
+        workflow: Workflow,
+        max_inflight: int,
+        on_answers: AnswersSink,
+        shown: int,
+        seed: int | None,
+    ) -> None:
+        self._client = client
+        self._sets = sets
+        self._workflow = workflow
+        self._max_inflight = max_inflight
+        self._on_answers = on_answers
+        self._shown = shown
+        self._seed = seed
+
+    async def __call__(self, step: int, version: int) -> dict[str, float]:
+        """The metrics of `metrics_of`, and eval/seconds."""
+        start = time.monotonic()
+        first = self._sets[0].name, self._sets[0].temperatures[0]
+        kept: dict[int, HeldOutAnswer] = {}
+
+        def keep(answer: HeldOutAnswer) -> None:
+            shown = answer.number < self._shown and answer.repeat == 0 and answer.reward is not None
+            if shown and (answer.held_out, answer.temperature) == first:
+                kept[answer.number] = answer
+
+        found = await evaluate(self._client, self._sets, self._workflow, self._max_inflight, self._seed, keep)
+        answers = [kept[number] for number in sorted(kept)]
+        self._on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
+        return metrics_of(found) | {"eval/seconds": time.monotonic() - start}
+
+
+def metrics_of(found: Sequence[HeldOutScores]) -> dict[str, float]:
+    """`eval/score` of the first entry, and the `eval/failed` answers of all.
+
+    Then, under `eval/` or, for a named set, `eval/<set>/`: `score`, at its first temperature; `failed`; and for each
+    temperature t `score@t`, `reward@t` and `pass<k>@t`.
+    """
+    metrics = {"eval/score": found[0].score, "eval/failed": float(sum(each.failed for each in found))}
+    for each in found:
+        prefix = f"eval/{each.held_out}/" if each.held_out else "eval/"
+        if each.held_out:
+            metrics.setdefault(f"{prefix}score", each.score)
+            metrics[f"{prefix}failed"] = metrics.get(f"{prefix}failed", 0.0) + each.failed
+        metrics[f"{prefix}score@{each.temperature:g}"] = each.score
+        metrics[f"{prefix}reward@{each.temperature:g}"] = each.reward
+        for k, share in each.pass_at.items():
+            metrics[f"{prefix}pass{k}@{each.temperature:g}"] = share
+    return metrics

@@ -1,68 +1,93 @@
-"""The run's held-out evaluation: every set at each of its temperatures, the metrics, and the answers people look at."""
+"""The held-out sets of a run: their prompts, sampling and reward, as the configuration says."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megasync.evaluation.evaluate import Answer, Evaluation, HeldOutSet, evaluate
-from megasync.rollout.workflow import Workflow
-
-# (training step, weight version, (prompt, text, reward) of the first set's answers at its first temperature)
-AnswersSink = Callable[[int, int, Sequence[tuple[str, str, float | None]]], None]
-
-
-class HeldOut:
-    """Called as `await held_out(step, version)`; the score is that of the first set at its first temperature."""
-
-    def __init__(
-        self,
-        client: Any,
-        sets: Sequence[HeldOutSet],
-        workflow: Workflow,
-        max_inflight: int,
-        on_answers: AnswersSink,
-        shown: int,
-        seed: int | None,
-    ) -> None:
-        """`on_answers` is given the answers to the first `shown` prompts."""
-        self._client = client
-        self._sets = sets
-        self._workflow = workflow
-        self._max_inflight = max_inflight
-        self._on_answers = on_answers
-        self._shown = shown
-        self._seed = seed
-
-    async def __call__(self, step: int, version: int) -> dict[str, float]:
-        """Metrics: those of `metrics_of`, and the seconds that it took."""
-        start = time.monotonic()
-        first = self._sets[0].name, self._sets[0].temperatures[0]
-        kept: dict[int, Answer] = {}
-
-        def keep(answer: Answer) -> None:
-            shown = answer.number < self._shown and answer.repeat == 0 and answer.reward is not None
-            if shown and (answer.held_out, answer.temperature) == first:
-                kept[answer.number] = answer
-
-        found = await evaluate(self._client, self._sets, self._workflow, self._max_inflight, self._seed, keep)
-        answers = [kept[number] for number in sorted(kept)]
-        self._on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
-        return metrics_of(found) | {"eval/seconds": time.monotonic() - start}
+from megasync.config import Config
+from megasync.config.schema import DatasetConfig, EvalSetConfig
+from megasync.data import Renderer, as_rows, load_dataset, render_rows
+from megasync.errors import ConfigError
+from megasync.observe.names import UNNAMED_SET
+from megasync.rewards import RewardRunner, load_reward
+from megasync.rewards.scoring import Scoring
+from megasync.trajectory import Prompt
 
 
-def metrics_of(found: Sequence[Evaluation]) -> dict[str, float]:
-    """`eval/score` of the first, and `eval/failed` answers of all. Then, as `eval/...` or `eval/<set>/...` of a named set:
-    `score`, at its first temperature; `failed`; and per temperature t `score@t`, `reward@t`, `pass<k>@t`."""
-    metrics = {"eval/score": found[0].score, "eval/failed": float(sum(each.failed for each in found))}
-    for each in found:
-        prefix = f"eval/{each.held_out}/" if each.held_out else "eval/"
-        if each.held_out:
-            metrics.setdefault(f"{prefix}score", each.score)
-            metrics[f"{prefix}failed"] = metrics.get(f"{prefix}failed", 0.0) + each.failed
-        metrics[f"{prefix}score@{each.temperature:g}"] = each.score
-        metrics[f"{prefix}reward@{each.temperature:g}"] = each.reward
-        for k, share in each.pass_at.items():
-            metrics[f"{prefix}pass{k}@{each.temperature:g}"] = share
-    return metrics
+@dataclass(frozen=True, slots=True)
+class HeldOutSet:
+    """`name` is empty for the unnamed set. `sampling` overrides the run's sampling parameters, except the
+    temperature."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    rewards: RewardRunner
+    temperatures: Sequence[float] = (0.0,)
+    # Answers to each prompt at temperatures above 0. Greedy answers are all the same, so there is one.
+    repeats: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def repeats_at(self, temperature: float) -> int:
+        return self.repeats if temperature > 0 else 1
+
+
+def held_out_sets(
+    config: Config,
+    renderer: Renderer,
+    scoring: Scoring,
+    verifier: Callable | None = None,
+    own_rows: Sequence[dict] | None = None,
+    only: Collection[str] = (),
+    scores_itself: bool = False,
+) -> list[HeldOutSet]:
+    """Loads the unnamed set (`data.eval`, or a Python caller's rows) and those of `eval.sets`, in this order.
+
+    A set is scored by its own reward, else the run's, else the verifier of the set's task, else the training set's
+    `verifier`. `only` names the wanted sets; empty means all. With `scores_itself` the workflow needs no reward.
+
+    Raises ConfigError for an unknown name and for a set without a reward, DataError for bad data.
+    """
+    sets: dict[str, tuple[DatasetConfig | None, EvalSetConfig]] = {}
+    if config.data.eval is not None or own_rows is not None:
+        sets[UNNAMED_SET] = (config.data.eval, EvalSetConfig())
+    sets |= {name: (held_out.data, held_out) for name, held_out in config.eval.sets.items()}
+    if unknown := [name for name in only if name not in sets]:
+        raise ConfigError(f"unknown held-out set {unknown[0]!r}; known sets: {', '.join(sets) or 'none'}")
+    found = []
+    for name, (dataset, settings) in sets.items():
+        if only and name not in only:
+            continue
+        unnamed = settings is not config.eval.sets.get(name)
+        if unnamed and own_rows is not None:
+            rows, its_verifier = as_rows(own_rows, "eval_dataset"), None
+        else:
+            assert dataset is not None
+            rows, its_verifier = load_dataset(dataset)
+        reward = load_reward(settings.reward) if settings.reward else scoring.named or its_verifier or verifier
+        if reward is None and not scores_itself:
+            raise ConfigError(
+                f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
+                f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or give the rows an "answer" column'
+            )
+        found.append(
+            HeldOutSet(
+                name="" if unnamed else name,
+                prompts=render_rows(rows[: settings.samples or config.eval.samples], renderer),
+                rewards=scoring.runner(reward),
+                temperatures=tuple(
+                    config.eval.temperatures if settings.temperatures is None else settings.temperatures
+                ),
+                repeats=settings.repeats or config.eval.repeats,
+                sampling=_sampling(config, settings),
+            )
+        )
+    return found
+
+
+def _sampling(config: Config, settings: EvalSetConfig) -> dict[str, Any]:
+    """The set's own values, else those of all evaluation. Unset parameters are as in training."""
+    common, own = asdict(config.eval.sampling), asdict(settings.sampling)
+    merged = {name: common[name] if own[name] is None else own[name] for name in common}
+    return {name: value for name, value in merged.items() if value is not None}

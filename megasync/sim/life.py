@@ -17,8 +17,8 @@ from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
 from megasync.data import PromptSource
 from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
-from megasync.evaluation.evaluate import HeldOutSet
-from megasync.evaluation.held_out import HeldOut
+from megasync.evaluation.evaluate import PeriodicEvaluation
+from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
@@ -127,7 +127,7 @@ class Life:
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self._fleet,
-            evaluate=HeldOut(self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed),
+            evaluate=PeriodicEvaluation(self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed),
             cursor=self._source.state,
             observer=_Observer(self._laws),
         )

@@ -112,7 +112,7 @@ OTHER_WRITERS = {
     "app/run_lock.py": "the lock itself: its inode must stay",
     "chaos/inject.py": "fills up a disk",
     "chaos/run.py": "a log, appended to",
-    "evaluation/show.py": "answers, appended to while the evaluation runs",
+    "evaluation/report.py": "answers, appended to while the evaluation runs",
     "files.py": "atomic_write itself",
     "launch/node.py": "copies of logs",
     "observe/metrics.py": "a log, appended to; a torn last line is dropped",

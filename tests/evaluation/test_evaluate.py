@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import DataError, ServerError
-from megasync.evaluation.evaluate import HeldOutSet, evaluate
-from megasync.evaluation.held_out import HeldOut, metrics_of
-from megasync.evaluation.pass_at_k import counted, pass_at_k
+from megasync.evaluation.evaluate import PeriodicEvaluation, evaluate, metrics_of, pass_at_k, reported_ks
+from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
@@ -137,7 +136,7 @@ async def test_a_bad_prompt_costs_itself_only(fake_client, error, caplog):
     assert (found.score, found.reward, found.n, found.failed) == (0.75, 1.0, 4, 1)
     (bad,) = [a for a in answers if a.reward is None]
     assert (bad.prompt, bad.text, bad.error) == ("q2", "", f"{type(error).__name__}: {error}")
-    assert f"1 of 4 evaluation answers failed; the first: {type(error).__name__}: {error}" in caplog.text
+    assert f"1 of 4 evaluation answers failed; first error: {type(error).__name__}: {error}" in caplog.text
 
 
 async def test_a_cancellation_that_nobody_asked_for_costs_one_answer(fake_client):
@@ -209,7 +208,7 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
 
 
 async def test_no_prompt_is_refused(fake_client):
-    with pytest.raises(DataError, match="at least one prompt"):
+    with pytest.raises(DataError, match="has no prompts"):
         await score(fake_client(), 0)
 
 
@@ -220,7 +219,7 @@ async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fak
         HeldOutSet("hard", prompts(2), RewardRunner(lambda completions, **columns: [0.0]), (0.0, 1.0), 2),
     ]
     shown = []
-    held_out = HeldOut(client, sets, single_turn, 4, lambda *told: shown.append(told), 1, None)
+    held_out = PeriodicEvaluation(client, sets, single_turn, 4, lambda *told: shown.append(told), 1, None)
     metrics = await held_out(3, 5)
     assert metrics.pop("eval/seconds") >= 0
     assert metrics == {
@@ -262,4 +261,4 @@ def test_pass_at_k_refuses_what_cannot_be_told():
 
 
 def test_powers_of_two_and_all_answers_are_reported():
-    assert [counted(n) for n in (1, 2, 6, 8)] == [[], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [reported_ks(n) for n in (1, 2, 6, 8)] == [[], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

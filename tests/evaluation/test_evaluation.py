@@ -7,11 +7,14 @@ from io import StringIO
 
 from rich.console import Console
 
-from megasync.evaluation.evaluate import Answer, Evaluation
-from megasync.evaluation.show import EvaluationView, scores_table, write_scores
+from megasync.evaluation.evaluate import HeldOutAnswer, HeldOutScores
+from megasync.evaluation.report import EvaluationProgress, scores_table, write_scores
 
-ANSWERS = [Answer("", 0.0, 0, 0, "1+1=", "2", 1.0), Answer("", 0.0, 1, 0, "2+2=", error="ServerError: gone")]
-FOUND = [Evaluation("", 0.0, 0.5, 1.0, 2, 1, {}), Evaluation("hard", 1.0, 0.25, 0.3, 8, 0, {1: 0.25, 4: 0.5})]
+ANSWERS = [
+    HeldOutAnswer("", 0.0, 0, 0, "1+1=", "2", 1.0),
+    HeldOutAnswer("", 0.0, 1, 0, "2+2=", error="ServerError: gone"),
+]
+FOUND = [HeldOutScores("", 0.0, 0.5, 1.0, 2, 1, {}), HeldOutScores("hard", 1.0, 0.25, 0.3, 8, 0, {1: 0.25, 4: 0.5})]
 
 
 def console():
@@ -20,7 +23,7 @@ def console():
 
 def test_every_answer_is_in_the_file_as_soon_as_it_is_known(tmp_path):
     out = console()
-    with EvaluationView(tmp_path, [("", 0.0, 2)], out) as view:
+    with EvaluationProgress(tmp_path, [("", 0.0, 2)], out) as view:
         for number, answer in enumerate(ANSWERS, 1):
             view.answer(answer)
             lines = (tmp_path / "answers.jsonl").read_text().splitlines()
@@ -33,7 +36,7 @@ def test_every_answer_is_in_the_file_as_soon_as_it_is_known(tmp_path):
 
 def test_a_terminal_sees_bars_with_what_failed(tmp_path):
     out = Console(file=StringIO(), width=100, force_terminal=True, color_system=None)
-    with EvaluationView(tmp_path, [("", 0.0, 2)], out) as view:
+    with EvaluationProgress(tmp_path, [("", 0.0, 2)], out) as view:
         for answer in ANSWERS:
             view.answer(answer)
     text = out.file.getvalue()

@@ -10,7 +10,7 @@ from tiny_models import byte_tokenizer
 from megasync.config import load_config
 from megasync.data import Renderer
 from megasync.errors import ConfigError
-from megasync.evaluation.held_out_sets import held_out_sets
+from megasync.evaluation.held_out import held_out_sets
 from megasync.rewards.scoring import Scoring
 
 TOKENIZER = byte_tokenizer()
@@ -83,7 +83,7 @@ def test_a_set_that_nobody_would_score_is_refused_by_name(build):
 def test_sets_are_picked_by_name(build):
     assert [each.name for each in build(DIGITS, only=["more"])] == ["more"]
     assert [each.name for each in build(DIGITS, only=["eval"])] == [""]
-    with pytest.raises(ConfigError, match="no held-out set 'mores'; there are: eval, more"):
+    with pytest.raises(ConfigError, match="unknown held-out set 'mores'; known sets: eval, more"):
         build(DIGITS, only=["mores"])
 
 

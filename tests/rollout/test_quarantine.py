@@ -11,7 +11,8 @@ from fake_sglang import FakeSGLang, complete
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import PoisonPrompt, ServerError
-from megasync.evaluation.evaluate import HeldOutSet, evaluate
+from megasync.evaluation.evaluate import evaluate
+from megasync.evaluation.held_out import HeldOutSet
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
 from megasync.rollout.client import RolloutClient

@@ -1,6 +1,6 @@
-"""An evaluation as a person sees it: how far each set is, the table of scores, and every answer in a file.
+"""Shows and stores an evaluation: the progress of each set, the table of scores, and every answer in a file.
 
-Invariant: an answer is in `answers.jsonl`, flushed, before it is counted in the view; nothing of it is kept in memory.
+Invariant: an answer is flushed to `answers.jsonl` before the progress counts it, and is not kept in memory.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megasync.evaluation.evaluate import HeldOutAnswer, HeldOutScores
 from megasync.files import atomic_write
 from megasync.observe.names import UNNAMED_SET
 
 ANSWERS_FILE, SCORES_FILE = "answers.jsonl", "scores.json"
-# Lines that tell of a set's progress where there is no terminal.
+# Progress lines per set without a terminal.
 _LINES = 4
 
 
-class EvaluationView:
-    """Context manager. `parts` are (set, temperature, answers to come), in the order in which they are asked for."""
+class EvaluationProgress:
+    """Context manager. `parts` are (set, temperature, number of answers), in the order of evaluation."""
 
     def __init__(self, out: Path, parts: Sequence[tuple[str, float, int]], console: Console) -> None:
         self._out = out
@@ -35,7 +36,7 @@ class EvaluationView:
         self._failed = dict.fromkeys(self._totals, 0)
         self._tasks: dict[tuple[str, float], TaskID] = {}
         self._progress: Progress | None = None
-        self._file: Any = None
+        self._file: IO[str] | None = None
 
     def __enter__(self) -> Self:
         self._file = (self._out / ANSWERS_FILE).open("w", encoding="utf-8")
@@ -55,15 +56,16 @@ class EvaluationView:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def message(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def answer(self, answer: Any) -> None:
-        """Takes an `evaluate.Answer`."""
+    def answer(self, answer: HeldOutAnswer) -> None:
         row = asdict(answer)
         row["set"] = row.pop("held_out") or UNNAMED_SET
+        assert self._file is not None
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
         key = (answer.held_out, answer.temperature)
@@ -80,8 +82,7 @@ def part_name(name: str, temperature: float) -> str:
     return f"{name or UNNAMED_SET}, temperature {temperature:g}"
 
 
-def write_scores(out: Path, model: str, found: Sequence[Any], seconds: float) -> None:
-    """Takes `evaluate.Evaluation`s."""
+def write_scores(out: Path, model: str, found: Sequence[HeldOutScores], seconds: float) -> None:
     scores = [asdict(each) for each in found]
     for row in scores:
         row["set"] = row.pop("held_out") or UNNAMED_SET
@@ -89,7 +90,7 @@ def write_scores(out: Path, model: str, found: Sequence[Any], seconds: float) ->
     atomic_write(out / SCORES_FILE, text + "\n")
 
 
-def scores_table(found: Sequence[Any]) -> Table:
+def scores_table(found: Sequence[HeldOutScores]) -> Table:
     """One row per set and temperature."""
     every_k = sorted({k for each in found for k in each.pass_at})
     table = Table(title="Held-out scores", title_justify="left")
