@@ -69,7 +69,7 @@ def held_out_sets(
         if reward is None and not scores_itself:
             raise ConfigError(
                 f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
-                f"rollout.reward{'' if unnamed else f' or eval.sets.{name}.reward'}, or add an \"answer\" column"
+                f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
             )
         found.append(
             HeldOutSet(
