@@ -359,32 +359,26 @@ def chaos(
     not recover or any prompt was lost. Faults affect processes on this machine
     only.
     """
-    from megasync.chaos.render import verdict_tables
-    from megasync.chaos.run import Chaos
+    from megasync.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan
+    from megasync.chaos.report import report_tables
     from megasync.config import load_config
     from megasync.preflight.check import check_config
 
     loaded = load_config(config, overrides or ())
     console = _console()
-    experiment = Chaos(
+    experiment = ChaosExperiment(
         config,
         loaded,
         overrides or (),
-        [kind for kind in kill.split(",") if kind],
+        FaultPlan([kind for kind in kill.split(",") if kind], stop, slow, disk, cut),
+        ChaosTiming(pause, patience, hold),
         seed,
-        stop=stop,
-        pause=pause,
-        patience=patience,
-        hold=hold,
-        slow=slow,
-        disk=disk,
-        cut=cut,
         say=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )
     check_config(loaded)
-    verdict = experiment.run(minutes, rounds)
-    console.print(verdict_tables(verdict))
-    if verdict.problems:
+    report = experiment.run(minutes, rounds)
+    console.print(report_tables(report))
+    if report.problems:
         raise typer.Exit(UNHEALTHY)
 
 

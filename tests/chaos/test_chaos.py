@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from namespaces import permitted
 
-from megasync.chaos.inject import FILLER, Disk, Link, slowed
-from megasync.chaos.run import Chaos, check_patience
+from megasync.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan, check_patience
+from megasync.chaos.faults import FILLER, Disk, Link, slowed
 from megasync.config import Config
 from megasync.errors import ConfigError
 
@@ -51,20 +52,20 @@ sys.exit(status)
 """
 
 
-class StandIn(Chaos):
+class StandIn(ChaosExperiment):
     started: list[str]
 
     def _start(self, *arguments: str) -> None:
         self.started = [*getattr(self, "started", []), arguments[0]]
-        self._run_dir = Path(self._loaded.run_root) / "run"
+        self._run_dir = Path(self._config.run_root) / "run"
         self._process = subprocess.Popen([sys.executable, "-c", RUN, str(self._run_dir)])
 
 
-def chaos(run_root: Path, **arguments: object) -> StandIn:
+def chaos(run_root: Path, say: Callable[[str], None] = lambda text: None, **faults: Any) -> StandIn:
     loaded = Config()
     loaded.run_root, loaded.schedule.groups_per_step = str(run_root), 1
-    told = {"stop": False, "pause": 0.1, "patience": PATIENCE, "hold": 1.0, "say": lambda text: None} | arguments
-    return StandIn(Path("config.yaml"), loaded, [], told.pop("kinds", []), 1, **told)
+    timing = ChaosTiming(pause=0.1, patience=PATIENCE, hold=1.0)
+    return StandIn(Path("config.yaml"), loaded, [], FaultPlan(**faults), timing, 1, say)
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -106,9 +107,9 @@ def test_a_run_is_slowed_and_the_time_to_its_next_step_is_taken(tmp_path: Path) 
 
 
 def run(experiment: StandIn) -> tuple[list, int]:
-    """One round; what was injected and the status of the run, without the verdict on a ledger that it does not have."""
+    """One round; what was injected and the status of the run, without the report, which needs a ledger."""
     ended: list[tuple[list, int]] = []
-    experiment._judge = lambda faults, status: ended.append((faults, status))
+    experiment._report = lambda faults, status: ended.append((faults, status))
     experiment.run(1.0, rounds=1)
     return ended[0]
 
@@ -149,7 +150,7 @@ def test_a_disk_that_something_else_uses_is_not_filled(small_disk: Path, tmp_pat
     (small_disk / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"holds thesis\.tex besides run_root"):
         Disk.of(small_disk, small_disk / "runs")
-    monkeypatch.setattr("megasync.chaos.inject.LARGEST_DISK", 2**20)
+    monkeypatch.setattr("megasync.chaos.faults.LARGEST_DISK", 2**20)
     with pytest.raises(ConfigError, match="at most 0 are filled"):
         Disk.of(small_disk, small_disk / "runs")
 
@@ -213,11 +214,11 @@ def test_a_link_of_the_machine_itself_is_refused() -> None:
 def test_a_wait_that_a_stopped_rank_outlasts_is_refused() -> None:
     config = Config()
     with pytest.raises(ConfigError, match=r"--patience 600 must be longer than timeouts\.train_step=1800 \+ .* 2400 s"):
-        check_patience(config, ["rank"], True, 600.0)
-    check_patience(config, ["rank"], False, 600.0)
-    check_patience(config, ["server"], True, 600.0)
+        check_patience(config, FaultPlan(["rank"], stop=True), 600.0)
+    check_patience(config, FaultPlan(["rank"]), 600.0)
+    check_patience(config, FaultPlan(["server"], stop=True), 600.0)
     config.timeouts.train_step = config.timeouts.weight_sync = 60.0
-    check_patience(config, ["rank"], True, 600.0)
+    check_patience(config, FaultPlan(["rank"], stop=True), 600.0)
 
 
 def test_no_fault_at_all_is_refused(tmp_path: Path) -> None:

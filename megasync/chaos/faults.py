@@ -1,7 +1,7 @@
-"""Faults that last for a while: a slow process, a full disk, a cut network link. Each ends whatever happens meanwhile.
+"""Faults with a duration: a slow process, a full disk, a cut network link. Each is undone however the experiment ends.
 
-What cannot be undone is refused before it begins: only a filesystem that the run has for itself is filled, and only a
-link of a named network namespace is cut, never one of the machine's own.
+What cannot be undone is refused first: only a filesystem that the run has to itself is filled, and only a link of a
+named network namespace is cut, never one of the machine's own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import psutil
 
 from megasync.errors import ConfigError, MegasyncError
 
-# A slow process is stopped for most of each period: it runs at a fifth of its speed.
+# A slow process is stopped for most of each period, so it runs at a fifth of its speed.
 PERIOD_SECONDS, STOPPED_SHARE = 0.5, 0.8
-# Filling a larger filesystem would take longer than the fault should, and looks like a mistake.
+# Bytes. Filling a larger filesystem would take longer than the fault should, and is probably a mistake.
 LARGEST_DISK = 64 * 2**30
 FILLER = ".megasync-chaos-fill"
 CHUNKS = (64 * 2**20, 2**20, 4096)
@@ -33,7 +33,7 @@ IP_SECONDS = 10.0
 
 @contextmanager
 def slowed(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stops and continues the processes in turns, so that they answer, late."""
+    """Alternately stops and continues the processes, so that they answer, but late."""
     ended = threading.Event()
 
     def send(number: signal.Signals) -> None:
@@ -41,7 +41,7 @@ def slowed(processes: Sequence[psutil.Process]) -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def turns() -> None:
+    def alternate() -> None:
         try:
             while True:
                 send(signal.SIGSTOP)
@@ -53,7 +53,7 @@ def slowed(processes: Sequence[psutil.Process]) -> Iterator[None]:
         finally:
             send(signal.SIGCONT)
 
-    thread = threading.Thread(target=turns, name="slow", daemon=True)
+    thread = threading.Thread(target=alternate, name="slow", daemon=True)
     thread.start()
     try:
         yield
@@ -64,38 +64,38 @@ def slowed(processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A mounted filesystem that holds the run directory and nothing else."""
+    """A mounted filesystem that holds only the run directory."""
 
     mount: Path
 
     @classmethod
     def of(cls, folder: Path, run_root: Path) -> Disk:
-        """Raises ConfigError for a filesystem that is not the run's own."""
+        """The filesystem mounted at `folder`. Raises ConfigError when it is not the run's own."""
         mount, root = folder.resolve(), run_root.absolute().resolve()
         if not os.path.ismount(mount) or str(mount) in SHARED:
             raise ConfigError(
-                f"--disk {folder} is not a filesystem of the run's own: it must be a mount point that nothing else uses, "
-                f"such as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
+                f"--disk {folder} is not a filesystem of the run's own: it must be a mount point that nothing else uses, such "
+                f"as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
             )
         if not root.is_relative_to(mount):
             raise ConfigError(f"--disk {folder} does not hold run_root={run_root}; set run_root={mount}/runs")
         if (size := psutil.disk_usage(str(mount)).total) > LARGEST_DISK:
             raise ConfigError(
-                f"--disk {folder} has {size / 2**30:.0f} GiB, and at most {LARGEST_DISK / 2**30:.0f} are filled; make a "
-                f"smaller filesystem for the run"
+                f"--disk {folder} has {size / 2**30:.0f} GiB, and at most {LARGEST_DISK / 2**30:.0f} are filled; make "
+                f"a smaller filesystem for the run"
             )
         (mount / FILLER).unlink(missing_ok=True)
         own = {"lost+found", *root.relative_to(mount).parts[:1]}
         if others := sorted(path.name for path in mount.iterdir() if path.name not in own):
             raise ConfigError(
-                f"--disk {folder} holds {', '.join(others[:3])} besides run_root={run_root}: a full disk would hit more "
-                f"than the run; give the run a filesystem of its own, and a run_root in a folder of it"
+                f"--disk {folder} holds {', '.join(others[:3])} besides run_root={run_root}: a full disk would hit "
+                f"more than the run; give the run a filesystem of its own, and a run_root in a folder of it"
             )
         return cls(mount)
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Takes all that is free. Blocks that others free meanwhile are theirs."""
+        """Allocates all free space. Blocks that others free meanwhile stay available."""
         path = self.mount / FILLER
         try:
             with path.open("wb", buffering=0) as file:
@@ -119,7 +119,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From NAMESPACE/INTERFACE. Raises ConfigError for one that is not there, or not up."""
+        """From NAMESPACE/INTERFACE. Raises ConfigError when the interface does not exist or is not up."""
         namespace, _, interface = text.partition("/")
         if not namespace or not interface:
             raise ConfigError(f"--cut {text} must be NAMESPACE/INTERFACE, such as host1/eth0: see `ip netns list`")
@@ -134,6 +134,7 @@ class Link:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
+        """Takes the link down and up again."""
         self._ip("link", "set", "dev", self.interface, "down")
         try:
             yield
