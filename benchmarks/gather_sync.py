@@ -1,5 +1,5 @@
 """The way that gathers: for each parameter an all-gather over the tensor ranks, Hugging Face tensors put together,
-each broadcast by itself, while every server is paused. What most systems began with, written without handicap.
+each broadcast separately, while every server is paused. What most systems began with, written without handicap.
 
 `GatherPeer` runs on every tensor rank, `GatherSync` in the driver. One pipeline stage, one data replica.
 """

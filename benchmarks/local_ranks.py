@@ -1,7 +1,7 @@
 """Trainer ranks as plain processes that only hold shards: a weight sync without Megatron and without Ray.
 
-`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one pickled call a
-line, and answers with one pickled line; both are in base64.
+`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one pickled
+call a line, and answers with one pickled line; both are in base64.
 """
 
 from __future__ import annotations

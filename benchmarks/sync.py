@@ -4,7 +4,7 @@
     python benchmarks/sync.py --random-gb 1.0 ...        a Llama of random weights and that size instead of MODEL
 
 MODEL is a Hugging Face folder. Real SGLang servers on this machine's CPU receive from trainer ranks that only hold
-shards. Rounds of all kinds take turns, after one of each that is not counted; the tables show medians. "stands still" is
+shards. Rounds of all kinds take turns, after one of each that is not counted; the tables show medians. "paused" is
 the time for which a server generates nothing; `--traffic N` keeps N requests running on each server. `--deltas` also
 measures syncs in which 1 %, 10 % and all of the elements changed.
 """
@@ -199,7 +199,7 @@ class Bench:
     async def _deltas(self, version: int) -> None:
         sync = self._shard_sync(SyncConfig(pause_mode=self.args.pause, delta=True, delta_full_every=0))
         full = (await sync.publish(version + 1)).bytes
-        print("\n| elements changed | bytes, of a full sync | stage, s | stands still, s |\n|---|---|---|---|")
+        print("\n| elements changed | bytes, of a full sync | stage, s | paused, s |\n|---|---|---|---|")
         for fraction in CHANGED:
             found = []
             for _ in range(self.args.rounds):
@@ -225,7 +225,7 @@ class Bench:
             + f"each server, medians of {args.rounds}",
             f"p2p: {wire / 1e6:.0f} MB on the wire, {wire / least:.4f} of what the servers' ranks keep",
             "",
-            "| | seconds | × plain | stands still, s | extra memory of a rank, MB |",
+            "| | seconds | × plain | paused, s | extra memory of a rank, MB |",
             "|---|---|---|---|---|",
         ]
         for name, seconds in self.seconds.items():

@@ -8,8 +8,8 @@ For each case the real planner places every byte of the model; the largest load 
     commit = 2 x bytes kept by an engine GPU / memory speed       (read the arena, write the parameters)
 
 Link speed is of one GPU's network card in GB/s (50 is 400 Gb/s), memory speed of one GPU in GB/s. Latencies, switches,
-packing (which overlaps) and everything that goes wrong are left out, so these are lower bounds. An engine is taken to cut
-tensors as Megatron would with as many ranks; engines share one plan, and every engine is sent to at the same time.
+packing (which overlaps) and everything that goes wrong are left out, so these are lower bounds. An engine is taken to
+cut tensors as Megatron would with as many ranks; engines share one plan, and every engine is sent to at the same time.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, Serv
 from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
-from megasync.sync.publisher import WeightPublisher
+from megasync.sync.publisher import VersionPublisher
 from megasync.trainer.checkpoint import latest
 
 log = logging.getLogger(__name__)
@@ -197,13 +197,13 @@ class Run:
         controls: list[ServerControl],
         client: RolloutClient,
         observer: RunObserver,
-    ) -> WeightPublisher:
+    ) -> VersionPublisher:
         config = self.config
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
         sync, why = await choose_sync(config, self.run_dir, layout, ranks, controls, device)
         stack.push_async_callback(sync.close)
         observer.message(why)
-        return WeightPublisher(
+        return VersionPublisher(
             sync,
             config=config.sync,
             dtype=config.model.dtype,
@@ -213,7 +213,7 @@ class Run:
             server_logprobs=client.score,
         )
 
-    async def _first_weights(self, publisher: WeightPublisher, progress: Progress, observer: RunObserver) -> None:
+    async def _first_weights(self, publisher: VersionPublisher, progress: Progress, observer: RunObserver) -> None:
         """Trainer and servers agree before the first prompt: same folder (a new run), or a publish (a resumed one)."""
         if self._checkpoint is None and progress.version == 0:
             await publisher.check_parity(progress.version)

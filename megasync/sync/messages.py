@@ -1,7 +1,7 @@
 """Messages of a weight sync, shared by both ends: the driver, the trainer ranks, and the plugin in SGLang's processes.
 
 Messages to and from trainer ranks travel as objects, those to and from servers as JSON. Decoding refuses unknown and
-missing fields (`Message.parse`). Imports no torch, so that every process can import it.
+missing fields (`SyncMessage.parse`). Imports no torch, so that every process can import it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megasync.errors import SyncError
 from megasync.layout.engine_layout import Fill, ParamRectangle
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SyncMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request or an answer."""
 
     @classmethod
@@ -54,7 +54,7 @@ class BucketHeader(NamedTuple):
 # Driver to engine ranks, and their answers
 
 
-class InboundBucket(Message, frozen=True):
+class InboundBucket(SyncMessage, frozen=True):
     """A bucket as its receiver sees it; ``start`` is its first byte in the arena, ``source`` the sending trainer rank.
 
     The message has ``nbytes`` bytes: the rectangles one after another, as ``elements`` elements of ``dtype``, and
@@ -70,7 +70,7 @@ class InboundBucket(Message, frozen=True):
     rectangles: tuple[ParamRectangle, ...]
 
 
-class ReceivePlan(Message, frozen=True):
+class ReceivePlan(SyncMessage, frozen=True):
     """What one engine rank receives of every version, and the constants that it fills in itself."""
 
     kind: str
@@ -95,11 +95,11 @@ class ReceivePlan(Message, frozen=True):
 
     @property
     def confirmed_to(self) -> int:
-        """The trainer rank that is told when a complete, verified version has arrived."""
+        """The trainer rank that receives the confirmation of a complete, verified version."""
         return min(bucket.source for bucket in self.buckets)
 
 
-class ReceivePlanRequest(Message, frozen=True):
+class ReceivePlanRequest(SyncMessage, frozen=True):
     """Command ``receive_plan``: the plans of all ranks of an engine, and where and how large an arena may be.
 
     ``arena`` is "host" or "device"; ``arena_bytes`` is the limit per rank, None for no limit.
@@ -110,14 +110,14 @@ class ReceivePlanRequest(Message, frozen=True):
     arena_bytes: int | None
 
 
-class ReceivePlanAnswer(Message, frozen=True):
+class ReceivePlanAnswer(SyncMessage, frozen=True):
     """Whether the rank stages versions in an arena, which takes ``bytes``."""
 
     stages: bool
     bytes: int
 
 
-class Rendezvous(Message, frozen=True):
+class Rendezvous(SyncMessage, frozen=True):
     """Where an engine's ranks and the trainer ranks that send to it make their links, within ``seconds``.
 
     In the group of the links the trainer ranks ``sources`` come first, then the ``engine_ranks``.
@@ -133,7 +133,7 @@ class Rendezvous(Message, frozen=True):
     seconds: float
 
 
-class ReceiveRequest(Message, frozen=True):
+class ReceiveRequest(SyncMessage, frozen=True):
     """Command ``stage``: receive an attempt into the arena.
 
     ``base`` is the attempt that deltas build on, or "". With ``headers`` a `BucketHeader` precedes each bucket.
@@ -149,7 +149,7 @@ class ReceiveRequest(Message, frozen=True):
     stall: float
 
 
-class CommitRequest(Message, frozen=True):
+class CommitRequest(SyncMessage, frozen=True):
     """Write a staged attempt into the live parameters; with ``stream``, receive it while writing."""
 
     attempt: str
@@ -157,11 +157,11 @@ class CommitRequest(Message, frozen=True):
     stream: ReceiveRequest | None = None
 
 
-class Empty(Message, frozen=True):
+class Empty(SyncMessage, frozen=True):
     """Commands ``poll`` and ``drop``, and the answer to ``drop``."""
 
 
-class StageReport(Message, frozen=True):
+class StageReport(SyncMessage, frozen=True):
     """How far a rank's staging is. ``digest`` is of all that it received, ``seconds`` by activity."""
 
     attempt: str = ""
@@ -175,7 +175,7 @@ class StageReport(Message, frozen=True):
 # Driver to trainer ranks, and their answers
 
 
-class EngineLinks(Message, frozen=True):
+class EngineLinks(SyncMessage, frozen=True):
     """One engine of a `SendRequest`: the name of its links, its kind, and its server's URL."""
 
     name: str
@@ -183,7 +183,7 @@ class EngineLinks(Message, frozen=True):
     url: str
 
 
-class SendRequest(Message, frozen=True):
+class SendRequest(SyncMessage, frozen=True):
     """Send the present weights to all ``engines``.
 
     ``links`` names all links that may be used again; others are closed. ``join`` gives, by kind of engine, the seconds
@@ -222,7 +222,7 @@ class Confirmation(NamedTuple):
     seconds: float
 
 
-class SendReport(Message, frozen=True):
+class SendReport(SyncMessage, frozen=True):
     """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity."""
 
     digests: tuple[SentDigest, ...]
@@ -231,14 +231,14 @@ class SendReport(Message, frozen=True):
     bytes: int
 
 
-class WrittenFile(Message, frozen=True):
+class WrittenFile(SyncMessage, frozen=True):
     """A weight file on the shared disk: its size, and the SHA-256 of its bytes in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
-class WriteReport(Message, frozen=True):
+class WriteReport(SyncMessage, frozen=True):
     """The files that a trainer rank wrote, by name, and the seconds that it took, by activity."""
 
     files: dict[str, WrittenFile]

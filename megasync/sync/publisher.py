@@ -34,7 +34,7 @@ class Scorer(Protocol):
     def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[list[float]]: ...
 
 
-class WeightPublisher:
+class VersionPublisher:
     """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
 
     One server that disagrees with the trainer is faulty itself; if all disagree, the weights are. So a ParityError

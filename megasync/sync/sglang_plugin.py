@@ -49,7 +49,7 @@ from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
 
 if TYPE_CHECKING:
     from megasync.layout.engine_layout import EngineRank
-    from megasync.sync.messages import CommitRequest, Message
+    from megasync.sync.messages import CommitRequest, SyncMessage
     from megasync.sync.shard.receiver import ShardReceiver
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
@@ -101,7 +101,7 @@ class LazyShardReceiver:
     def __init__(self) -> None:
         self._receiver: ShardReceiver | None = None
 
-    def handle(self, command: str, payload: Any, rank: ServingRank) -> Message:
+    def handle(self, command: str, payload: Any, rank: ServingRank) -> SyncMessage:
         if self._receiver is None:
             from megasync.layout.trace import live_tensors
             from megasync.sync.shard.receiver import ShardReceiver

@@ -166,7 +166,7 @@ async def test_a_folder_that_cannot_be_opened_leaves_a_server_on_one_node_whole(
 
 
 async def test_a_server_that_fails_inside_its_load_stays_paused_alone_until_it_has_a_whole_version(world):
-    sync, servers, _, names = world(seconds=0.5)
+    sync, servers, _, names = world(seconds=1.5)
     servers[0].faults[LOAD] = ["hang"]
     with pytest.raises(
         SyncError,

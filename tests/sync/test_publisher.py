@@ -7,7 +7,7 @@ import pytest
 from megasync.config.schema import SyncConfig
 from megasync.errors import ParityError, ServerError, ServerParityError
 from megasync.sync.attempt import SyncReport
-from megasync.sync.publisher import WeightPublisher
+from megasync.sync.publisher import VersionPublisher
 
 
 class FakeSync:
@@ -39,7 +39,7 @@ def make_publisher(asked, dead=(), wrong=()):
         return [-1.0, None] if server.url in wrong else [-1.0, -2.0]
 
     sync = FakeSync()
-    publisher = WeightPublisher(
+    publisher = VersionPublisher(
         sync,
         config=SyncConfig(),
         dtype="float32",

@@ -231,7 +231,9 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
     await sync.publish(60)
     await ranks.call("load", str(models[0][2][0]), timeout=20)
     await ranks.call_one(3, "set_trap", LATE, "raise", timeout=5)
-    with pytest.raises(SyncError, match=r"version 61 .*phase 'stream' failed: .*left paused, not to serve a mixture"):
+    with pytest.raises(
+        SyncError, match=r"version 61 .*phase 'stream' failed: .*left paused, so as not to serve a mixture"
+    ):
         await sync.publish(61)
     assert set(sync.quarantined) == {server.url for server in servers}
     waiting = [asyncio.create_task(generate(server, 4)) for server in servers]

@@ -25,13 +25,13 @@ from megasync.sync.messages import (
     CommitRequest,
     Empty,
     EngineLinks,
-    Message,
     ReceivePlanRequest,
     ReceiveRequest,
     Rendezvous,
     SendReport,
     SendRequest,
     StageReport,
+    SyncMessage,
 )
 from megasync.sync.shard import plan as shard_plan
 from megasync.sync.shard import receiver as receiving
@@ -53,7 +53,7 @@ BUCKET_BYTES = 4000
 KIND = "k"
 
 
-def handle(receiver: ShardReceiver, command: str, request: Message) -> Any:
+def handle(receiver: ShardReceiver, command: str, request: SyncMessage) -> Any:
     """As over the wire."""
     return receiver.handle(command, json.loads(json.dumps(msgspec.to_builtins(request))))
 

@@ -1,1 +1,1 @@
-"""The disk transport: versions as folders, whole or as differences, for servers that share a file system."""
+"""The disk transport: versions as Hugging Face folders, for servers that share a file system with the trainer."""

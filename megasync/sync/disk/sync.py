@@ -1,7 +1,7 @@
 """Publishing through a shared folder: the driver's side, over stock servers that only see that folder.
 
     connect → write → seal ──────▶ pause → flush → load → verify → continue
-    (ranks)   while servers        every server by itself: one that fails in a phase stops there, the others proceed
+    (ranks)   while servers        each server separately: one that fails in a phase stops there, the others proceed
               generate
 
 No process group reaches a server, so servers may be anywhere, join late, and need no plugin. The load itself
@@ -68,7 +68,7 @@ class _RankChecksums(msgspec.Struct):
     checksums: dict[str, Any]
 
 
-class _Checked(msgspec.Struct):
+class _ChecksumReport(msgspec.Struct):
     ranks: list[_RankChecksums]
 
 
@@ -78,7 +78,7 @@ class DiskServer(ServerUpdate):
     Attributes:
         kind: servers of one kind keep the same bytes for a version; "" while it is not known.
         nodes: hosts that it runs on; None while `kind` is not known.
-        reading: the folder that it was told to load, until it has answered.
+        reading: the folder that it is loading, until it has answered.
     """
 
     def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
@@ -119,7 +119,7 @@ class DiskServer(ServerUpdate):
     async def checksum(self) -> str:
         """One text for all bytes of all ranks' weights. Raises ServerError."""
         found = await self.post("/weights_checker", {"action": "checksum"})
-        checked = converted(found, _Checked, f"{self.url}/weights_checker")
+        checked = converted(found, _ChecksumReport, f"{self.url}/weights_checker")
         sums = [rank.checksums for rank in checked.ranks]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 

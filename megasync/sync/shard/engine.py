@@ -1,4 +1,4 @@
-"""One server as a shard-to-shard sync sees it: what its process has been told, and the calls of one commit."""
+"""One server in a shard-to-shard sync: what its process knows, and the calls of one commit."""
 
 from __future__ import annotations
 

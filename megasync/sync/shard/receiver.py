@@ -26,7 +26,6 @@ from megasync.device import side_stream, synchronize
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.sync.attempt import timed
-from megasync.sync.disk import delta
 from megasync.sync.groups import Deadline, Links, Transfer, join_store
 from megasync.sync.messages import (
     CONFIRMED,
@@ -37,13 +36,14 @@ from megasync.sync.messages import (
     CommitRequest,
     Empty,
     InboundBucket,
-    Message,
     ReceivePlan,
     ReceivePlanAnswer,
     ReceivePlanRequest,
     ReceiveRequest,
     StageReport,
+    SyncMessage,
 )
+from megasync.sync.shard import delta
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Staging:
     received: int = 0
 
     def report(self) -> StageReport:
-        """What the driver is told."""
+        """The report for the driver."""
         return StageReport(
             self.attempt, self.state, self.error, combine(self.digests), dict(self.seconds), self.received
         )
@@ -113,7 +113,7 @@ class ShardReceiver:
         # The addresses of the parameters, and the copies that a commit consists of.
         self._copies: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] | None = None
 
-    def handle(self, command: str, given: object) -> Message:
+    def handle(self, command: str, given: object) -> SyncMessage:
         """Runs one command on its request in parsed JSON; returns at once.
 
         Raises:
@@ -178,7 +178,7 @@ class ShardReceiver:
                     # Before the confirmation, because the commit may follow it immediately.
                     staging.state = "staged"
                     self._confirm(incoming)
-            except Exception as error:  # noqa: BLE001 - the driver has to be told, whatever it is
+            except Exception as error:  # noqa: BLE001 - every failure must reach the driver
                 self._leave()
                 staging.error = f"{type(error).__name__}: {error}"
                 staging.state = "failed"
@@ -274,7 +274,7 @@ class ShardReceiver:
                     _compare(bucket, incoming.staging.digests[bucket.tag], expected & MASK)
 
     def _confirm(self, incoming: Incoming) -> None:
-        """Tells a sender that everything arrived. A driver that is not told polls, so a failure is only logged."""
+        """Tells a sender that everything arrived. The driver also polls, so a failure is only logged."""
         staging = incoming.staging
         microseconds = int(1e6 * staging.seconds.get("digest", 0.0))
         words = torch.tensor([signed(combine(staging.digests)), microseconds], device=self._wire)
@@ -282,7 +282,7 @@ class ShardReceiver:
         try:
             incoming.links.send(words, to, CONFIRMED).wait(timedelta(seconds=incoming.request.stall))
         except RuntimeError as error:
-            log.warning("Attempt %s is staged, but no sender was told: %s", staging.attempt, error)
+            log.warning("Attempt %s is staged, but could not be confirmed to a sender: %s", staging.attempt, error)
 
     def _ring(self, plan: ReceivePlan) -> list[torch.Tensor]:
         return [torch.empty(plan.largest, dtype=torch.uint8, device=self._wire) for _ in range(2)]

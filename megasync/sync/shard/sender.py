@@ -27,7 +27,6 @@ from megasync.layout.engine_layout import EngineRank
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import box_of
 from megasync.sync.attempt import timed
-from megasync.sync.disk import delta
 from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
 from megasync.sync.messages import (
     CONFIRMED,
@@ -42,6 +41,7 @@ from megasync.sync.messages import (
     SendRequest,
     SentDigest,
 )
+from megasync.sync.shard import delta
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, plan_shards
 
 if TYPE_CHECKING:

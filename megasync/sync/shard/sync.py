@@ -1,6 +1,6 @@
 """Shard-to-shard publishing: the driver's side, over servers that carry megasync's plugin.
 
-    connect → stage ─────────────→ commit, each server by itself → verify
+    connect → stage ─────────────→ commit, each server alone → verify
     (trace, plan;  while servers     pause → begin → copy → end → continue
      new servers)  generate
 
@@ -91,7 +91,7 @@ class ShardSync(WeightSync[Engine]):
         return Engine(server, self._pause_mode, self._seconds)
 
     def forget_ranks(self) -> None:
-        """The trainer ranks are new processes: they are told of every engine again, and new links are made."""
+        """The trainer ranks are new processes: they learn about every engine again, and new links are made."""
         self._meeting_point = None
         self._plans.clear()
         self._bases.clear()
