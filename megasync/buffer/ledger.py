@@ -19,6 +19,7 @@ its number of groups alone.
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import sqlite3
@@ -67,6 +68,9 @@ WITHOUT = (
     "move it away (with ledger.db-wal) to resume from the checkpoint alone: groups that were finished but not trained "
     "are then generated again"
 )
+# Fields of the status that never change after the first record. What a run began with is long, and a comparison of it
+# would take as long as everything else.
+WRITTEN_ONCE = frozenset({"inherited"})
 # Seconds to wait for the file lock: the buffer of a killed run takes a moment to exit.
 LOCK_SECONDS = 30.0
 # 4 KiB pages that the log may grow to before they are copied into the file, which costs two disk syncs.
@@ -159,7 +163,7 @@ class Ledger:
         with self._explaining("read"):
             rows = self._db.execute("SELECT field, value FROM standing")
             status = msgspec.convert({field: json.loads(value) for field, value in rows}, BufferStatus)
-            self._status = _values(status)
+            self._status = {name: _copy(name, value) for name, value in _values(status).items()}
             if rollback_step is not None:
                 status.oldest_kept = min(status.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
@@ -194,7 +198,7 @@ class Ledger:
             self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
             for entry in entries:
                 self._write(entry)
-        self._status |= changed
+        self._status |= {name: _copy(name, value) for name, value in changed.items()}
 
     def merge_log(self) -> None:
         """Copies the log into the file, which then needs no log."""
@@ -235,10 +239,8 @@ class Ledger:
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _differs(self, name: str, value: Any) -> bool:
-        """Whether the file has another value. Identity first: what a run began with is long and never changes, and a
-        comparison would take as long as everything else."""
-        held = self._status.get(name, self)
-        return held is not value and held != value
+        """Whether the file has another value."""
+        return name not in self._status or (name not in WRITTEN_ONCE and self._status[name] != value)
 
     def _load_group(self, number: int) -> Group:
         with self._explaining("read"):
@@ -351,6 +353,11 @@ class Ledger:
 
     def _damaged(self, how: str) -> LedgerError:
         return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {WITHOUT}")
+
+
+def _copy(name: str, value: Any) -> Any:
+    """What the ledger compares a field of the status with; nobody else can change it."""
+    return None if name in WRITTEN_ONCE else copy.deepcopy(value)
 
 
 def _values(status: BufferStatus) -> dict[str, Any]:

@@ -104,10 +104,7 @@ class FailedStep:
 
 @dataclass(slots=True)
 class BufferStatus:
-    """What the buffer knows apart from its groups. The ledger keeps each field by its name.
-
-    Fields are replaced, never changed in place: the ledger detects changes by identity first.
-    """
+    """What the buffer knows apart from its groups. The ledger keeps each field by its name."""
 
     # The published version.
     version: int = 0
@@ -125,10 +122,11 @@ class BufferStatus:
     removed_trajectories: int = 0
     # Failed attempts by uid, and the latest failed step.
     failed_attempts: dict[str, int] = field(default_factory=dict[str, int])
-    failed_step: FailedStep = FailedStep()
+    failed_step: FailedStep = field(default_factory=FailedStep)
     # Batches set aside since a step that got as far was trained.
     set_aside_in_a_row: int = 0
-    # Counters (trained, dropped) of an earlier run whose groups are not in the record, and what a run began with.
+    # Counters (trained, dropped) of an earlier run whose groups are not in the record, and what a run began with. It is
+    # complete with the first record: the ledger writes it once.
     inherited: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod

@@ -16,6 +16,7 @@ from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import Ledger
+from megasync.buffer.state import BufferStatus
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, LedgerError
 from megasync.trajectory import Group, Partial, Trajectory
@@ -435,3 +436,41 @@ def test_calls_that_change_nothing_write_nothing(buffer):
     written = buffer.ledger._db.total_changes
     do(buffer, "admit", "a")
     assert buffer.ledger._db.total_changes > written >= before
+
+
+def test_a_value_that_was_changed_in_place_is_recorded(tmp_path):
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    status = BufferStatus.initial(3, 2, {})
+    ledger.write(status, [])
+    status.failed_attempts["0:1"] = 1
+    ledger.write(status, [])
+    status.failed_attempts["0:1"] += 1
+    status.failed_step.set_aside.append("0:1")
+    ledger.write(status, [])
+    ledger.close()
+    ledger = Ledger(path)
+    found = ledger.read().status
+    assert (found.failed_attempts, found.failed_step.set_aside) == ({"0:1": 2}, ["0:1"])
+    # So is a value that was read.
+    found.failed_attempts["0:2"] = 1
+    ledger.write(found, [])
+    ledger.close()
+    ledger = Ledger(path)
+    assert ledger.read().status.failed_attempts == {"0:1": 2, "0:2": 1}
+    ledger.close()
+
+
+def test_what_a_run_began_with_is_written_once_and_never_compared(tmp_path):
+    class Long(dict):
+        def __eq__(self, other):
+            raise AssertionError("it is long")
+
+    ledger = Ledger(tmp_path / "ledger.db")
+    status = BufferStatus.initial(0, 0, {})
+    status.inherited = Long(origin=[1, 2, 3])
+    for version in range(3):
+        status.version = version
+        ledger.write(status, [])
+    assert ledger.read().status.inherited == {"origin": [1, 2, 3]}
+    ledger.close()
