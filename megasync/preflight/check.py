@@ -22,11 +22,9 @@ from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import check_model_folder, check_values, find_hf_config, read_hf_config
 from megasync.layout.topology import Topology
-from megasync.preflight.check_agent import check_agent
-from megasync.preflight.check_chat import check_chat
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_reward_models import check_reward_models
-from megasync.preflight.check_rollout import check_environment, check_groups, check_rewards
+from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.trainer.architecture import check_architecture, check_experts
 
 

@@ -1,13 +1,85 @@
-"""Refuses contradictions among rewards, groups and environments; a part of `check`, with the same rules for messages."""
+"""Refuses contradictions in chat, tools, agents, rewards, groups and environments; a part of `check`."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 
-from megasync.config.limits import REWARD
-from megasync.config.schema import Config, GroupConfig
+from megasync.config.host import is_wildcard
+from megasync.config.limits import FUNCTION, REWARD
+from megasync.config.schema import Config, GatewayConfig, GroupConfig, TimeoutConfig, ToolsConfig
 from megasync.errors import ConfigError
+from megasync.rollout.reply_formats import check_formats
+
+
+def check_chat(config: Config) -> None:
+    """Raises ConfigError for the first contradiction."""
+    rollout, prompt = config.rollout, config.data.prompt
+    check_formats(rollout.chat)
+    tools, defaults = rollout.tools, ToolsConfig()
+    if not tools.functions:
+        for key in ("max_turns", "timeout", "max_output"):
+            if (value := getattr(tools, key)) != getattr(defaults, key):
+                raise ConfigError(
+                    f"rollout.tools.{key}={value} does nothing without rollout.tools.functions; name the tools there, or "
+                    f"leave {key} at {getattr(defaults, key)}"
+                )
+        return
+    for reference in tools.functions:
+        if not FUNCTION.fullmatch(reference):
+            raise ConfigError(f"rollout.tools.functions holds {reference!r}; write it as package.module:function")
+    if rollout.workflow is not None:
+        raise ConfigError(
+            f"rollout.workflow={rollout.workflow!r} and rollout.tools.functions={list(tools.functions)} both say how a "
+            f"sample is played; drop one (a workflow of your own may use the tools itself)"
+        )
+    if prompt.format != "chat":
+        raise ConfigError(
+            f"rollout.tools.functions need chat messages, but data.prompt.format={prompt.format}; set it to chat"
+        )
+    if rollout.chat.tool_format is None:
+        raise ConfigError(
+            f"rollout.tools.functions={list(tools.functions)} cannot be called with rollout.chat.tool_format=null; set it "
+            f"to auto or to the model's format"
+        )
+
+
+def check_agent(config: Config, own_agent: bool = False) -> None:
+    """Raises ConfigError for the first contradiction; `own_agent` as in `check_config`."""
+    rollout = config.rollout
+    if rollout.agent is None and not own_agent:
+        _check_unused(config)
+        return
+    others = {
+        "rollout.workflow": rollout.workflow,
+        "rollout.environment.kind": rollout.environment and rollout.environment.kind,
+        "rollout.tools.functions": list(rollout.tools.functions),
+    }
+    for key, value in others.items():
+        if value and not own_agent:
+            raise ConfigError(
+                f"rollout.agent={rollout.agent} and {key}={value} would both play a sample; drop one of them"
+            )
+    host = rollout.gateway.host
+    if is_wildcard(host):
+        raise ConfigError(
+            f"rollout.gateway.host={host} binds to every interface and is no address that agents can reach; name one, or "
+            f"set auto for this node's own"
+        )
+
+
+def _check_unused(config: Config) -> None:
+    gateway, defaults = config.rollout.gateway, GatewayConfig()
+    given = {
+        f"rollout.gateway.{f.name}": (getattr(gateway, f.name), getattr(defaults, f.name)) for f in fields(gateway)
+    }
+    given["timeouts.agent"] = (config.timeouts.agent, TimeoutConfig().agent)
+    for key, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(
+                f"{key}={value} does nothing without an agent; name one in rollout.agent, or leave {key} at {default}"
+            )
 
 
 def check_rewards(config: Config) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pkgutil
 import resource
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -16,15 +18,14 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from importlib.util import find_spec
 from pathlib import Path
 
+from megasync_patches import PatchError, ray_bind
 from packaging.requirements import Requirement
 
 from megasync.config import Config
-from megasync.config.host import LOOPBACK
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
-from megasync.preflight.listening import check_compiler
+from megasync.config.host import LOOPBACK, is_loopback, resolve_host
+from megasync.integrations.verl_versions import SUPPORTED
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, writable
 from megasync.preflight.run_doctor import examine_for
-from megasync.preflight.space import check_ports, check_space, writable
-from megasync.preflight.verl_plugin import check_verl
 
 LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
 SETUP = "run `bash launch/setup.sh`"
@@ -36,6 +37,20 @@ DISK_BYTES = 2 * 10**9
 SHARED_MEMORY_BYTES = 512 * 2**20
 OPEN_FILES = 1024
 SERVER_PLUGINS = "sglang.srt.plugins"
+RAY_SUBJECT = "ray's interface"
+VERL_SUBJECT = "verl plugin"
+# Seconds; verl imports torch, Ray, transformers and, on GPUs, Transformer Engine.
+VERL_IMPORT_SECONDS = 300
+# If verl does not know the engine, importing the plugin again says why.
+VERL_PROBE = """
+from verl.workers.engine.base import EngineRegistry
+try:
+    for kind in ("value_model", "language_model"):
+        print(EngineRegistry.get_engine_cls(kind, "megasync").__module__)
+except AssertionError:
+    import megasync.integrations.verl
+    raise
+"""
 # Packages that patches/sglang_cpu_standins stands in for where they are missing.
 STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
@@ -250,6 +265,65 @@ def check_plugins() -> Iterator[Finding]:
     if not own:
         found = "megasync's is not registered here, so servers take weights by broadcast only"
         yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
+
+
+def check_compiler() -> Iterator[Finding]:
+    """Whether a launcher could keep Ray to one interface here. Nothing is built."""
+    if found := ray_bind.compiler():
+        yield Finding(RAY_SUBJECT, OK, f"the chosen one, in jobs over several machines, by way of {found}")
+    else:
+        yield Finding(RAY_SUBJECT, OK, "all interfaces, in jobs over several machines: there is no C compiler (cc)")
+
+
+def check_listening() -> Iterator[Finding]:
+    """For a process of a Ray cluster over several machines: where its sockets for all interfaces come to listen."""
+    chosen = resolve_host("auto")
+    with socket.socket() as everywhere:
+        everywhere.bind(("", 0))
+        found = everywhere.getsockname()[0]
+    if found != "0.0.0.0" or is_loopback(chosen):
+        yield Finding(RAY_SUBJECT, OK, f"listens on {chosen}")
+        return
+    why = "it was not started by megasync's launcher"
+    if ray_bind.VARIABLE in os.environ:
+        try:
+            why = f"{ray_bind.library()} has no effect"
+        except PatchError as error:
+            why = str(error)
+    fix = "install a C compiler (cc) there and launch again, or keep a firewall between the machines and all others"
+    yield Finding(RAY_SUBJECT, WARNING, f"Ray listens on all interfaces: {why}", fix)
+
+
+def check_verl() -> Iterator[Finding]:
+    wanted = " or ".join(SUPPORTED)
+    try:
+        found = version("verl")
+    except PackageNotFoundError:
+        yield Finding(VERL_SUBJECT, OK, f"verl is not installed; the plugin is for verl {wanted}")
+        return
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", VERL_PROBE],
+            env={**os.environ, "VERL_ENGINE_DEVICE": "cuda"},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=VERL_IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            VERL_SUBJECT,
+            FAILURE,
+            f"importing verl {found} took more than {VERL_IMPORT_SECONDS} s",
+            "import verl by hand",
+        )
+        return
+    if probe.returncode == 0:
+        yield Finding(VERL_SUBJECT, OK, f"verl {found} has the engine of {probe.stdout.split()[-1]}")
+        return
+    reason = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
+    fix = f"install verl {wanted} and megasync in one environment, and leave VERL_USE_EXTERNAL_PLUGINS unset"
+    yield Finding(VERL_SUBJECT, FAILURE, f"verl {found} does not have the engine: {reason}", fix)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

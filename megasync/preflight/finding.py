@@ -1,10 +1,18 @@
-"""What a check found."""
+"""What a check of the machine found, and checks that several doctors share: free space, ports, writable folders."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
+# Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
+PORTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +23,37 @@ class Finding:
     status: str
     detail: str
     fix: str = ""
+
+
+def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") -> Finding:
+    """Whether `wanted` bytes are free where `path` lies; `why` goes behind what is."""
+    free = shutil.disk_usage(path).free
+    enough = free >= wanted
+    return Finding(subject, OK if enough else FAILURE, f"{bytes_text(free)} free at {path}{why}", "" if enough else fix)
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes as a person reads it, in powers of 1,000."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"
+
+
+def writable(path: Path) -> bool:
+    """Whether the folder can be written, or made."""
+    present = next(p for p in (path, *path.parents) if p.exists())
+    return present.is_dir() and os.access(present, os.W_OK)
+
+
+def check_ports(host: str) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with ExitStack() as held:
+            for _ in range(PORTS):
+                held.enter_context(socket.socket(family)).bind((host, 0))
+    except OSError as error:
+        fix = f"{PORTS} free ports are needed on an address of this machine; check cluster.host, limits and firewall"
+        yield Finding("ports", FAILURE, f"{host}: {error}", fix)
+    else:
+        yield Finding("ports", OK, f"{PORTS} free ports on {host}")

@@ -95,7 +95,8 @@ def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ..
 
 def _splits(config: Config) -> Iterator[TrainerConfig]:
     """Trainers by their distance from the present one: a step is a doubling of one dimension, or one of recomputing and
-    halving the budget. A stage more costs bubbles, more devices cost most."""
+    halving the budget. A stage more costs bubbles, more devices cost most.
+    """
     now, per_node = config.trainer, config.cluster.devices_per_node
     world = now.tensor_parallel * now.pipeline_parallel * now.data_parallel
     doublings = [2**power for power in range(int(log2(MOST_DEVICES)) + 1)]
@@ -155,7 +156,8 @@ def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_byte
 
 def _fleets(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
     """Servers, and where they keep the next version, by their distance from now: memory first, then wider servers on as
-    many devices."""
+    many devices.
+    """
     now, per_node = config.rollout, config.cluster.devices_per_node
     widths = [now.tensor_parallel * 2**power for power in range(int(log2(per_node)) + 1)]
     fractions = [now.mem_fraction, *(share for share in MEM_FRACTIONS if share > now.mem_fraction)]

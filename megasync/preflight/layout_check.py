@@ -132,6 +132,7 @@ def check_layout(
     Raises:
         ConfigError, CheckpointError: a folder, model, topology or dtype that cannot be used; nothing was started.
         SyncError: trainer and engine do not hold the same tensors.
+
     """
     config = read_hf_config(model)
     dtype = _dtype(dtype, config)

@@ -29,8 +29,7 @@ class NodeProbe:
 
     def look(self, config: Config | None) -> dict[str, Any]:
         """The node's facts, which others are compared with, and what it finds of itself."""
-        from megasync.preflight.doctor import examine
-        from megasync.preflight.listening import check_listening
+        from megasync.preflight.doctor import check_listening, examine
 
         gpus = _gpus()
         facts = {

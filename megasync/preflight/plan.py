@@ -1,6 +1,6 @@
-"""The resolved plan of a configuration: who runs where, what moves, how stale it may get, what memory it takes.
+"""The resolved plan of a configuration: placement, weight sync, staleness bound and memory.
 
-`resolve_plan` is a pure function of the configuration and the model's config.json; it starts nothing and looks at no
+`resolve_plan` is a pure function of the configuration and the model's config.json. It starts nothing and queries no
 device, so the plan of a cluster can be read on a laptop.
 """
 
@@ -35,8 +35,8 @@ DEFAULT_DEVICE_BYTES = 80 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """A pool, and the cluster nodes (counted from 0) that it takes."""
+class PlannedPool:
+    """A pool and the cluster nodes, counted from 0, that it occupies."""
 
     spec: PoolSpec
     nodes: tuple[int, ...]
@@ -46,33 +46,35 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardModel:
-    """A reward model's servers: in a pool of their own, or beside the first servers of the rollout pool."""
+class PlannedRewardModel:
+    """A reward model's servers: in their own pool, or on the devices of the first servers of the rollout pool."""
 
     name: str
     kind: str
     path: str
-    pool: Pool
+    pool: PlannedPool
     shared: bool
     memory: ServerMemory | None
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class PlannedRank:
     """A trainer rank: its node, its coordinates, and the global layers of its pipeline stage (one range per chunk)."""
 
     rank: int
     node: int
     coords: Coords
-    # Its place among the experts; None for a model without any.
+    # Its coordinates among the expert ranks; None for a model without experts.
     experts: ExpertCoords | None
     layers: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sync:
-    """One weight sync: full weights in bytes. Where whole tensors go, as by broadcast, they are so many messages of at
-    most `largest` bytes from these ranks."""
+class SyncPlan:
+    """One sync of the full weights, in bytes.
+
+    Transports of whole tensors, such as broadcast, send `buckets` messages of at most `largest` bytes from `senders`.
+    """
 
     transport: str
     nbytes: int
@@ -83,18 +85,22 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """What becomes of servers that die: the run goes on with `least` of them, each starts again so often in a window."""
+class FleetPlan:
+    """How the run handles dead servers: it continues with at least `least`, and restarts each `restarts` times a
+    window.
+    """
 
     least: int
     restarts: int
     window: float
-    # Tokens of a running request that are lost with its server; None for all of them.
+    # Tokens of a running request that are lost when its server dies; None for all of them.
     lost_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Everything that `megasync plan` shows: pools, ranks, buffer, sync, memory, and whether it fits."""
+
     name: str
     model: str
     dtype: str
@@ -102,28 +108,28 @@ class Plan:
     sizes: Sizes
     nodes: int
     access: str
-    trainer: Pool
-    rollout: Pool
-    reward_models: tuple[RewardModel, ...]
-    ranks: tuple[Rank, ...]
-    # Responses in one training step, and tokens of one microbatch at most.
+    trainer: PlannedPool
+    rollout: PlannedPool
+    reward_models: tuple[PlannedRewardModel, ...]
+    ranks: tuple[PlannedRank, ...]
+    # Responses per training step, and the maximum number of tokens per microbatch.
     responses_per_step: int
     microbatch_tokens: int
-    # Groups that may be active at once, and of those being generated at once.
+    # Maximum number of active groups, and of groups in generation.
     capacity: int
     inflight: int
-    # Versions that a trained token may be behind: max_staleness, and what the window adds. Beyond: `stale`.
+    # Maximum staleness in versions, the part of it due to the look-ahead window, and what happens to staler groups.
     staleness_bound: int
     window_slack: int
     stale: str
-    sync: Sync
-    fleet: Fleet
+    sync: SyncPlan
+    fleet: FleetPlan
     stages: tuple[RankMemory, ...]
     server: ServerMemory
     device_bytes: int | None
     devices_per_node: int
     warnings: tuple[str, ...]
-    # What cannot fit, and then the overrides that bring the nearest configuration that does; None where none was found.
+    # What does not fit, and overrides to the nearest configuration that does; None if none was found.
     refusals: tuple[str, ...]
     nearest: tuple[str, ...] | None
 
@@ -131,14 +137,14 @@ class Plan:
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     """The plan of a checked configuration.
 
-    `device_bytes` is the memory of one GPU, 80 GB when not given; a run on `cluster.device=cpu` has no such limit.
-    Raises ConfigError as `check_config` does, and for a device's memory where there is no device.
+    `device_bytes` is the memory of one GPU, by default 80 GB; a run on `cluster.device=cpu` has no such limit. Raises
+    ConfigError as `check_config` does, and if `device_bytes` is given for a CPU run.
     """
     layout, source = model_layout(config, planning=True)
     topology = layout.topology
     schedule = config.schedule
     if config.cluster.device == "cpu" and device_bytes is not None:
-        raise ConfigError("--device-memory is of one GPU, but cluster.device=cpu; leave one of them out")
+        raise ConfigError("--device-memory is the memory of a GPU, but cluster.device=cpu; drop one of them")
     if config.cluster.device != "cpu" and device_bytes is None:
         device_bytes = DEFAULT_DEVICE_BYTES
     nodes, pools = _place(config)
@@ -170,13 +176,13 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         staleness_bound=pacing.staleness_bound,
         window_slack=pacing.window_slack,
         stale=schedule.stale,
-        fleet=Fleet(
+        fleet=FleetPlan(
             least=config.rollout.min_servers,
             restarts=config.rollout.health.restarts,
             window=config.rollout.health.restart_window,
             lost_tokens=config.rollout.stream_interval or None,
         ),
-        sync=Sync(
+        sync=SyncPlan(
             transport=config.sync.transport,
             nbytes=buckets.nbytes,
             buckets=len(buckets.buckets),
@@ -194,32 +200,34 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     )
 
 
-def _place(config: Config) -> tuple[int, dict[str, Pool]]:
-    """The pools on numbered nodes: on one together where they fit, else one pool's nodes after the other's."""
+def _place(config: Config) -> tuple[int, dict[str, PlannedPool]]:
+    """Assigns pools to numbered nodes: all to one node if they fit, else to consecutive nodes."""
     specs = pool_specs(config)
     nodes = nodes_needed(specs, config.cluster.devices_per_node)
     first, pools = 0, {}
     for name, spec in specs.items():
-        pools[name] = Pool(spec, tuple(range(first, first + spec.nodes)))
+        pools[name] = PlannedPool(spec, tuple(range(first, first + spec.nodes)))
         first += 0 if nodes == 1 else spec.nodes
     return nodes, pools
 
 
-def _reward_model(config: Config, name: str, pools: dict[str, Pool], device_bytes: int | None) -> RewardModel:
+def _reward_model(
+    config: Config, name: str, pools: dict[str, PlannedPool], device_bytes: int | None
+) -> PlannedRewardModel:
     model = config.reward_models[name]
     shared = model.pool == "rollout"
     pool = pools["rollout" if shared else reward_pool(name)]
     if shared:
         spec = replace(pool.spec, slots=model.servers, devices=model.tensor_parallel)
-        pool = Pool(spec, pool.nodes[: spec.nodes])
+        pool = PlannedPool(spec, pool.nodes[: spec.nodes])
     memory = reward_memory(f"reward_models.{name}", model, config.model.dtype, device_bytes)
-    return RewardModel(name, model.kind, model.path, pool, shared, memory)
+    return PlannedRewardModel(name, model.kind, model.path, pool, shared, memory)
 
 
-def _rank(rank: int, pool: Pool, layout: Layout) -> Rank:
+def _rank(rank: int, pool: PlannedPool, layout: Layout) -> PlannedRank:
     coords = layout.topology.coords(rank)
     experts = layout.topology.expert_coords(rank) if layout.sizes.experts else None
-    return Rank(rank, pool.node_of(rank), coords, experts, tuple(layout.stages[coords.pp]))
+    return PlannedRank(rank, pool.node_of(rank), coords, experts, tuple(layout.stages[coords.pp]))
 
 
 def _model_name(config: Config, source: Path) -> str:

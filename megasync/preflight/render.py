@@ -9,10 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
 from megasync.preflight.memory import ServerMemory
-from megasync.preflight.plan import Plan, Pool, Rank, Sync
-from megasync.preflight.space import bytes_text
+from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, SyncPlan
 
 # Devices of a node that are drawn one by one.
 CELLS = 16
@@ -86,7 +85,7 @@ def _summary(plan: Plan) -> Table:
     return facts(rows)
 
 
-def _way(sync: Sync) -> str:
+def _way(sync: SyncPlan) -> str:
     """How the weights go to the servers."""
     ranks = f"rank(s) {', '.join(map(str, sync.senders))}"
     buckets = f"in {sync.buckets} bucket(s) of at most {bytes_text(sync.largest)}"
@@ -120,7 +119,7 @@ def _pools(plan: Plan) -> Table:
     return table
 
 
-def _pool_row(name: str, what: str, pool: Pool, shared: bool = False) -> tuple[str, ...]:
+def _pool_row(name: str, what: str, pool: PlannedPool, shared: bool = False) -> tuple[str, ...]:
     nodes = ", ".join(map(str, pool.nodes))
     total = "shared" if shared else str(pool.spec.total_devices)
     return name, f"{pool.spec.slots} {what}", str(pool.spec.devices), total, nodes
@@ -140,7 +139,7 @@ def _nodes(plan: Plan) -> Table:
     return table
 
 
-def _held(sign: str, pool: Pool, node: int) -> list[str]:
+def _held(sign: str, pool: PlannedPool, node: int) -> list[str]:
     """A cell for each device of the pool on this node."""
     slots = [slot for slot in range(pool.spec.slots) if pool.node_of(slot) == node]
     return [f"{sign}{slot}" for slot in slots for _ in range(pool.spec.devices)]
@@ -163,7 +162,7 @@ def _ranks(plan: Plan) -> Table:
     for column in ("expert", "expert tensor", "layers") if experts else ("layers",):
         table.add_column(column)
 
-    def place(rank: Rank) -> tuple[int, int, int]:
+    def place(rank: PlannedRank) -> tuple[int, int, int]:
         return rank.node, rank.coords.dp, rank.coords.pp
 
     for (node, dp, pp), members in groupby(plan.ranks, key=place):
@@ -180,7 +179,7 @@ def _ranks(plan: Plan) -> Table:
     return table
 
 
-def _places(ranks: Sequence[Rank]) -> tuple[str, str]:
+def _places(ranks: Sequence[PlannedRank]) -> tuple[str, str]:
     """Where these ranks stand among the experts: which share of them each has, and which slice of each."""
     found = [rank.experts for rank in ranks]
     return _span(found[0].ep, found[-1].ep), _span(min(place.etp for place in found), max(place.etp for place in found))

@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megasync.preflight.finding import bytes_text
 from megasync.preflight.layout_check import Report
 from megasync.preflight.render import facts
-from megasync.preflight.space import bytes_text
 
 SHOWN_NAMES = 3
 SHOWN_PROBLEMS = 20

@@ -19,9 +19,8 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text, check_ports, check_space, writable
 from megasync.preflight.memory import checkpoint_bytes
-from megasync.preflight.space import bytes_text, check_ports, check_space, writable
 
 
 def examine_for(config: Config) -> Iterator[Finding]:

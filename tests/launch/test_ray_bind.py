@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from megasync_patches import PatchError, ray_bind
 
-from megasync.preflight import listening
+from megasync.preflight import doctor
 from megasync.preflight.finding import OK, WARNING
 
 # Binds each socket of argv[1], a list of (family, kind, for IPv6 only, address); prints where each came to be.
@@ -113,7 +113,7 @@ def test_what_is_preloaded_already_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_machine_without_a_compiler_is_told_so(without_compiler: None) -> None:
     with pytest.raises(PatchError, match="no C compiler"):
         ray_bind.library()
-    (found,) = listening.check_compiler()
+    (found,) = doctor.check_compiler()
     assert found.status == OK and "no C compiler" in found.detail
 
 
@@ -140,20 +140,20 @@ def test_a_library_that_does_nothing_here_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_the_doctor_warns_of_a_node_that_listens_everywhere(monkeypatch: pytest.MonkeyPatch, request) -> None:
     monkeypatch.setenv("MEGASYNC_HOST", "10.0.0.1")
-    (found,) = listening.check_listening()
+    (found,) = doctor.check_listening()
     assert found.status == WARNING and "not started by megasync's launcher" in found.detail and "firewall" in found.fix
     monkeypatch.setenv(ray_bind.VARIABLE, "10.0.0.1")
     request.getfixturevalue("without_compiler")
-    (found,) = listening.check_listening()
+    (found,) = doctor.check_listening()
     assert found.status == WARNING and "no C compiler" in found.detail
     monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
-    (found,) = listening.check_listening()
+    (found,) = doctor.check_listening()
     assert found.status == OK, "Ray on loopback listens there alone"
 
 
 def test_a_nodes_processes_are_confined_and_its_doctor_sees_it() -> None:
     code = (
-        "from megasync.preflight.listening import check_listening\n"
+        "from megasync.preflight.doctor import check_listening\n"
         "(found,) = check_listening()\nprint(found.status, found.detail)"
     )
     command = [sys.executable, "-m", "megasync.launch.node", "--folder", ".", "--peer", "127.0.0.1", "run"]

@@ -18,9 +18,8 @@ from rich.console import Console
 
 from megasync import device
 from megasync.preflight import doctor
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports
 from megasync.preflight.render import findings_table
-from megasync.preflight.space import check_ports
 
 
 @pytest.mark.processes

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasync.preflight import verl_plugin
+from megasync.preflight import doctor
 from megasync.preflight.finding import FAILURE, OK
 
 # Not `verl`: without the package that is the folder of its examples.
@@ -19,8 +19,8 @@ def test_without_verl_there_is_nothing_to_repair(monkeypatch):
     def version(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(verl_plugin, "version", version)
-    (finding,) = verl_plugin.check_verl()
+    monkeypatch.setattr(doctor, "version", version)
+    (finding,) = doctor.check_verl()
     assert finding.status == OK
     assert finding.detail == "verl is not installed; the plugin is for verl 0.9.1"
 
@@ -28,7 +28,7 @@ def test_without_verl_there_is_nothing_to_repair(monkeypatch):
 @pytest.mark.processes
 @needs_verl
 def test_a_fresh_interpreter_has_the_engine():
-    (finding,) = verl_plugin.check_verl()
+    (finding,) = doctor.check_verl()
     assert finding.status == OK, finding.detail
     assert finding.detail == "verl 0.9.1 has the engine of megasync.integrations.verl.engine"
 
@@ -37,7 +37,7 @@ def test_a_fresh_interpreter_has_the_engine():
 @needs_verl
 def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-    (finding,) = verl_plugin.check_verl()
+    (finding,) = doctor.check_verl()
     assert finding.status == FAILURE
     assert "Unknown backend: megasync" in finding.detail
     assert "VERL_USE_EXTERNAL_PLUGINS" in finding.fix
@@ -45,9 +45,9 @@ def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
 
 def test_the_reason_of_a_failure_is_the_last_line(monkeypatch):
     ended = subprocess.CompletedProcess([], 1, "", "Traceback\n  somewhere\nConfigError: verl 0.10.0 is installed\n")
-    monkeypatch.setattr(verl_plugin, "version", lambda package: "0.10.0")
+    monkeypatch.setattr(doctor, "version", lambda package: "0.10.0")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: ended)
-    (finding,) = verl_plugin.check_verl()
+    (finding,) = doctor.check_verl()
     assert finding.status == FAILURE
     assert finding.detail == "verl 0.10.0 does not have the engine: ConfigError: verl 0.10.0 is installed"
     assert "install verl 0.9.1" in finding.fix
