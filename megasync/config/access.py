@@ -27,8 +27,9 @@ def given_generation_key() -> str | None:
         return None
     if len(key) < SHORTEST_KEY or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"the key in {GENERATION_KEY_VARIABLE} has {len(key)} characters and must have at least {SHORTEST_KEY}, all of "
-            f"them printable ASCII and none a blank; take one such as `openssl rand -hex 24` prints, or unset the variable"
+            f"the key in {GENERATION_KEY_VARIABLE} has {len(key)} characters and must have at least {SHORTEST_KEY}, "
+            "all of them printable ASCII and none a blank; take one such as `openssl rand -hex 24` prints, or unset "
+            "the variable"
         )
     return key
 
@@ -50,13 +51,13 @@ def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
         )
     if (cluster.tls_cert is None) != (cluster.tls_key is None):
         raise ConfigError(
-            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} are used together or not at all; "
-            f"set both or neither"
+            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} are used together or not at "
+            f"all; set both or neither"
         )
     if cluster.tls_ca is not None and cluster.tls_cert is None:
         raise ConfigError(
-            f"cluster.tls_ca={cluster.tls_ca} is what the router's certificate is checked against, but cluster.tls_cert is "
-            f"not set; set tls_cert and tls_key, or tls_ca to null"
+            f"cluster.tls_ca={cluster.tls_ca} is what the router's certificate is checked against, but "
+            f"cluster.tls_cert is not set; set tls_cert and tls_key, or tls_ca to null"
         )
     if not planning:
         check_certificates(cluster)
@@ -90,8 +91,8 @@ def check_certificates(cluster: ClusterConfig) -> None:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} cannot be used together: {error}; "
-            f"name a PEM certificate and its own PEM key, which must not be encrypted"
+            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} cannot be used together: "
+            f"{error}; name a PEM certificate and its own PEM key, which must not be encrypted"
         ) from None
     router_trust(cluster)
 

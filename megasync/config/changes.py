@@ -18,8 +18,8 @@ _PLACED = "the run's directory has its place; move the folder instead, while nob
 _ORDER = "the uid of every prompt, trained or under way, names a row in the order that this gives; start a new run"
 _SHARDS = "every rank's part of the checkpoints follows from it; export the newest one and start a new run from that"
 _DISTRIBUTION = (
-    "groups that are finished, and responses that go on, were sampled with it, and are trained on that distribution; export "
-    "the newest checkpoint and start a new run from that"
+    "groups that are finished, and responses that go on, were sampled with it, and are trained on that distribution; "
+    "export the newest checkpoint and start a new run from that"
 )
 
 FIXED = {
@@ -27,7 +27,8 @@ FIXED = {
     "run_root": _PLACED,
     "seed": _ORDER,
     "model.path": (
-        "the run's tokens and reference weights come from that folder; when it was moved, put a symbolic link at its old place"
+        "the run's tokens and reference weights come from that folder; when it was moved, put a symbolic link at its "
+        "old place"
     ),
     "model.dtype": _SHARDS,
     "data.train": _ORDER,
@@ -112,8 +113,8 @@ def check_changes(before: Config, after: Config, step: int) -> None:
     ]
     if after.schedule.total_steps < step:
         wrong.append(
-            f"schedule.total_steps={after.schedule.total_steps} is less than the {step} steps that are trained; name at "
-            f"least {step}"
+            f"schedule.total_steps={after.schedule.total_steps} is less than the {step} steps that are trained; name "
+            f"at least {step}"
         )
     if wrong:
         raise ConfigError("; ".join(wrong))

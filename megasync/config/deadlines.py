@@ -85,7 +85,8 @@ RELATIONS = (
     Relation(
         (*CHECKS, ("timeouts.shutdown",), ("timeouts.server_start",), (REQUEST,)),
         NO_PROGRESS,
-        "when all servers hang, nothing finishes until one is found dead, ended, started again and has answered a request",
+        "when all servers hang, nothing finishes until one is found dead, ended, started again and has answered a "
+        "request",
     ),
     Relation(
         ((BUFFER_RESTART,),), NO_PROGRESS, "nothing finishes until a hung buffer is found, ended and started again"

@@ -1,1 +1,1 @@
-"""Looks before the run leaps: `plan` resolves a configuration on paper, `doctor` examines this machine."""
+"""Checks before a run: `check` refuses bad configurations, `plan` resolves them, `doctor` examines the machines."""

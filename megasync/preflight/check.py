@@ -1,7 +1,7 @@
 """Refuses configurations that contradict themselves, their model or their machine, before any process starts.
 
-`check_config` looks at each key alone first (`limits`), so every check here may rely on sane single values. A check is
-one function that raises with the names and values of all keys involved and the change that would resolve it.
+`check_config` first checks each key alone (`limits`), so the checks here can rely on valid single values. A check is
+one function. Its error names all keys involved, their values, and a change that resolves the contradiction.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def check_config(
     own_agent: bool = False,
     training: bool = True,
 ) -> None:
-    """Raises ConfigError for the first contradiction; returns None for a configuration that can be started.
+    """Raises ConfigError for the first contradiction in a configuration that is to be started.
 
-    With `planning` the model may be described by `model.config` alone and data files need not be here yet. `own_rows`
-    and `own_eval_rows` say that a Python caller brings rows that replace `data.train` and `data.eval`, `own_agent` that
-    it brings an agent that replaces `rollout.agent`. Without `training` only servers are started.
+    With `planning`, `model.config` alone may describe the model, and data files may be missing. `own_rows` and
+    `own_eval_rows` say that a Python caller passes rows that replace `data.train` and `data.eval`, `own_agent` that it
+    passes an agent that replaces `rollout.agent`. Without `training` only servers are started.
     """
     check_limits(config)
     _check_schedule(config)
@@ -86,7 +86,7 @@ def _check_schedule(config: Config) -> None:
     if schedule.weight_sync_steps > schedule.total_steps:
         raise ConfigError(
             f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
-            f"{schedule.total_steps}: no sync would ever fall due; lower it"
+            f"{schedule.total_steps}, so no sync would ever happen; lower it"
         )
 
 
@@ -95,12 +95,12 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.advantage == "grpo" and samples < 2:
         raise ConfigError(
             f"algorithm.advantage=grpo compares the responses of one prompt, but schedule.samples_per_group={samples}; "
-            f"raise it to 2 or more"
+            f"set it to at least 2"
         )
     if algorithm.ratio == "behaviour" and algorithm.correction != "none":
         raise ConfigError(
             f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="
-            f"{algorithm.correction} would do it twice; set algorithm.correction=none or algorithm.ratio=trainer"
+            f"{algorithm.correction} would correct twice; set algorithm.correction=none or algorithm.ratio=trainer"
         )
 
 
@@ -130,7 +130,7 @@ def _check_sync(config: Config) -> None:
     if sync.parity_every == 0 and sync.parity_threshold is not None:
         raise ConfigError(
             f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
-            f"1 or more, or parity_threshold to null"
+            f"at least 1, or parity_threshold to null"
         )
     if sync.transport in ("broadcast", "disk"):
         defaults = SyncConfig()
@@ -142,14 +142,14 @@ def _check_sync(config: Config) -> None:
                 )
     if sync.delta and sync.wave is not None:
         raise ConfigError(
-            f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to send deltas against, "
-            f"and waves would hold different ones; set wave to null or delta to false"
+            f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to compute deltas "
+            f"against, and waves would hold different ones; set wave to null or delta to false"
         )
     if sync.disk_dir is None:
         return
     if sync.transport != "disk":
         raise ConfigError(
-            f"sync.disk_dir={sync.disk_dir!r} is for weights that go through a folder, but sync.transport="
+            f"sync.disk_dir={sync.disk_dir!r} is used by the disk transport only, but sync.transport="
             f"{sync.transport}; set transport=disk, or disk_dir to null"
         )
     _check_folder("sync.disk_dir", sync.disk_dir)
@@ -181,24 +181,26 @@ def _check_servers(config: Config) -> None:
     rollout = config.rollout
     if rollout.min_servers > rollout.servers:
         raise ConfigError(
-            f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}: the run would end "
-            f"before it began; lower it"
+            f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}, so the run could "
+            f"never start; lower it"
         )
     if rollout.save_partials_seconds and not rollout.stream_interval:
         raise ConfigError(
-            f"rollout.save_partials_seconds={rollout.save_partials_seconds:g} would find nothing to save with "
-            f"rollout.stream_interval=0, as requests send nothing before their end; set it to 0, or stream_interval to 1 "
-            f"or more"
+            f"rollout.save_partials_seconds={rollout.save_partials_seconds:g} has nothing to save with "
+            f"rollout.stream_interval=0, because requests stream nothing before they end; set it to 0, or "
+            f"stream_interval to at least 1"
         )
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         if (value := getattr(rollout.sampling, name)) != neutral:
             raise ConfigError(
-                f"rollout.sampling.{name}={value} would sample training rollouts from a part of the distribution, while "
-                f"the trainer scores all of it: every importance ratio would be wrong. Set rollout.sampling.{name}="
+                f"rollout.sampling.{name}={value} would truncate the distribution of training rollouts, but the "
+                f"trainer scores the full one, so every importance ratio would be wrong. Set rollout.sampling.{name}="
                 f"{neutral:g}; evaluation may truncate (eval.sampling.{name})"
             )
     if "" in rollout.sampling.stop:
-        raise ConfigError("rollout.sampling.stop holds an empty text, which would end every response at once; drop it")
+        raise ConfigError(
+            "rollout.sampling.stop contains an empty string, which would end every response at once; remove it"
+        )
     check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
     check_trained_args("rollout", rollout.server_args)
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
@@ -215,14 +217,14 @@ def _check_trainer(config: Config) -> None:
     trainer = config.trainer
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise ConfigError(
-            "trainer.sequence_parallel=true splits activations over tensor-parallel ranks, but trainer.tensor_parallel=1;"
-            " set sequence_parallel=false or raise tensor_parallel"
+            "trainer.sequence_parallel=true splits activations over tensor-parallel ranks, but "
+            "trainer.tensor_parallel=1; set sequence_parallel=false or raise tensor_parallel"
         )
     for key in ("first_stage_layers", "last_stage_layers"):
         if getattr(trainer, key) is not None and trainer.pipeline_parallel == 1:
             raise ConfigError(
-                f"trainer.{key}={getattr(trainer, key)} needs several pipeline stages, but trainer.pipeline_parallel=1; "
-                f"set it to null or raise pipeline_parallel"
+                f"trainer.{key}={getattr(trainer, key)} needs several pipeline stages, but "
+                f"trainer.pipeline_parallel=1; set it to null or raise pipeline_parallel"
             )
 
 
@@ -230,8 +232,8 @@ def _check_cluster(config: Config, training: bool) -> None:
     cluster = config.cluster
     if is_wildcard(cluster.host):
         raise ConfigError(
-            f"cluster.host={cluster.host} binds to every interface and is no address that others can reach; name one, or "
-            f"set auto for each node's own"
+            f"cluster.host={cluster.host} binds to every interface, but other nodes need an address to connect to; "
+            f"name one, or set auto for each node's own"
         )
     specs = pool_specs(config, training=training)
     nodes = nodes_needed(specs, cluster.devices_per_node)
@@ -240,15 +242,15 @@ def _check_cluster(config: Config, training: bool) -> None:
     need = " + ".join(f"{spec.total_devices} for the {name}" for name, spec in specs.items())
     if cluster.address is None:
         raise ConfigError(
-            f"the pools need {need} devices, more than one node has (cluster.devices_per_node="
-            f"{cluster.devices_per_node}), and cluster.address=null starts Ray on this machine alone; lower "
+            f"the pools need {need} devices, but one node has fewer (cluster.devices_per_node="
+            f"{cluster.devices_per_node}) and cluster.address=null starts Ray on this machine only; lower "
             f"trainer.data_parallel or rollout.servers, or join a cluster of {nodes} nodes with cluster.address=auto"
         )
     if cluster.host != "auto":
         only = "reachable from one machine only" if is_loopback(cluster.host) else "the address of one node"
         raise ConfigError(
-            f"the pools span {nodes} nodes, but cluster.host={cluster.host} is {only}; set cluster.host=auto, and every "
-            f"process binds to its own node's address"
+            f"the pools span {nodes} nodes, but cluster.host={cluster.host} is {only}; set cluster.host=auto, and "
+            f"every process binds to its own node's address"
         )
 
 
@@ -261,10 +263,10 @@ def _check_model(config: Config, planning: bool) -> None:
 
 
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
-    """The model's layout over the trainer's ranks, and the config.json it was read from.
+    """The model's layout over the trainer ranks, and the config.json that it was read from.
 
-    Raises ConfigError for a missing or unsupported model, for options that its layers do not implement, and for a split
-    that Megatron would refuse.
+    Raises ConfigError for a missing or unsupported model, for options that the trainer does not implement, and for a
+    parallel split that Megatron would refuse.
     """
     source = find_hf_config(config.model, planning=planning)
     values = read_hf_config(source)
@@ -295,7 +297,7 @@ def _check_context(config: Config, limit: int | None, source: Path) -> None:
 
 
 def _check_server_split(tensor: int, sizes: Sizes, source: Path) -> None:
-    """SGLang's rules for cutting a decoder over the tensor-parallel ranks of one server."""
+    """Applies SGLang's rules for splitting a decoder over the tensor-parallel ranks of one server."""
     experts = {"moe_intermediate_size": sizes.moe_intermediate} if sizes.sparse_layers else {}
     for name, count in {"num_attention_heads": sizes.heads, **sizes.widths, **experts}.items():
         if count % tensor:
@@ -314,7 +316,7 @@ def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: b
     data = config.data
     if data.train is None and not own_rows:
         raise ConfigError(
-            "data.train is not set; name a dataset with data.train.kind and data.train.source, or hand rows to "
+            "data.train is not set; name a dataset with data.train.kind and data.train.source, or pass rows to "
             "AsyncTrainer(train_dataset=...)"
         )
     for name, dataset, replaced in (("train", data.train, own_rows), ("eval", data.eval, own_eval_rows)):
@@ -341,8 +343,8 @@ def _check_run_root(config: Config) -> None:
 
 
 def _check_folder(key: str, path: str) -> None:
-    """Refuses a folder that could not be made."""
+    """Raises ConfigError for a folder that cannot be created."""
     folder = Path(path).expanduser()
     blocked = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     if not blocked.is_dir():
-        raise ConfigError(f"{key}={path!r} cannot be made: {blocked} is a file; choose another folder")
+        raise ConfigError(f"{key}={path!r} cannot be created: {blocked} is a file; choose another folder")

@@ -1,4 +1,4 @@
-"""Refuses held-out sets that contradict themselves or the rest; a part of `check`, with the same rules for messages."""
+"""Refuses held-out sets that contradict themselves or other keys; a part of `check`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasync.config.limits import (
 from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
 from megasync.errors import ConfigError
 
-# How `megasync eval` calls the set under data.eval.
+# The name of the set under data.eval in `megasync eval`.
 _TAKEN = "eval"
 
 
@@ -31,7 +31,7 @@ def check_evaluation(config: Config, own_eval_rows: bool) -> None:
         if evaluation != EvalConfig():
             raise ConfigError(
                 f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
-                f"nothing would be evaluated; name a held-out set under data.eval or eval.sets, or remove the eval section"
+                f"nothing is evaluated; name a held-out set under data.eval or eval.sets, or remove the eval section"
             )
         return
     _check_answers("eval", evaluation.temperatures, evaluation.repeats, evaluation.sampling)
@@ -42,8 +42,8 @@ def check_evaluation(config: Config, own_eval_rows: bool) -> None:
         first = next(iter(evaluation.sets.values())).temperatures or first
     if target is not None and first[0] != 0:
         raise ConfigError(
-            f"schedule.stop_at_score={target} looks at greedy accuracy, the first of eval.temperatures={list(first)}; put "
-            f"0 first"
+            f"schedule.stop_at_score={target} uses greedy accuracy, but the first of eval.temperatures={list(first)} "
+            f"is not 0; put 0 first"
         )
     if held_out is not None and not own_eval_rows:
         _check_size("data.eval", held_out, "eval", evaluation.samples)
@@ -66,13 +66,13 @@ def _check_set(config: Config, name: str) -> None:
 def _check_answers(key: str, temperatures: Sequence[float], repeats: int, sampling: EvalSamplingConfig) -> None:
     if not temperatures or not all(0 <= temperature <= LARGEST for temperature in temperatures):
         raise ConfigError(
-            f"{key}.temperatures={list(temperatures)} must hold at least one number, none below 0 or infinite"
+            f"{key}.temperatures={list(temperatures)} must hold at least one number, each finite and at least 0"
         )
     if len(set(temperatures)) != len(temperatures):
         raise ConfigError(f"{key}.temperatures={list(temperatures)} names a temperature twice")
     if repeats > 1 and max(temperatures) == 0:
         raise ConfigError(
-            f"{key}.repeats={repeats} would give the same greedy answer again and again, as {key}.temperatures="
+            f"{key}.repeats={repeats} would repeat the same greedy response, because {key}.temperatures="
             f"{list(temperatures)}; add a temperature above 0, or set repeats to 1"
         )
     if sampling.top_k is not None and (sampling.top_k == 0 or sampling.top_k < -1):

@@ -1,6 +1,6 @@
-"""Refuses reward models that could not be started, or that nobody would ask; a part of `check`.
+"""Refuses reward models that could not start or that no reward uses; a part of `check`.
 
-Each model's folder is looked at too: that it is of the kind that it is said to be, and can be cut as it is to be.
+It also checks each model's folder: that the model is of the configured kind and can be split as configured.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
 from megasync.rewards.model_folder import read_reward_model
 
-# Classes that SGLang serves with one score (or several) a text instead of tokens.
+# Classes for which SGLang returns scores of a text instead of tokens.
 CLASSIFIERS = (
     *("LlamaForSequenceClassification", "LlamaForSequenceClassificationWithNormal_Weights"),
     *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification", "Gemma2ForSequenceClassification"),
     *("Qwen2ForRewardModel", "Qwen3ForRewardModel", "InternLM2ForRewardModel"),
 )
-# What a decoder's config.json says of its sizes.
+# Sizes that the config.json of every decoder states.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-# Keys that mean something for one kind of model, or one way to read its answer, only.
+# Keys that apply to one kind of model, or one way to read its answer, only.
 _OF_NUMBER = ("pattern", "low", "high", "max_new_tokens", "temperature")
 _OF_YES_NO = ("yes_token", "no_token")
 
 
 def check_reward_models(config: Config, planning: bool) -> None:
-    """Raises ConfigError for the first contradiction. With `planning` the folders need not be here yet."""
+    """Raises ConfigError for the first contradiction. With `planning` the folders may be missing."""
     asked = {reward.model: name for name, reward in config.rollout.rewards.items() if reward.model is not None}
     for model, reward in asked.items():
         if model not in config.reward_models:
             known = ", ".join(config.reward_models) or "none"
-            raise ConfigError(f"rollout.rewards.{reward}.model={model!r} is none of reward_models, which has {known}")
+            raise ConfigError(f"rollout.rewards.{reward}.model={model!r} is not among reward_models ({known})")
     for name, model in config.reward_models.items():
         key = f"reward_models.{name}"
         if not re.fullmatch(r"[\w-]+", name):
@@ -48,7 +48,7 @@ def check_reward_models(config: Config, planning: bool) -> None:
         check_tables(model, f"{key}.", REWARD_MODEL_RANGES, REWARD_MODEL_CHOICES)
         if name not in asked:
             raise ConfigError(
-                f"{key} would be started and never asked; name it in a reward, such as rollout.rewards.{name}.model="
+                f"{key} would be started but never used; name it in a reward, such as rollout.rewards.{name}.model="
                 f"{name}, or remove it"
             )
         _check_reading(key, model)
@@ -60,7 +60,7 @@ def check_reward_models(config: Config, planning: bool) -> None:
 
 
 def _check_reading(key: str, model: RewardModelConfig) -> None:
-    """The keys that say how a response is shown and a score read."""
+    """Checks the keys that define the model's input and how its score is read."""
     useless = {
         "classifier": ("read", *_OF_NUMBER, *_OF_YES_NO),
         "number": ("label", *_OF_YES_NO),
@@ -70,7 +70,7 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
     for name in useless:
         if (value := getattr(model, name)) != getattr(defaults, name):
             where = f"kind={model.kind}" if model.kind == "classifier" else f"read={model.read}"
-            raise ConfigError(f"{key}.{name}={value!r} does nothing with {key}.{where}; remove it")
+            raise ConfigError(f"{key}.{name}={value!r} has no effect with {key}.{where}; remove it")
     if model.template is not None:
         try:
             names = {name for _, name, _, _ in string.Formatter().parse(model.template) if name is not None}
@@ -80,9 +80,7 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
                 f"literal braces"
             ) from None
         if "completion" not in names:
-            raise ConfigError(
-                f"{key}.template={model.template!r} does not show the response; put {{completion}} into it"
-            )
+            raise ConfigError(f"{key}.template={model.template!r} does not contain the response; add {{completion}}")
     if model.system and model.format == "raw":
         raise ConfigError(f"{key}.system is a chat message, but {key}.format=raw; put the text into {key}.template")
     if model.kind == "classifier":
@@ -102,14 +100,14 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
 
 
 def _check_shared(key: str, model: RewardModelConfig, config: Config) -> None:
-    """Each server goes beside a rollout server, onto devices that this one has."""
+    """Checks that each server fits on the devices of the rollout server that it shares them with."""
     rollout = config.rollout
     for name in ("servers", "tensor_parallel"):
         mine, theirs = getattr(model, name), getattr(rollout, name)
         if mine > theirs:
             raise ConfigError(
-                f"{key}.{name}={mine} with {key}.pool=rollout exceeds rollout.{name}={theirs}, whose devices it shares; "
-                f"lower it, or set {key}.pool=own"
+                f"{key}.{name}={mine} with {key}.pool=rollout exceeds rollout.{name}={theirs}, whose devices it "
+                f"shares; lower it, or set {key}.pool=own"
             )
 
 
@@ -136,19 +134,21 @@ def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
     classifies = any(name in CLASSIFIERS for name in architectures)
     if model.kind == "classifier" and not classifies:
         raise ConfigError(
-            f"{key}.kind=classifier, but {key}.path={model.path!r} holds {', '.join(architectures) or 'no named class'}; "
-            f"SGLang scores with {', '.join(CLASSIFIERS)}. Set kind=generative for a model that writes"
+            f"{key}.kind=classifier, but {key}.path={model.path!r} holds "
+            f"{', '.join(architectures) or 'no named class'}; SGLang classifies with {', '.join(CLASSIFIERS)}. Set "
+            "kind=generative for a model that generates text"
         )
     if model.kind == "generative" and not any(name.endswith("ForCausalLM") for name in architectures):
         raise ConfigError(
-            f"{key}.kind=generative, but {key}.path={model.path!r} holds {', '.join(architectures) or 'no named class'}, "
-            f"which writes nothing" + ("; set kind=classifier" if classifies else "")
+            f"{key}.kind=generative, but {key}.path={model.path!r} holds "
+            f"{', '.join(architectures) or 'no named class'}, "
+            f"which generates no text" + ("; set kind=classifier" if classifies else "")
         )
     labels = len(values.get("id2label") or {}) or values.get(
         "num_labels", 1 if "RewardModel" in str(architectures) else 2
     )
     if model.kind == "classifier" and model.label >= labels:
-        raise ConfigError(f"{key}.label={model.label} is beyond the {labels} output(s) of {key}.path={model.path!r}")
+        raise ConfigError(f"{key}.label={model.label} exceeds the {labels} output(s) of {key}.path={model.path!r}")
     if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:
         raise ConfigError(f"{key}.path={model.path!r} has a config.json without {', '.join(missing)}; it is incomplete")
     heads, tensor = values["num_attention_heads"], model.tensor_parallel

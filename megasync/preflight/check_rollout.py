@@ -22,8 +22,8 @@ def check_chat(config: Config) -> None:
         for key in ("max_turns", "timeout", "max_output"):
             if (value := getattr(tools, key)) != getattr(defaults, key):
                 raise ConfigError(
-                    f"rollout.tools.{key}={value} does nothing without rollout.tools.functions; name the tools there, or "
-                    f"leave {key} at {getattr(defaults, key)}"
+                    f"rollout.tools.{key}={value} has no effect without rollout.tools.functions; name the tools there, "
+                    f"or leave {key} at {getattr(defaults, key)}"
                 )
         return
     for reference in tools.functions:
@@ -31,8 +31,8 @@ def check_chat(config: Config) -> None:
             raise ConfigError(f"rollout.tools.functions holds {reference!r}; write it as package.module:function")
     if rollout.workflow is not None:
         raise ConfigError(
-            f"rollout.workflow={rollout.workflow!r} and rollout.tools.functions={list(tools.functions)} both say how a "
-            f"sample is played; drop one (a workflow of your own may use the tools itself)"
+            f"rollout.workflow={rollout.workflow!r} and rollout.tools.functions={list(tools.functions)} both "
+            f"define how a sample is played; drop one (your own workflow may call the tools itself)"
         )
     if prompt.format != "chat":
         raise ConfigError(
@@ -40,8 +40,8 @@ def check_chat(config: Config) -> None:
         )
     if rollout.chat.tool_format is None:
         raise ConfigError(
-            f"rollout.tools.functions={list(tools.functions)} cannot be called with rollout.chat.tool_format=null; set it "
-            f"to auto or to the model's format"
+            f"rollout.tools.functions={list(tools.functions)} cannot be called with rollout.chat.tool_format=null; "
+            f"set it to auto or to the model's format"
         )
 
 
@@ -64,8 +64,8 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
     host = rollout.gateway.host
     if is_wildcard(host):
         raise ConfigError(
-            f"rollout.gateway.host={host} binds to every interface and is no address that agents can reach; name one, or "
-            f"set auto for this node's own"
+            f"rollout.gateway.host={host} binds to every interface, but agents need an address to connect to; name "
+            f"one, or set auto for this node's own"
         )
 
 
@@ -78,12 +78,12 @@ def _check_unused(config: Config) -> None:
     for key, (value, default) in given.items():
         if value != default:
             raise ConfigError(
-                f"{key}={value} does nothing without an agent; name one in rollout.agent, or leave {key} at {default}"
+                f"{key}={value} has no effect without an agent; name one in rollout.agent, or leave {key} at {default}"
             )
 
 
 def check_rewards(config: Config) -> None:
-    """Raises ConfigError for rewards that contradict each other or cannot be named."""
+    """Raises ConfigError for rewards that contradict each other or have invalid names."""
     rollout = config.rollout
     if rollout.reward is not None and rollout.rewards:
         raise ConfigError(
@@ -98,8 +98,8 @@ def check_rewards(config: Config) -> None:
             for option, value in (("function", reward.function), ("options", dict(reward.options))):
                 if value:
                     raise ConfigError(
-                        f"{key}.model={reward.model} and {key}.{option}={value} exclude each other; drop one (what a reward "
-                        f"model is asked stands in reward_models.{reward.model})"
+                        f"{key}.model={reward.model} and {key}.{option}={value} exclude each other; drop one "
+                        f"(reward_models.{reward.model} defines the model's input)"
                     )
         elif not REWARD.fullmatch(function):
             raise ConfigError(f"{key}.function={function!r} must be math, code or package.module:function")
@@ -110,11 +110,11 @@ def check_rewards(config: Config) -> None:
 
 
 def check_groups(config: Config) -> None:
-    """Raises ConfigError for group rules that do nothing, or contradict the rest."""
+    """Raises ConfigError for group rules that have no effect or contradict other keys."""
     groups, defaults = config.rollout.groups, GroupConfig()
     if groups.keep != defaults.keep and not groups.extra_samples:
         raise ConfigError(
-            f"rollout.groups.keep={groups.keep} chooses among more responses than a group needs, but "
+            f"rollout.groups.keep={groups.keep} selects among extra responses, but "
             f"rollout.groups.extra_samples=0; raise it, or leave keep at {defaults.keep}"
         )
     if groups.extra_samples and groups.keep == "first" and config.rollout.deterministic:
@@ -133,20 +133,20 @@ def check_groups(config: Config) -> None:
     for key in ("overlong_tokens", "overlong_penalty"):
         if (value := getattr(groups, key)) != getattr(defaults, key):
             raise ConfigError(
-                f"rollout.groups.{key}={value:g} does nothing with rollout.groups.overlong={groups.overlong}; set "
+                f"rollout.groups.{key}={value:g} has no effect with rollout.groups.overlong={groups.overlong}; set "
                 f"overlong=punish, or leave {key} at {getattr(defaults, key):g}"
             )
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError when two things would play a sample, or a chat cannot be had."""
+    """Raises ConfigError if something else would play the sample too, or prompts are not chat messages."""
     rollout = config.rollout
     if rollout.environment is None:
         return
     if rollout.workflow is not None:
         raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} and rollout.workflow={rollout.workflow} would both play "
-            f"a sample; set one of them to null"
+            f"rollout.environment.kind={rollout.environment.kind} and rollout.workflow={rollout.workflow} would both "
+            f"play a sample; set one of them to null"
         )
     if rollout.tools.functions:
         raise ConfigError(
@@ -156,8 +156,8 @@ def check_environment(config: Config) -> None:
     scored_by = rollout.reward or ", ".join(rollout.rewards)
     if scored_by:
         raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} gives the rewards, so the reward {scored_by} would never "
-            f"be asked; remove one of them"
+            f"rollout.environment.kind={rollout.environment.kind} returns the rewards itself, so the reward "
+            f"{scored_by} would never be called; remove one of them"
         )
     if config.data.prompt.format != "chat":
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""What is examined of several machines together: each by itself, what must be equal on all, and the ways between them.
+"""Checks across machines: each machine on its own, what must be equal on all, and the network between them.
 
-Free of Ray: `Nodes` asks a `NodeProbe` on each machine, and every check is a function of the answers. A node that does not
-answer is a finding of its own, and the others are still examined.
+Without Ray: `Nodes` calls a `NodeProbe` on each machine, and every check is a function of the answers. A node that does
+not answer is reported as a finding, and the others are still examined.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from megasync.config.pools import nodes_needed, pool_specs
 from megasync.preflight.doctor import SETUP
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 
-# One look at a node imports torch there; the first one also starts a process.
+# The first call starts a process on the node and imports torch there.
 LOOK_SECONDS = 180.0
 REACH_SECONDS = 10.0
 COLLECTIVE_SECONDS = 60.0
-# Logs and deadlines of several nodes can be read together up to this.
+# Up to this clock skew, logs and deadlines of several nodes are comparable.
 SKEW_SECONDS = 2.0
 
 Answers = dict[str, Any]
 
 
 class Nodes(Protocol):
-    """A `NodeProbe` on each of the machines that `names` tells, in a fixed order."""
+    """A `NodeProbe` on each of the machines in `names`, in a fixed order."""
 
     @property
     def names(self) -> Sequence[str]: ...
 
     def ask(self, method: str, seconds: float, arguments: Mapping[str, tuple]) -> tuple[Answers, dict[str, str]]:
-        """Calls the method on all named nodes at once. What each answered within `seconds`, and of the others why not."""
+        """Calls a method on the nodes in `arguments` concurrently: answers by node, and for the others the reason."""
 
 
 def examine_nodes(nodes: Nodes, config: Config | None) -> Iterator[Finding]:
-    """All findings. Without a `config` nothing is said of model, folders and sizes."""
+    """All findings. Without a `config`, model, folders and sizes are not checked."""
     looks, lost = _ask(nodes, "look", LOOK_SECONDS, None if config is None else _from_anywhere(config))
     yield from lost
     for name, look in looks.items():
-        yield from _own(name, look["findings"])
+        yield from _node_findings(name, look["findings"])
     yield from _equal(looks)
     yield from _clocks(nodes)
     if config is not None:
         yield from _shared(nodes, config)
         yield from _sizes(looks, config)
-    yield from _ways(nodes, looks)
+    yield from _network(nodes, looks)
 
 
 def _from_anywhere(config: Config) -> Config:
-    """The configuration with paths that do not depend on a process's folder."""
+    """The configuration with absolute paths."""
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
@@ -65,16 +65,16 @@ def _from_anywhere(config: Config) -> Config:
 
 
 def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:
-    """The same question to all: answers by node, and a finding for each node without one."""
+    """Calls a method on all nodes: answers by node, and a finding for each node without one."""
     answers, lost = nodes.ask(method, seconds, dict.fromkeys(nodes.names, arguments))
     return answers, [
-        Finding(name, FAILURE, f"{method}: {why}", f"look at that machine, or {SETUP} there")
+        Finding(name, FAILURE, f"{method}: {why}", f"check that machine, or {SETUP} there")
         for name, why in lost.items()
     ]
 
 
-def _own(name: str, findings: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """What a machine found out about itself: all that is not well, or one line for all that is."""
+def _node_findings(name: str, findings: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """A machine's findings about itself: all problems, or one line if there is none."""
     wrong = [Finding(**found) for found in findings if found["status"] != OK]
     for found in wrong:
         yield Finding(f"{name}: {found.subject}", found.status, found.detail, found.fix)
@@ -82,11 +82,11 @@ def _own(name: str, findings: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
         active = sum(
             found["detail"].startswith("active") for found in findings if found["subject"].startswith("patch ")
         )
-        yield Finding(name, OK, f"{len(findings)} checks of its own passed; {active} patches active")
+        yield Finding(name, OK, f"{len(findings)} of its checks passed; {active} patches active")
 
 
 def _equal(looks: Answers) -> Iterator[Finding]:
-    """Versions and code that all nodes must have alike, by what most of them have. Nodes of two kinds are a choice."""
+    """Checks versions and code against the majority of nodes. Different devices are only a warning."""
     for subject, gravity in (
         ("python", FAILURE),
         ("megasync's code", FAILURE),
@@ -95,26 +95,26 @@ def _equal(looks: Answers) -> Iterator[Finding]:
     ):
         values = {name: look["facts"][subject] for name, look in looks.items()}
         if len(counted := Counter(values.values())) <= 1:
-            yield Finding(f"same {subject}", OK, next(iter(counted), "nobody answered"))
+            yield Finding(f"same {subject}", OK, next(iter(counted), "no node answered"))
             continue
         usual = counted.most_common(1)[0][0]
-        fix = "bring all machines to the same checkout and environment, best by a folder that they share"
+        fix = "use the same checkout and environment on all machines, best in a shared folder"
         if gravity == WARNING:
-            fix = "give each pool machines of one kind: --hosts h1=trainer,h2=rollout"
+            fix = "give each pool machines of the same kind: --hosts h1=trainer,h2=rollout"
         for name, value in values.items():
             if value != usual:
                 yield Finding(f"same {subject}", gravity, f"{name} has {_difference(value, usual)}", fix)
 
 
 def _difference(value: str, usual: str) -> str:
-    """What one list of words has that the other has not."""
+    """How a comma-separated value differs from the usual one."""
     mine, theirs = value.split(", "), usual.split(", ")
     odd = [word for word in mine if word not in theirs]
     return f"{', '.join(odd) or 'less'}, others {', '.join(word for word in theirs if word not in mine) or 'less'}"
 
 
 def _clocks(nodes: Nodes) -> Iterator[Finding]:
-    """Each clock against this one's; the way there and back bounds the error."""
+    """Compares each clock with this one; the round-trip time bounds the error."""
     worst, where = 0.0, ""
     for name in nodes.names:
         before = time.time()
@@ -122,20 +122,20 @@ def _clocks(nodes: Nodes) -> Iterator[Finding]:
         after = time.time()
         for there in answers.values():
             worst, where = max((worst, where), (max(before - there, there - after, 0.0), name))
-    fix = "" if worst <= SKEW_SECONDS else "let all machines keep time by NTP or chrony"
+    fix = "" if worst <= SKEW_SECONDS else "synchronize all clocks by NTP or chrony"
     at = f" at {where}" if where else ""
     yield Finding("clocks", WARNING if fix else OK, f"at most {worst:.1f} s apart{at}", fix)
 
 
 def _shared(nodes: Nodes, config: Config) -> Iterator[Finding]:
-    """Whether every node sees the same folder of the runs; each looked by itself whether it can read the model."""
+    """Checks that every node sees the same run folder. Whether it can read the model each node checks itself."""
     root = Path(config.run_root).expanduser().absolute()
     note = root / f".doctor-{secrets.token_hex(8)}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         note.write_text(note.name)
     except OSError as error:
-        yield Finding("shared run folder", FAILURE, f"{root}: {error}", "set run_root to a folder that can be written")
+        yield Finding("shared run folder", FAILURE, f"{root}: {error}", "set run_root to a writable folder")
         return
     try:
         seen, lost = _ask(nodes, "reads", REACH_SECONDS * 3, str(note))
@@ -158,7 +158,7 @@ def _sizes(looks: Answers, config: Config) -> Iterator[Finding]:
     yield Finding(
         "size",
         OK if enough else FAILURE,
-        f"the pools take {needed} node(s) of {per_node} devices; there are {len(looks)}",
+        f"the pools need {needed} node(s) of {per_node} devices; there are {len(looks)}",
         "" if enough else "add machines, or lower trainer.data_parallel or rollout.servers",
     )
     if config.cluster.device == "cpu" or not any(look["gpus"] for look in looks.values()):
@@ -166,21 +166,21 @@ def _sizes(looks: Answers, config: Config) -> Iterator[Finding]:
     fewest = min(look["gpus"] for look in looks.values() if look["gpus"])
     for name, look in looks.items():
         if look["gpus"] < per_node:
-            fix = "repair its driver, or leave it out"
+            fix = "repair its driver, or exclude it"
             if look["gpus"]:
-                fix = f"set cluster.devices_per_node={fewest}, as machines of all pools are used alike, or leave it out"
+                fix = f"set cluster.devices_per_node={fewest}, which applies to all machines, or exclude it"
             yield Finding(f"{name}: gpus", FAILURE, f"{look['gpus']}, cluster.devices_per_node={per_node}", fix)
 
 
-def _ways(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
-    """Every node to every other by TCP, and a small all-reduce over all of them, on the addresses that runs use."""
+def _network(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
+    """Checks TCP between all pairs of nodes, and a small all-reduce over all, on the addresses that runs use."""
     listening, lost = _ask(nodes, "listen", REACH_SECONDS)
     yield from lost
     reached, lost_too = _ask(nodes, "connect", REACH_SECONDS * (len(listening) + 1), listening, REACH_SECONDS)
     yield from lost_too
     broken = [f"{name} to {to}: {why}" for name, failures in reached.items() for to, why in failures.items()]
     yield Finding(
-        "ways between nodes",
+        "network between nodes",
         FAILURE if broken else OK,
         "; ".join(broken)
         or f"{len(reached)} nodes reach each other at {', '.join(host for host, _ in listening.values())}",
@@ -194,7 +194,7 @@ def _ways(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
 
 
 def _all_reduce(nodes: Nodes, backend: str) -> Iterator[Finding]:
-    """`nccl` takes the first GPU of each node."""
+    """Checks an all-reduce; `nccl` uses the first GPU of each node."""
     first = nodes.names[0]
     meeting, lost = nodes.ask("meeting_point", REACH_SECONDS, {first: ()})
     if not lost:
@@ -203,7 +203,7 @@ def _all_reduce(nodes: Nodes, backend: str) -> Iterator[Finding]:
             name: (backend, *meeting[first], rank, world, COLLECTIVE_SECONDS) for rank, name in enumerate(nodes.names)
         }
         _, lost = nodes.ask("all_reduce", COLLECTIVE_SECONDS * 2, ranks)
-    fix = f"the interface of {backend.upper()}_SOCKET_IFNAME must lead to all machines; name it: --interface"
+    fix = f"the interface of {backend.upper()}_SOCKET_IFNAME must route to all machines; name it: --interface"
     if backend == "nccl":
         fix += "; NCCL_DEBUG=INFO says more"
     yield Finding(

@@ -1,4 +1,4 @@
-"""Examines all nodes of a Ray cluster together: one actor on each looks (`node_probe`), `cluster_checks` judges.
+"""Examines all nodes of a Ray cluster: an actor on each (`node_probe`) collects facts, `cluster_checks` evaluates them.
 
 Nothing is left behind.
 """
@@ -23,9 +23,9 @@ POLL_SECONDS = 0.5
 
 
 def examine_cluster(address: str, nodes: int, wait: float, config: Config | None = None) -> list[Finding]:
-    """Waits up to `wait` seconds for so many nodes, then looks. Without a `config` nothing is said of model and folders.
+    """Waits up to `wait` seconds for `nodes` nodes, then examines them, with a `config` also for that configuration.
 
-    Raises MegasyncError when there is no Ray at `address`.
+    Raises MegasyncError if there is no Ray cluster at `address`.
     """
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -38,11 +38,11 @@ def examine_cluster(address: str, nodes: int, wait: float, config: Config | None
         there = _await_nodes(nodes, wait)
         names = [f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in there]
         if len(there) < nodes:
-            fix = "look at the others' Ray logs; a firewall, or another token or version of Ray, keeps nodes out"
+            fix = "check the Ray logs of the missing nodes; a firewall or another Ray token or version keeps nodes out"
             return [Finding("nodes", FAILURE, f"{len(there)} of {nodes} within {wait:g} s: {', '.join(names)}", fix)]
         addresses = Counter(node["NodeManagerAddress"] for node in there)
         if twice := [address for address, times in addresses.items() if times > 1]:
-            fix = "name each machine once: two of the names lead to the same one"
+            fix = "name each machine once: two of the names resolve to the same one"
             return [Finding("nodes", FAILURE, f"{addresses[twice[0]]} Ray nodes at {twice[0]}", fix)]
         probed = RayNodes(names, [node["NodeID"] for node in there])
         return [Finding("nodes", OK, ", ".join(names)), *examine_nodes(probed, config)]
@@ -60,7 +60,7 @@ def _await_nodes(nodes: int, wait: float) -> list[dict]:
 
 
 class RayNodes:
-    """A `NodeProbe` as an actor on each node; they end with this process's session."""
+    """A `NodeProbe` actor on each node; the actors end with this process's Ray session."""
 
     def __init__(self, names: Sequence[str], ids: Sequence[str]) -> None:
         remote = ray.remote(NodeProbe)
@@ -83,6 +83,6 @@ class RayNodes:
         for ref in done:
             try:
                 answers[asked[ref]] = ray.get(ref)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was found out about that node
+            except Exception as error:  # noqa: BLE001 - any error is the finding about that node
                 lost[asked[ref]] = str(error).strip().splitlines()[-1]
         return answers, lost

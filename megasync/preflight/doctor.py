@@ -1,7 +1,7 @@
-"""Examines this machine and environment before a run does: one line per check, and for each failure what to do.
+"""Examines this machine and its environment before a run: one line per check, and a fix for each failure.
 
-Every check is a function that yields findings and never raises; nothing is started, changed or downloaded. `run_doctor` has
-those that depend on a configuration, `cluster_doctor` those of several machines together.
+Every check is a function that yields findings and never raises. Nothing is started, changed or downloaded. `run_doctor`
+has the checks that depend on a configuration, `cluster_doctor` those across machines.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megasync.preflight.run_doctor import examine_for
 LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
 SETUP = "run `bash launch/setup.sh`"
 OLDEST_PYTHON = (3, 11)
-# What the quickstart takes: two servers of 1.6 GB, two trainer ranks, the controller and Ray.
+# What the quickstart needs: two servers of 1.6 GB, two trainer ranks, the controller and Ray.
 MEMORY_BYTES = 5 * 10**9
 DISK_BYTES = 2 * 10**9
-# Ray's object store, as `cluster.ray_cluster` asks for it.
+# Ray's object store, as `cluster.ray_cluster` sizes it.
 SHARED_MEMORY_BYTES = 512 * 2**20
 OPEN_FILES = 1024
 SERVER_PLUGINS = "sglang.srt.plugins"
 RAY_SUBJECT = "ray's interface"
 VERL_SUBJECT = "verl plugin"
-# Seconds; verl imports torch, Ray, transformers and, on GPUs, Transformer Engine.
+# Seconds. verl imports torch, Ray, transformers and, on GPUs, Transformer Engine.
 VERL_IMPORT_SECONDS = 300
-# If verl does not know the engine, importing the plugin again says why.
+# If verl does not have the engine, importing the plugin again raises the reason.
 VERL_PROBE = """
 from verl.workers.engine.base import EngineRegistry
 try:
@@ -51,19 +51,21 @@ except AssertionError:
     import megasync.integrations.verl
     raise
 """
-# Packages that patches/sglang_cpu_standins stands in for where they are missing.
+# Packages that patches/sglang_cpu_standins replaces if they are missing.
 STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
 
 def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]:
-    """All findings, in the order of `CHECKS`; with a `config` also what that one needs here. `host` is the address whose
-    ports are tried when no `config` names one.
+    """All findings, in the order of `CHECKS`; with a `config` also those of `run_doctor`.
+
+    `host` is the address whose ports are tried if no `config` names one.
     """
     found = [finding for check in CHECKS for finding in check()]
     return [*found, *(check_ports(host) if config is None else examine_for(config))]
 
 
 def check_python() -> Iterator[Finding]:
+    """Checks the versions of Python and Linux."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         yield Finding("python", FAILURE, found, f"needs {'.'.join(map(str, OLDEST_PYTHON))} or newer; {SETUP}")
@@ -76,8 +78,9 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_versions(lock: Path | None = None) -> Iterator[Finding]:
-    """Installed packages against the lock file, by default that of CPU runs on a CPU machine; where there is none,
-    against megasync's own requirements.
+    """Compares installed packages with a lock file, by default that of CPU runs on a CPU machine.
+
+    Without a lock file it compares them with megasync's own requirements.
     """
     from megasync.device import resolve_device
 
@@ -97,7 +100,7 @@ def _read_lock(lock: Path) -> list[Requirement]:
 
 
 def _own_requirements() -> list[Requirement]:
-    """What megasync declares, the `gpu` extra included."""
+    """Requirements that megasync declares, including the `gpu` extra."""
     found = [Requirement(text) for text in requires("megasync") or ()]
     return [r for r in found if r.marker is None or r.marker.evaluate({"extra": "gpu"})]
 
@@ -110,17 +113,17 @@ def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Find
         except PackageNotFoundError:
             wrong.append(f"{requirement.name} is missing")
             continue
-        # A build tag such as +cpu says how a version was built, not which one it is.
+        # A local version tag such as +cpu names the build, not the version.
         if not requirement.specifier.contains(found.split("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
     if wrong:
         yield Finding(subject, FAILURE, "; ".join(wrong), fix)
     else:
-        yield Finding(subject, OK, f"all {len(wanted)} are there")
+        yield Finding(subject, OK, f"all {len(wanted)} installed")
 
 
 def check_patches() -> Iterator[Finding]:
-    """Each upstream deviation: whether it is active on this machine's device, and fits the installed version."""
+    """Reports for each upstream patch whether it is active on this device and fits the installed version."""
     import megasync_patches
 
     from megasync.device import resolve_device
@@ -156,12 +159,15 @@ def check_patches() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
+    """Reports cores, GPUs and the free memory of each GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    yield Finding("cpu", OK if cores > 1 else WARNING, f"{cores} core(s)", "" if cores > 1 else "a run wants 2 or more")
+    yield Finding(
+        "cpu", OK if cores > 1 else WARNING, f"{cores} core(s)", "" if cores > 1 else "at least 2 cores are recommended"
+    )
     if not torch.cuda.is_available():
-        yield Finding("gpu", OK, "none; runs take cluster.device=cpu")
+        yield Finding("gpu", OK, "none; runs use cluster.device=cpu")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -170,12 +176,12 @@ def check_devices() -> Iterator[Finding]:
             f"gpu {index}",
             WARNING if busy else OK,
             f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free",
-            "another process uses it; end that one, or hide the device with CUDA_VISIBLE_DEVICES" if busy else "",
+            "another process uses it; stop that process, or hide the device with CUDA_VISIBLE_DEVICES" if busy else "",
         )
 
 
 def check_transformer_engine() -> Iterator[Finding]:
-    """Whether the layers that trainer ranks take on GPUs can be loaded; nothing on a CPU, where they are not used."""
+    """Checks that Transformer Engine, which trainer ranks on GPUs need, can be imported. Skipped on a CPU."""
     from megasync.device import resolve_device
 
     subject = "transformer engine"
@@ -183,7 +189,7 @@ def check_transformer_engine() -> Iterator[Finding]:
         return
     if find_spec("transformer_engine") is None:
         fix = "pip install 'megasync[gpu]'"
-        yield Finding(subject, FAILURE, "not installed; trainer ranks take its layers on GPUs and have no others", fix)
+        yield Finding(subject, FAILURE, "not installed; trainer ranks on GPUs need it", fix)
         return
     try:
         import_module("transformer_engine.pytorch")
@@ -195,13 +201,13 @@ def check_transformer_engine() -> Iterator[Finding]:
 
 
 def check_ray() -> Iterator[Finding]:
-    """Ray's token authentication: a token must be there, or makeable, and it must not be turned off."""
+    """Checks Ray's token authentication: it must be on, and a token must exist or be creatable."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "disabled":
         yield Finding(
             "ray token",
             WARNING,
-            "RAY_AUTH_MODE=disabled: anyone who reaches Ray may run code here",
+            "RAY_AUTH_MODE=disabled: anyone who can reach Ray can run code here",
             "unset RAY_AUTH_MODE",
         )
         return
@@ -212,14 +218,15 @@ def check_ray() -> Iterator[Finding]:
     if path.is_file():
         yield Finding("ray token", OK, str(path))
     elif writable(path.parent):
-        yield Finding("ray token", OK, f"will be made at {path}")
+        yield Finding("ray token", OK, f"will be created at {path}")
     else:
         yield Finding(
-            "ray token", FAILURE, f"{path} cannot be made", "make its folder writable, or set RAY_AUTH_TOKEN yourself"
+            "ray token", FAILURE, f"{path} cannot be created", "make its folder writable, or set RAY_AUTH_TOKEN"
         )
 
 
 def check_memory() -> Iterator[Finding]:
+    """Checks free memory, and shared memory for Ray's object store."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -228,7 +235,7 @@ def check_memory() -> Iterator[Finding]:
         "memory",
         OK if enough else WARNING,
         f"{free / 1e9:.1f} GB available",
-        "" if enough else f"the quickstart takes about {MEMORY_BYTES / 1e9:.0f} GB; end other programs",
+        "" if enough else f"the quickstart needs about {MEMORY_BYTES / 1e9:.0f} GB; stop other programs",
     )
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -238,8 +245,9 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_disk() -> Iterator[Finding]:
+    """Checks free disk space, write access, and the limit of open files."""
     here = Path.cwd()
-    yield check_space("disk", here, DISK_BYTES, "free some space: checkpoints and logs go under run_root")
+    yield check_space("disk", here, DISK_BYTES, "free some space: checkpoints and logs are written below run_root")
     if not writable(here):
         yield Finding("run folder", FAILURE, f"{here} is not writable", "run from another folder or set run_root")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -250,7 +258,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_plugins() -> Iterator[Finding]:
-    """Entry points by which SGLang would load code of megasync's and of others, and whether each can be loaded."""
+    """Checks that every SGLang plugin, megasync's and others, can be loaded."""
     own = []
     for point in entry_points(group=SERVER_PLUGINS):
         mine = point.dist is not None and point.dist.name == "megasync"
@@ -263,20 +271,20 @@ def check_plugins() -> Iterator[Finding]:
         else:
             yield Finding(f"plugin {SERVER_PLUGINS}:{point.name}", OK, point.value)
     if not own:
-        found = "megasync's is not registered here, so servers take weights by broadcast only"
+        found = "megasync's plugin is not registered, so servers can take weights by broadcast only"
         yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Whether a launcher could keep Ray to one interface here. Nothing is built."""
+    """Reports whether a launcher can restrict Ray to one interface here. Nothing is compiled."""
     if found := ray_bind.compiler():
-        yield Finding(RAY_SUBJECT, OK, f"the chosen one, in jobs over several machines, by way of {found}")
+        yield Finding(RAY_SUBJECT, OK, f"in jobs over several machines the chosen one, by way of {found}")
     else:
-        yield Finding(RAY_SUBJECT, OK, "all interfaces, in jobs over several machines: there is no C compiler (cc)")
+        yield Finding(RAY_SUBJECT, OK, "in jobs over several machines all interfaces: there is no C compiler (cc)")
 
 
 def check_listening() -> Iterator[Finding]:
-    """For a process of a Ray cluster over several machines: where its sockets for all interfaces come to listen."""
+    """Checks that a wildcard socket of a process in a multi-node Ray cluster listens on one interface only."""
     chosen = resolve_host("auto")
     with socket.socket() as everywhere:
         everywhere.bind(("", 0))
@@ -290,11 +298,12 @@ def check_listening() -> Iterator[Finding]:
             why = f"{ray_bind.library()} has no effect"
         except PatchError as error:
             why = str(error)
-    fix = "install a C compiler (cc) there and launch again, or keep a firewall between the machines and all others"
+    fix = "install a C compiler (cc) there and launch again, or put a firewall around the machines"
     yield Finding(RAY_SUBJECT, WARNING, f"Ray listens on all interfaces: {why}", fix)
 
 
 def check_verl() -> Iterator[Finding]:
+    """Checks in a fresh interpreter that verl finds megasync's engine, because verl hides a plugin's error."""
     wanted = " or ".join(SUPPORTED)
     try:
         found = version("verl")
@@ -315,7 +324,7 @@ def check_verl() -> Iterator[Finding]:
             VERL_SUBJECT,
             FAILURE,
             f"importing verl {found} took more than {VERL_IMPORT_SECONDS} s",
-            "import verl by hand",
+            "import verl in a Python shell to see why",
         )
         return
     if probe.returncode == 0:

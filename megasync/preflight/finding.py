@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-# Ports that a small run takes at once: servers, router, metrics, collectives, Ray.
+# Ports that a small run uses: servers, router, metrics, collectives, Ray.
 PORTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`fix` says what to do; it is empty when all is well."""
+    """The result of one check. `fix` says what to do; it is empty if `status` is OK."""
 
     subject: str
     status: str
@@ -26,14 +26,14 @@ class Finding:
 
 
 def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") -> Finding:
-    """Whether `wanted` bytes are free where `path` lies; `why` goes behind what is."""
+    """Checks that `wanted` bytes are free on the disk of `path`; `why` is appended to the detail."""
     free = shutil.disk_usage(path).free
     enough = free >= wanted
     return Finding(subject, OK if enough else FAILURE, f"{bytes_text(free)} free at {path}{why}", "" if enough else fix)
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes as a person reads it, in powers of 1,000."""
+    """A human-readable number of bytes, in powers of 1,000."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= limit:
             return f"{count / limit:.1f} {unit}"
@@ -41,12 +41,13 @@ def bytes_text(count: int) -> str:
 
 
 def writable(path: Path) -> bool:
-    """Whether the folder can be written, or made."""
+    """Whether the folder can be written or created."""
     present = next(p for p in (path, *path.parents) if p.exists())
     return present.is_dir() and os.access(present, os.W_OK)
 
 
 def check_ports(host: str) -> Iterator[Finding]:
+    """Checks that a run finds free ports on an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with ExitStack() as held:

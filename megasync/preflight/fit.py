@@ -1,7 +1,7 @@
-"""What of a configuration cannot fit into its devices' memory, and the nearest configuration that does.
+"""Finds what does not fit into the devices' memory, and the nearest configuration that does.
 
-The search is small and honest: it goes through other splits, token budgets and fleets in the order of how far they are
-from what was asked for, and takes the first that fits with room to spare and that `check_config` admits.
+The search goes through other parallel splits, token budgets and server pools by their distance from the configuration,
+and takes the first one that fits with room to spare and passes `check_config`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megasync.errors import ConfigError
 from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import RankMemory, ServerMemory, longest_sequence, server_memory, stage_memory
 
-# Share of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and
-# fragments take their part.
+# Fraction of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and
+# fragmentation take memory too.
 FILL = 0.9
-# Devices of the trainer are multiplied by up to this.
+# The number of trainer devices is multiplied by at most this.
 MOST_DEVICES = 64
-# Parts of the token budget that are tried.
+# Divisors of the token budget that are tried.
 BUDGETS = (1, 2, 4, 8, 16)
 MEM_FRACTIONS = (0.85, 0.9)
-# What a proposal may change, in the order in which it is said.
+# Keys that a proposal may change, in the order in which they are printed.
 KEYS = (
     *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data")),
     *(f"trainer.{key}" for key in ("sequence_parallel", "distributed_optimizer", "recompute", "tokens_per_microbatch")),
@@ -44,7 +44,7 @@ def refusals(
     reward_models: Mapping[str, ServerMemory],
     device_bytes: int | None,
 ) -> tuple[str, ...]:
-    """Each thing that does not fit, with the keys that decide it. Nothing on a CPU, whose memory is not a rank's own."""
+    """What does not fit, with the keys that decide it. Empty on a CPU, whose memory is shared by all processes."""
     if device_bytes is None:
         return ()
     found = []
@@ -63,7 +63,8 @@ def refusals(
     if not _arena_fits(config.rollout, server, device_bytes):
         found.append(
             f"sync.arena=device takes {server.arena / 1e9:.1f} GB beside rollout.mem_fraction="
-            f"{config.rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB; set sync.arena=host, or lower mem_fraction"
+            f"{config.rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB; set sync.arena=host, or lower "
+            "mem_fraction"
         )
     for name, memory in reward_models.items():
         if memory.kv_tokens == 0:
@@ -76,33 +77,35 @@ def refusals(
 
 
 def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ...] | None:
-    """Overrides, such as `trainer.tensor_parallel=8`, with which trainer and servers fit; None where nothing tried does.
+    """Overrides, such as `trainer.tensor_parallel=8`, with which everything fits; None if no candidate does.
 
-    `bucket` is the largest message of a weight sync, in bytes. Reward models are left as they are.
+    `bucket` is the largest message of a weight sync, in bytes. Reward models are not changed.
     """
-    servers = [fleet for fleet in _fleets(config) if _fleet_fits(config, *fleet, device_bytes)]
+    servers = [fleet for fleet in _server_pools(config) if _servers_fit(config, *fleet, device_bytes)]
     if not servers:
         return None
     for trainer in _splits(config):
         if not _split_fits(config, trainer, bucket, device_bytes):
             continue
         for rollout, arena in servers:
-            found = _joined(replace(config, trainer=trainer, rollout=rollout, sync=replace(config.sync, arena=arena)))
+            found = _admitted(replace(config, trainer=trainer, rollout=rollout, sync=replace(config.sync, arena=arena)))
             if found is not None:
                 return _overrides(config, found)
     return None
 
 
 def _splits(config: Config) -> Iterator[TrainerConfig]:
-    """Trainers by their distance from the present one: a step is a doubling of one dimension, or one of recomputing and
-    halving the budget. A stage more costs bubbles, more devices cost most.
+    """Trainer configurations by their distance from the given one.
+
+    Doubling one dimension, recomputing, and halving the token budget are one step each, with weights: pipeline stages
+    cost bubbles, and more devices cost most.
     """
     now, per_node = config.trainer, config.cluster.devices_per_node
     world = now.tensor_parallel * now.pipeline_parallel * now.data_parallel
     doublings = [2**power for power in range(int(log2(MOST_DEVICES)) + 1)]
     tensors = sorted({now.tensor_parallel, *(size for size in doublings if per_node % size == 0)})
     pipelines = sorted({now.pipeline_parallel, *doublings})
-    # Below one longest sequence a smaller budget changes nothing.
+    # A budget below the longest sequence has no effect.
     least = min(longest_sequence(config), now.tokens_per_microbatch)
     budgets = sorted({least, *(max(least, now.tokens_per_microbatch // part) for part in BUDGETS)}, reverse=True)
     recomputes = sorted({now.recompute, "full"}, key=lambda kind: kind != now.recompute)
@@ -149,14 +152,15 @@ def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_byte
     except ConfigError:
         return False
     stages = (stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel))
-    # What was asked for and fits is left alone, however closely it does.
+    # The given split may fill the device completely.
     limit = device_bytes if trainer == config.trainer else FILL * device_bytes
     return all(memory.total <= limit for memory in stages)
 
 
-def _fleets(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
-    """Servers, and where they keep the next version, by their distance from now: memory first, then wider servers on as
-    many devices.
+def _server_pools(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
+    """Server configurations, each with the place of its staging area, by their distance from the given ones.
+
+    First more memory per server, then wider servers on the same number of devices.
     """
     now, per_node = config.rollout, config.cluster.devices_per_node
     widths = [now.tensor_parallel * 2**power for power in range(int(log2(per_node)) + 1)]
@@ -174,7 +178,7 @@ def _fleets(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
         yield fleet, arena
 
 
-def _fleet_fits(config: Config, rollout: RolloutConfig, arena: str, device_bytes: int) -> bool:
+def _servers_fit(config: Config, rollout: RolloutConfig, arena: str, device_bytes: int) -> bool:
     candidate = replace(config, rollout=rollout, sync=replace(config.sync, arena=arena))
     layout, _ = model_layout(candidate, planning=True)
     memory = server_memory(candidate, layout, device_bytes)
@@ -189,8 +193,8 @@ def _arena_fits(rollout: RolloutConfig, server: ServerMemory, device_bytes: int)
     return server.arena <= (1 - rollout.mem_fraction) * device_bytes
 
 
-def _joined(config: Config) -> Config | None:
-    """The configuration, on a cluster where it takes one; None when something else of it is refused."""
+def _admitted(config: Config) -> Config | None:
+    """The configuration, joined to a cluster if it needs several nodes; None if `check_config` refuses it."""
     try:
         if nodes_needed(pool_specs(config), config.cluster.devices_per_node) > 1:
             cluster = replace(config.cluster, address=config.cluster.address or "auto", host="auto")

@@ -1,6 +1,6 @@
-"""Whether a model's weights get from a trainer topology into an engine and back, found without a trainer, server or GPU.
+"""Checks that weights get from a trainer topology into an engine and back, without trainer, server or GPU.
 
-Everything that can be refused is refused before the engine's layout is asked for, which takes a process and seconds.
+Invalid input is refused before the engine's layout is traced, which takes a process and several seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megasync.sync.shard.plan import ShardPlan, plan_shards
 from megasync.sync.shard.rehearsal import Problem, rehearse
 
 SEED = 0
-# Made-up tensors that are kept: those of one fused parameter are asked for in turn.
+# Random tensors that are cached: those of one fused parameter are read in turn.
 KEPT_TENSORS = 4
 
 Specs = Sequence[tuple[str, tuple[int, ...]]]
@@ -35,7 +35,7 @@ Specs = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class TrainerUse:
-    """What a trainer rank holds (vocabulary padding included), and sends for each version and engine."""
+    """What a trainer rank holds (including vocabulary padding), and sends per version and engine."""
 
     rank: int
     tp: int
@@ -48,7 +48,7 @@ class TrainerUse:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What an engine rank receives for each version; `arena_bytes` is what it takes to stage it."""
+    """What an engine rank receives per version; `arena_bytes` is its staging area."""
 
     rank: int
     received_bytes: int
@@ -58,7 +58,7 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Trainer ranks that differ in nothing but the data replica, and the bytes that the extremes of them send."""
+    """Trainer ranks that are data-parallel replicas, and the fewest and most bytes that one of them sends."""
 
     ranks: tuple[int, ...]
     smallest_bytes: int
@@ -102,12 +102,12 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         if self.problems:
             return f"FAILED: {len(self.problems)} problem(s) with {', '.join(self.offenders)}"
         return (
-            f"OK: {self.tensors} tensors ({self.parameters:,} parameters, {self.dtype}) go from {len(self.trainer)} trainer "
-            f"rank(s) into {len(self.engine)} engine rank(s), and back from both, bit for bit"
+            f"OK: {self.tensors} tensors ({self.parameters:,} parameters, {self.dtype}) go from {len(self.trainer)} "
+            f"trainer rank(s) into {len(self.engine)} engine rank(s), and back from both, bit for bit"
         )
 
 
@@ -124,10 +124,10 @@ def check_layout(
 
     Args:
         spec: "local" or "te", the flavour of Megatron's layers.
-        dtype: of trainer and engine; None takes what config.json says.
+        dtype: of trainer and engine; None takes that of config.json.
         bucket_mb: largest message, in MiB.
-        random: makes the weights up; the folder needs a config.json only.
-        engine_ranks: what each rank of the engine keeps, for a dtype and the checkpoint's names and shapes.
+        random: use random weights; the folder needs only a config.json.
+        engine_ranks: returns what each engine rank keeps, given a dtype and the checkpoint's names and shapes.
 
     Raises:
         ConfigError, CheckpointError: a folder, model, topology or dtype that cannot be used; nothing was started.
@@ -167,25 +167,25 @@ def _dtype(dtype: str | None, config: Mapping[str, object]) -> str:
     return found
 
 
-# Where numbers come from
+# Weights
 
 
 @contextmanager
 def _weights(model: Path, layout: Layout, random: bool) -> Iterator[Read]:
-    """Reads boxes of the tensors, of which each has been found to be there with the right shape."""
+    """A reader of boxes of the tensors, after checking that each exists with the right shape."""
     if random:
-        yield made_up(layout.hf_tensors)
+        yield random_weights(layout.hf_tensors)
         return
     if not any(model.glob("*.safetensors")):
-        raise ConfigError(f"{model} has no *.safetensors weights; add them, or give --random to make weights up")
+        raise ConfigError(f"{model} has no *.safetensors weights; add them, or use --random for random weights")
     with HfFolder(model) as folder:
         for name, shape in layout.hf_tensors.items():
             folder.reader(name, shape)
         yield folder.reading(layout.hf_tensors)
 
 
-def made_up(shapes: Mapping[str, tuple[int, ...]], seed: int = SEED) -> Read:
-    """Reads boxes of random float32 tensors, each the same whenever it is asked for."""
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = SEED) -> Read:
+    """A reader of boxes of random float32 tensors, the same at every read."""
 
     @lru_cache(maxsize=KEPT_TENSORS)
     def tensor(name: str) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""Memory that a trainer rank and a server need, in bytes, from sizes alone. Weights, gradients, optimizer, buckets and the
-reference policy's slots are exact sums over the layout; activations are an estimate of what decoder layers save for their
-backward passes. Loading a checkpoint, or filling memory that was offloaded, takes no more than a step: values come from
-host memory into tensors that are there, and `Optimizer.load_state` drops the present moments before it makes new ones.
+"""Estimates the memory of a trainer rank and of a server, in bytes, from sizes alone.
+
+Weights, gradients, optimizer, buckets and the slots of the reference policy are exact sums over the layout. Activations
+are an estimate of what decoder layers save for the backward pass. Loading a checkpoint, or onloading offloaded memory,
+needs no more than a step: values are copied from host memory into existing tensors, and `Optimizer.load_state` frees
+the present moments before it allocates new ones.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from megasync.layout.layout import Layout
 from megasync.rewards.model_folder import read_reward_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
 
-# Megatron keeps gradients in float32 whatever the parameters are, and Adam two float32 moments per parameter.
+# Megatron always keeps gradients in float32, and Adam keeps two float32 moments per parameter.
 GRAD_BYTES = 4
 ADAM_BYTES = 8
-# float32 copy of parameters that are themselves kept in a shorter type.
+# float32 master copy of parameters in a shorter dtype.
 MASTER_BYTES = 4
-# The loss holds logits once in the compute type and twice in float32 (shifted logits, their softmax).
+# The loss holds logits once in the compute dtype and twice in float32 (shifted logits, their softmax).
 LOSS_FLOAT_COPIES = 2
-# Buckets that exist at a time: one is packed while the other is on the wire.
+# Buckets in memory: one is packed while the other is on the wire.
 BUCKETS = 2
-# Blocks of the reference policy on the device at a time, and the alignment of each tensor in them (`trainer.reference`).
+# Blocks of the reference policy on the device, and the alignment of each tensor in them (`trainer.reference`).
 REFERENCE_SLOTS = 2
 REFERENCE_ALIGNMENT = 256
-# What the busiest expert-parallel rank receives, over the mean: the largest capacity factor that Switch Transformer tried
-# (https://arxiv.org/abs/2101.03961, table 1). No token is dropped here, so routing that is less even takes more.
+# Load of the busiest expert-parallel rank, relative to the mean: the largest capacity factor in Switch Transformer
+# (https://arxiv.org/abs/2101.03961, table 1). No token is dropped here, so less even routing needs more.
 IMBALANCE = 2.0
 LAYER = re.compile(r"(\d+\.)?decoder\.layers\.\d+\.")
 
@@ -54,14 +56,14 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes on one tensor-parallel rank of a server. `kv_tokens` is None when nothing says how much memory there is."""
+    """Bytes on one tensor-parallel rank of a server. `kv_tokens` is None if the memory is unknown."""
 
     weights: int
     kv_bytes_per_token: int
     kv_tokens: int | None
-    # Where `kv_tokens` comes from, in words.
+    # What determines `kv_tokens`, in words.
     kv_source: str
-    # Where the next version is kept until it is committed, if that is on the device.
+    # Staging area for the next version, if it is on the device.
     arena: int = 0
 
     @property
@@ -70,9 +72,7 @@ class ServerMemory:
 
 
 def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
-    """Memory of the fullest rank of a pipeline stage: the one that also sends its weights, at most `bucket` bytes a
-    message.
-    """
+    """Memory of the fullest rank of a pipeline stage, which also sends weights in buckets of `bucket` bytes."""
     trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
     topology = layout.topology
     rank = topology.rank(0, 0, stage)
@@ -97,7 +97,7 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
 
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of one training checkpoint: the weights once, and every rank's share of the optimizer."""
+    """Bytes of one training checkpoint: the weights once, and the optimizer shard of every rank."""
     weights = sum(prod(shape) for shape in layout.hf_tensors.values()) * ITEM_BYTES[config.model.dtype]
     ranks = layout.topology.tensor * layout.topology.data
     stages = range(layout.topology.pipeline)
@@ -105,20 +105,20 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of the largest microbatch: the budget, or one longest sequence where that is longer."""
+    """Tokens of the largest microbatch: the budget, or the longest sequence if that is longer."""
     return max(config.trainer.tokens_per_microbatch, longest_sequence(config))
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Tokens of the longest prompt plus the longest response."""
     return config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
 
 
 def reference_bytes(config: Config, layout: Layout, rank: int) -> int:
-    """Device memory of the two slots through which the reference policy's weights pass: twice the largest block.
+    """Bytes of the two device slots through which the reference policy's weights are copied: twice the largest block.
 
-    A block is what `trainer.reference` copies together: the embedding, a decoder layer, the final norm or the output layer.
-    0 without a KL term.
+    A block is what `trainer.reference` copies together: the embedding, a decoder layer, the final norm or the output
+    layer. 0 without a KL term.
     """
     if not config.algorithm.kl_coef:
         return 0
@@ -174,9 +174,9 @@ def _hidden(config: Config, layout: Layout) -> float:
 def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     """Elements that a decoder layer saves for its backward pass, for each token of a microbatch.
 
-    Four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and after rotation
-    and the attention output; an MLP's gate, up, activated gate and their product. An expert layer saves the last four for
-    each copy of a token that its experts receive, and the copy itself.
+    Four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and after
+    rotation and the attention output; an MLP's gate, up, activated gate and their product. An expert layer saves the
+    last four for each copy of a token that its experts receive, and the copy itself.
     """
     sizes, tensor = layout.sizes, config.trainer.tensor_parallel
     attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
@@ -203,21 +203,23 @@ def _received(config: Config, layout: Layout) -> float:
 def _dispatch_buffers(config: Config, layout: Layout) -> float:
     """Elements of the buffers of one expert layer's dispatch, for each token of a microbatch: nothing keeps them.
 
-    Megatron's all-to-all dispatcher has, when it combines, the experts' output, the same in the order of the sending ranks,
-    and what comes back from them (`megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher`).
+    Megatron's all-to-all dispatcher has, when it combines, the experts' output, the same in the order of the sending
+    ranks, and what comes back from them (`megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher`).
     """
     return 2 * _received(config, layout) * layout.sizes.hidden + layout.sizes.topk * _hidden(config, layout)
 
 
 def _logits(config: Config, layout: Layout, item: int) -> int:
-    """Logits of response tokens only: a prompt's rows never reach the output layer."""
+    """Bytes of logits. Only response tokens have any: prompt rows never reach the output layer."""
     rows = microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
     columns = layout.padded_vocab // config.trainer.tensor_parallel
     return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
 
 
 def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:
-    """`device_bytes` is the memory of one device; None (a CPU) leaves the KV cache open unless the config fixes it."""
+    """Memory of a rollout server. `device_bytes` is that of one device; None (a CPU) leaves the KV cache unknown unless
+    `rollout.max_total_tokens` sets it.
+    """
     rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
     tensor = rollout.tensor_parallel
     total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
@@ -235,9 +237,9 @@ def _arena(sync: SyncConfig, weights: int) -> int:
 
 
 def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
-    """The same for a reward model, from its folder: the size of its files, whatever its family is, and its config.json.
+    """Memory of a reward model's server, from its config.json and the size of its files, whatever its family.
 
-    None while the folder is not on this machine. `dtype` is the policy's, which it takes where it names none.
+    None if the folder is not on this machine. `dtype` is the policy's, the default for the reward model.
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():

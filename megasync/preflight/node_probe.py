@@ -1,4 +1,4 @@
-"""What `cluster_doctor` asks of each node. Imports Ray nowhere; heavy packages only when a method needs them."""
+"""The probe that `cluster_doctor` runs on each node. Does not import Ray; imports heavy packages only when needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megasync.config import Config
 from megasync.config.host import resolve_host
 from megasync.serving.process import free_port
 
-# What the processes of a run speak to each other in.
+# Packages whose versions must match because processes of a run exchange data with them.
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")
 
 
 class NodeProbe:
-    """One per node; an actor is this very class."""
+    """Runs on one node; `cluster_doctor` makes an actor of this class."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
 
     def look(self, config: Config | None) -> dict[str, Any]:
-        """The node's facts, which others are compared with, and what it finds of itself."""
+        """The node's facts, to be compared with those of other nodes, and its findings about itself."""
         from megasync.preflight.doctor import check_listening, examine
 
         gpus = _gpus()
@@ -46,14 +46,14 @@ class NodeProbe:
         return time.time()
 
     def reads(self, path: str) -> str | None:
-        """The text of a file; None when this node cannot read it."""
+        """The text of a file; None if this node cannot read it."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None
 
     def listen(self) -> tuple[str, int]:
-        """Where the others should reach this node, as processes of a run with cluster.host=auto would be."""
+        """Opens a listener where a run with cluster.host=auto would bind, and returns its host and port."""
         host = resolve_host("auto")
         self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.bind((host, 0))
@@ -61,7 +61,7 @@ class NodeProbe:
         return self._listener.getsockname()[:2]
 
     def close(self) -> None:
-        """Nobody need reach this node any more."""
+        """Closes the listener."""
         if self._listener is not None:
             self._listener.close()
 
@@ -70,7 +70,7 @@ class NodeProbe:
         return host, free_port(host)
 
     def connect(self, places: dict[str, tuple[str, int]], seconds: float) -> dict[str, str]:
-        """The places that this node could not reach, and why."""
+        """Connects to each address and returns the failures by name."""
         failures = {}
         for name, (host, port) in places.items():
             try:
@@ -80,8 +80,9 @@ class NodeProbe:
         return failures
 
     def all_reduce(self, backend: str, host: str, port: int, rank: int, world: int, seconds: float) -> None:
-        """Adds one up over all nodes, by nccl on their first GPU. Raises what the process group raises, RuntimeError for
-        a wrong sum.
+        """Sums up ones over all nodes, with nccl on their first GPU.
+
+        Raises what the process group raises, and RuntimeError for a wrong sum.
         """
         import torch
         import torch.distributed as dist
@@ -103,12 +104,12 @@ class NodeProbe:
 
 
 def _on_a_node(config: Config) -> Config:
-    """The configuration as a run over several machines has it."""
+    """The configuration as a multi-node run has it."""
     return replace(config, cluster=replace(config.cluster, address=config.cluster.address or "auto", host="auto"))
 
 
 def code_digest() -> str:
-    """Of every Python file of the package; equal where the code is."""
+    """A digest of all Python files of the package."""
     import megasync
 
     root = Path(megasync.__file__).parent

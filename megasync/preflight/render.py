@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal."""
+"""Renders plans and findings as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
 from megasync.preflight.memory import ServerMemory
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, SyncPlan
 
-# Devices of a node that are drawn one by one.
+# Nodes with more devices than this show them in runs.
 CELLS = 16
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "sync buckets", "total")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
     console.print(plan_tables(plan))
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
+    """One row per finding, with its fix."""
     styles = {OK: "green", WARNING: "yellow", FAILURE: "red"}
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
-        table.add_column(overflow="fold")  # a long path is not to be cut short
+        table.add_column(overflow="fold")  # never truncate a long path
     for finding in findings:
         detail = finding.detail if not finding.fix else f"{finding.detail}\n-> {finding.fix}"
         table.add_row(Text(finding.status, style=styles[finding.status]), Text(finding.subject), Text(detail))
@@ -52,9 +54,9 @@ def plan_tables(plan: Plan) -> RenderableType:
     for refusal in plan.refusals:
         parts += ["", Text(f"does not fit: {refusal}", style="bold red")]
     if plan.refusals and plan.nearest is None:
-        parts += ["", Text("no split that was tried fits either: it takes devices with more memory", style="bold red")]
+        parts += ["", Text("no other split that was tried fits: use devices with more memory", style="bold red")]
     elif plan.nearest:
-        parts += ["", Text(f"the nearest that fits: {' '.join(plan.nearest)}", style="bold")]
+        parts += ["", Text(f"nearest configuration that fits: {' '.join(plan.nearest)}", style="bold")]
     return Group(*parts)
 
 
@@ -66,13 +68,14 @@ def _summary(plan: Plan) -> Table:
         "size": f"{_count(plan.parameters)} parameters in {plan.dtype}: {sizes.layers} layers, hidden {sizes.hidden}, "
         f"{sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
         + (", tied embeddings" if sizes.tied else ""),
-        "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens a rank",
-        "buffer": f"{plan.capacity} groups active at most, {plan.inflight} of them being generated",
-        "staleness": f"trained tokens at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them by the "
-        f"look-ahead window; older ones: {plan.stale}",
+        "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens "
+        "per rank",
+        "buffer": f"at most {plan.capacity} active groups, {plan.inflight} of them in generation",
+        "staleness": f"trained tokens are at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them "
+        f"due to the look-ahead window; staler groups: {plan.stale}",
         "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} {_way(sync)}",
-        "fleet": f"goes on with {fleet.least} of {plan.rollout.spec.slots} server(s); each is started again up to "
-        f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies costs "
+        "fleet": f"continues with at least {fleet.least} of {plan.rollout.spec.slots} server(s); each restarts up to "
+        f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies loses "
         + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
         + " of each request it runs",
         "access": plan.access,
@@ -86,19 +89,19 @@ def _summary(plan: Plan) -> Table:
 
 
 def _way(sync: SyncPlan) -> str:
-    """How the weights go to the servers."""
+    """How the weights get to the servers."""
     ranks = f"rank(s) {', '.join(map(str, sync.senders))}"
     buckets = f"in {sync.buckets} bucket(s) of at most {bytes_text(sync.largest)}"
     return {
         "p2p": "shard to shard, from all ranks",
         "broadcast": f"by broadcast {buckets}, sent by {ranks}",
         "disk": f"through a folder {buckets}, written by {ranks}",
-        "auto": f"shard to shard, from all ranks; where servers cannot take that, by broadcast {buckets}, sent by {ranks}",
+        "auto": f"shard to shard, from all ranks; if servers cannot take that, by broadcast {buckets}, sent by {ranks}",
     }[sync.transport]
 
 
 def facts(rows: Mapping[str, str]) -> Table:
-    """Names in bold beside what they stand for."""
+    """A table of names in bold and their values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -126,7 +129,7 @@ def _pool_row(name: str, what: str, pool: PlannedPool, shared: bool = False) -> 
 
 
 def _nodes(plan: Plan) -> Table:
-    """Each node's devices side by side, and whose they are. Which of a node's devices a process gets is Ray's choice."""
+    """The owner of each device, node by node. Which device of its node a process gets is up to Ray."""
     owners = [("t", "trainer rank", plan.trainer), ("s", "server", plan.rollout)]
     judges = [model for model in plan.reward_models if not model.shared]
     owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(judges)]
@@ -140,13 +143,13 @@ def _nodes(plan: Plan) -> Table:
 
 
 def _held(sign: str, pool: PlannedPool, node: int) -> list[str]:
-    """A cell for each device of the pool on this node."""
+    """The cells of the pool's devices on this node."""
     slots = [slot for slot in range(pool.spec.slots) if pool.node_of(slot) == node]
     return [f"{sign}{slot}" for slot in slots for _ in range(pool.spec.devices)]
 
 
 def _cells(held: list[str]) -> list[str]:
-    """One cell a device, or where a node has many, one for each run of the same kind."""
+    """One cell per device, or for nodes with many devices, one per run of the same owner."""
     if len(held) <= CELLS:
         return held
     runs = [[*run] for _, run in groupby(held, key=lambda cell: cell.rstrip("0123456789"))]
@@ -154,7 +157,7 @@ def _cells(held: list[str]) -> list[str]:
 
 
 def _ranks(plan: Plan) -> Table:
-    """One row per tensor-parallel group: its ranks are neighbours and differ in nothing else, but for their experts."""
+    """One row per tensor-parallel group; its ranks are consecutive."""
     table = Table(title="Trainer ranks", title_justify="left")
     experts = plan.ranks[0].experts is not None
     for column in ("ranks", "node", "tensor", "data", "pipeline"):
@@ -180,7 +183,7 @@ def _ranks(plan: Plan) -> Table:
 
 
 def _places(ranks: Sequence[PlannedRank]) -> tuple[str, str]:
-    """Where these ranks stand among the experts: which share of them each has, and which slice of each."""
+    """Expert-parallel and expert tensor-parallel coordinates of these ranks."""
     found = [rank.experts for rank in ranks]
     return _span(found[0].ep, found[-1].ep), _span(min(place.etp for place in found), max(place.etp for place in found))
 
@@ -188,7 +191,7 @@ def _places(ranks: Sequence[PlannedRank]) -> tuple[str, str]:
 def _memory(plan: Plan) -> Table:
     limit = "" if plan.device_bytes is None else f" of {bytes_text(plan.device_bytes)}"
     title = f"Memory of a trainer rank{limit} (activations and logits are estimates)"
-    # Close together, so that a terminal of 80 columns shows all of it.
+    # Compact, so that it fits into 80 columns.
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
     columns = [name for name in MEMORY_COLUMNS if name != "reference" or any(stage.reference for stage in plan.stages)]
@@ -202,7 +205,7 @@ def _memory(plan: Plan) -> Table:
 
 def _server(plan: Plan) -> Table:
     table = Table(title="Memory of a server rank", title_justify="left")
-    # Whose rank it is says itself while there is one kind.
+    # The owner is obvious if there is only one kind of server.
     of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.reward_models)]
     if len(of) > 1:
         table.add_column("of")

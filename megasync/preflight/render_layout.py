@@ -1,4 +1,4 @@
-"""A check of a layout as tables for a terminal, or as data."""
+"""Renders a layout check as tables for a terminal, or as data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_PROBLEMS = 20
 
 
 def report_data(report: Report) -> dict[str, Any]:
-    """All figures, the problems as dictionaries, and the verdict."""
+    """All figures, the problems as dictionaries, and the verdict, ready for JSON."""
     derived = {
         "ratio": report.ratio,
         "offenders": report.offenders,
@@ -32,8 +32,8 @@ def report_data(report: Report) -> dict[str, Any]:
 
 def report_tables(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_trainer(report), "", _engine(report), "", _summary(report), ""]
-    for problem in report.problems[:SHOWN_PROBLEMS]:
-        parts.append(Text(f"{problem.tensor}, {problem.where}: {problem.what}", style="red"))
+    shown = report.problems[:SHOWN_PROBLEMS]
+    parts += [Text(f"{problem.tensor}, {problem.where}: {problem.what}", style="red") for problem in shown]
     parts.append(Text(report.verdict, style="bold red" if report.problems else "bold green"))
     return Group(*parts)
 
@@ -62,16 +62,15 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]])
 
 def _summary(report: Report) -> Table:
     rows = {
-        "on the wire": f"{bytes_text(report.wire_bytes)} for each version; the engine's ranks keep "
+        "on the wire": f"{bytes_text(report.wire_bytes)} per version; the engine ranks keep "
         f"{bytes_text(report.minimum_bytes)}: {report.ratio:.4f} of the minimum",
         "sender's buffers": f"{bytes_text(report.sender_bytes)} (two packed buckets)",
         "replicas": _replicas(report),
         "cast by the engine": "; ".join(f"{cast}: {_names(names)}" for cast, names in report.casts.items())
         or "nothing",
         "filled by the engine": _filled(report) or "nothing",
-        "left alone by a load": _names([f"{n} elements of {name}" for name, n in report.untouched.items()])
-        or "nothing",
-        "memory of this check": f"{bytes_text(report.peak_bytes)} at most, besides the weights' own file or generator",
+        "not written": _names([f"{n} elements of {name}" for name, n in report.untouched.items()]) or "nothing",
+        "memory of this check": f"at most {bytes_text(report.peak_bytes)}, besides the weights' file or generator",
     }
     return facts(rows)
 
@@ -88,7 +87,7 @@ def _replicas(report: Report) -> str:
 
 
 def _filled(report: Report) -> str:
-    """For each constant, how much of it there is and where."""
+    """For each constant, how many elements have it and where."""
     places: dict[str, dict[str, int]] = defaultdict(dict)
     for param, values in report.constants.items():
         for value, elements in values.items():

@@ -1,7 +1,6 @@
-"""What one configuration needs of this machine: its model, room for what it leaves, its devices, its address; and whether
-it contradicts itself.
+"""Checks one configuration on this machine: model, disk space, access, devices, address, and contradictions.
 
-The same rules as in `doctor`: functions that yield findings, never raise, and leave nothing behind.
+As in `doctor`, each check is a function that yields findings, never raises, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,42 +23,44 @@ from megasync.preflight.memory import checkpoint_bytes
 
 
 def examine_for(config: Config) -> Iterator[Finding]:
-    """All findings about a configuration on this machine, which may be one of several."""
+    """All findings about a configuration on this machine, which may be one of several nodes."""
     try:
-        check_limits(config)  # what the other checks calculate with
+        check_limits(config)  # the other checks compute with these values
     except ConfigError as error:
         yield _refused(error)
         return
     found = [*check_model(config), *check_reward_models(config), *check_run_folder(config), *check_keys(config)]
     yield from found
-    if all(finding.status == OK for finding in found):  # else it would say the same again
+    if all(finding.status == OK for finding in found):  # else it would repeat them
         yield from check_contradictions(config)
     yield from check_gpus(config)
     yield from check_address(config)
 
 
 def _refused(error: ConfigError) -> Finding:
-    return Finding("configuration", FAILURE, str(error), "change that in the file, or by an override, KEY=VALUE")
+    return Finding("configuration", FAILURE, str(error), "change it in the file, or with an override KEY=VALUE")
 
 
 def check_contradictions(config: Config) -> Iterator[Finding]:
-    """What `megasync train` would refuse."""
+    """Checks what `megasync train` would refuse."""
     try:
         check_config(config)
     except ConfigError as error:
         yield _refused(error)
     else:
-        yield Finding("configuration", OK, "nothing in it contradicts the rest")
+        yield Finding("configuration", OK, "no contradictions")
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Whether the model can be loaded: every tensor of its config.json is there in its shape, and the tokenizer."""
-    whole = "set model.path to a whole Hugging Face folder of a supported model"
+    """Checks that the model can be loaded: every tensor has the shape that config.json implies, and the tokenizer
+    loads.
+    """
+    whole = "set model.path to a complete Hugging Face folder of a supported model"
     try:
         layout, _ = model_layout(config)
         check_model_folder(config.model)
     except ConfigError as error:
-        yield Finding("model", FAILURE, str(error), f"change the keys that are named, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"change the named keys, or {whole}")
         return
 
     from megasync.data.tokenizer import load_tokenizer
@@ -70,23 +71,23 @@ def check_model(config: Config) -> Iterator[Finding]:
             for name, shape in layout.hf_tensors.items():
                 folder.reader(name, shape)
     except (CheckpointError, OSError) as error:
-        yield Finding("model", FAILURE, str(error), f"copy the model there again, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"copy the model again, or {whole}")
         return
     try:
         load_tokenizer(config.model.path)
     except DataError as error:
-        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files there again, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files again, or {whole}")
         return
     yield Finding("model", OK, f"{config.model.path}, {len(layout.hf_tensors)} tensors and a tokenizer")
 
 
 def check_reward_models(config: Config) -> Iterator[Finding]:
-    """Whether the weights of each can be opened; their layouts are SGLang's matter."""
+    """Checks that the weights of each reward model can be opened. SGLang checks their layouts."""
     from safetensors import SafetensorError, safe_open
 
     for name, model in config.reward_models.items():
         subject, tensors = f"reward model {name}", 0
-        fix = f"copy the model there again, or set reward_models.{name}.path to another folder"
+        fix = f"copy the model again, or set reward_models.{name}.path to another folder"
         files = sorted(Path(model.path).expanduser().glob("*.safetensors"))
         try:
             for file in files:
@@ -102,50 +103,51 @@ def check_reward_models(config: Config) -> Iterator[Finding]:
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:
+    """Checks that run_root is writable and has room for the checkpoints."""
     root = Path(config.run_root).expanduser().absolute()
     if not writable(root):
-        yield Finding("run folder", FAILURE, f"{root} cannot be written", "set run_root to a folder of yours")
+        yield Finding("run folder", FAILURE, f"{root} is not writable", "set run_root to a writable folder")
         return
     try:
         layout, _ = model_layout(config)
-    except ConfigError:  # `check_model` says why
+    except ConfigError:  # reported by `check_model`
         return
     each, kept = checkpoint_bytes(config, layout), config.checkpoint.keep + 1
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
-    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints take {bytes_text(each * kept)}")
+    yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints need {bytes_text(each * kept)}")
 
 
 def check_keys(config: Config) -> Iterator[Finding]:
-    """Whether the keys and certificates of the servers and their router can be used, and who may generate."""
+    """Checks the keys and certificates of servers and router, and reports who may generate."""
     cluster = config.cluster
     try:
         check_access(cluster)
     except ConfigError as error:
-        yield Finding("access", FAILURE, str(error), "change what is named there, in the file or in the environment")
+        yield Finding("access", FAILURE, str(error), "change the named keys, in the file or in the environment")
         return
     if is_loopback(cluster.host) or generation_needs_key(cluster):
         yield Finding("access", OK, describe_access(cluster))
     else:
-        fix = "set cluster.generation_key=auto, or keep others off that network"
+        fix = "set cluster.generation_key=auto, or isolate that network"
         yield Finding("access", WARNING, describe_access(cluster), fix)
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
-    """Whether a run on this machine alone finds the GPUs that its pools take. On several, the cluster's doctor counts."""
+    """Checks that a run on this machine alone has enough GPUs. On a cluster, `cluster_checks` counts them."""
     device = resolve_device(config.cluster.device)
     try:
         check_machine(config.cluster.device, trains=True)
     except ConfigError as error:
-        fix = "install what is named there, or set cluster.device=cpu"
+        fix = "install what is missing, or set cluster.device=cpu"
         if config.cluster.address is None:
             yield Finding("devices", FAILURE, str(error), fix)
         else:
-            yield Finding("devices", WARNING, str(error), f"for more than the driver, which needs no GPU, {fix}")
+            yield Finding("devices", WARNING, str(error), f"to use this machine for more than the driver, {fix}")
         return
     try:
         needed = sum(spec.total_devices for spec in pool_specs(config).values())
-    except ConfigError:  # `check_contradictions` says why
+    except ConfigError:  # reported by `check_contradictions`
         return
     if device.kind == "cpu":
         yield Finding("devices", OK, f"{needed} ranks and servers on {len(os.sched_getaffinity(0))} core(s)")
@@ -155,8 +157,11 @@ def check_gpus(config: Config) -> Iterator[Finding]:
     here = torch.cuda.device_count()
     enough = config.cluster.address is not None or needed <= here
     fix = "lower trainer.data_parallel or rollout.servers, or set cluster.address to run over several machines"
-    yield Finding("devices", OK if enough else FAILURE, f"{needed} GPUs taken, {here} here", "" if enough else fix)
+    yield Finding(
+        "devices", OK if enough else FAILURE, f"{needed} GPUs needed, {here} available", "" if enough else fix
+    )
 
 
 def check_address(config: Config) -> Iterator[Finding]:
+    """Checks the ports of the address that this machine's processes bind to."""
     yield from check_ports(resolve_host(config.cluster.host))

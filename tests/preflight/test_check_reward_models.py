@@ -93,7 +93,7 @@ def test_reward_pools_take_devices_of_their_own(judged):
     ("overrides", "named"),
     [
         (["rollout.rewards.grader.model=greeder"], ["rollout.rewards.grader.model='greeder'", "grader, judge"]),
-        (["rollout.rewards.judge.model=grader"], ["reward_models.judge", "never asked"]),
+        (["rollout.rewards.judge.model=grader"], ["reward_models.judge", "never used"]),
         (["rollout.rewards.judge.function=math"], ["rollout.rewards.judge.model=judge", "function=math", "exclude"]),
         (["rollout.rewards.judge.options={a: 1}"], ["rollout.rewards.judge.model=judge", "options", "exclude"]),
         (["reward_models.judge.kind=classifier"], ["reward_models.judge.kind=classifier", "Qwen3ForCausalLM"]),

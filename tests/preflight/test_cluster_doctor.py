@@ -180,7 +180,7 @@ def test_too_few_machines(config, monkeypatch):
     one = FakeNodes(1)
     found = only(examine(one, config))
     one.nodes["h0"].close()
-    assert found.subject == "size" and "take 2 node(s) of 2 devices; there are 1" in found.detail
+    assert found.subject == "size" and "need 2 node(s) of 2 devices; there are 1" in found.detail
 
 
 def test_too_few_gpus_on_a_machine(nodes, config):
@@ -198,7 +198,7 @@ def test_a_way_that_is_closed(nodes):
         place = closed.getsockname()
         nodes.nodes["h1"].listen = lambda: place
         found = only(examine(nodes))
-    assert (found.subject, found.status) == ("ways between nodes", FAILURE)
+    assert (found.subject, found.status) == ("network between nodes", FAILURE)
     assert "h0 to h1" in found.detail and "firewall" in found.fix
     assert nodes.nodes["h0"].reduced == []
 

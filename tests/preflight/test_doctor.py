@@ -220,7 +220,7 @@ def test_a_token_may_be_there_or_makeable(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     (finding,) = doctor.check_ray()
-    assert finding.status == OK and "will be made" in finding.detail
+    assert finding.status == OK and "will be created" in finding.detail
     (tmp_path / ".ray").touch()
     (finding,) = doctor.check_ray()
     assert finding.status == FAILURE and finding.fix

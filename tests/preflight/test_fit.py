@@ -114,7 +114,7 @@ def test_the_program_refuses_and_says_what_would_fit(monkeypatch, capsys):
     status, out = call("--device-memory", "40")
     assert status == cli.REFUSED
     assert "does not fit: pipeline stage 0 needs about 47 GB" in out
-    assert "the nearest that fits: trainer." in out
+    assert "nearest configuration that fits: trainer." in out
     status, out = call("--device-memory", "1")
-    assert status == cli.REFUSED and "no split that was tried fits either" in out
+    assert status == cli.REFUSED and "no other split that was tried fits" in out
     assert call()[0] == 0

@@ -95,7 +95,7 @@ def layout_of(config):
         ("p2p", "16.4 GB shard to shard, from all ranks\n"),
         ("broadcast", "16.4 GB by broadcast in"),
         ("disk", "16.4 GB through a folder in"),
-        ("auto", "16.4 GB shard to shard, from all ranks; where servers cannot take that, by broadcast in"),
+        ("auto", "16.4 GB shard to shard, from all ranks; if servers cannot take that, by broadcast in"),
     ],
 )
 def test_the_way_of_the_weights_is_that_of_the_transport(transport, words):

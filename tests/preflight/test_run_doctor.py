@@ -70,7 +70,7 @@ def test_a_model_file_that_was_cut_off(examine, model):
     file = next(model.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     found = only(examine(), "model")
-    assert str(file) in found.detail and "copy the model there again" in found.fix
+    assert str(file) in found.detail and "copy the model again" in found.fix
 
 
 def test_a_model_with_a_tensor_too_few(examine, model):
@@ -133,7 +133,7 @@ def test_a_run_folder_that_cannot_be_made(examine, tmp_path):
 
 def test_a_disk_without_room_for_the_checkpoints(examine):
     found = only(examine("checkpoint.keep=1000000000"), "run folder")
-    assert "1000000001 checkpoints take" in found.detail and "checkpoint.keep=1000000000" in found.fix
+    assert "1000000001 checkpoints need" in found.detail and "checkpoint.keep=1000000000" in found.fix
 
 
 def test_a_certificate_that_is_not_there(examine):
@@ -160,7 +160,7 @@ def test_fewer_gpus_than_the_pools_take(examine, monkeypatch):
     monkeypatch.setattr(run_doctor, "check_machine", lambda kind, trains: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     found = only(examine(), "devices")
-    assert found.detail == "4 GPUs taken, 3 here" and "rollout.servers" in found.fix
+    assert found.detail == "4 GPUs needed, 3 available" and "rollout.servers" in found.fix
     assert examine("cluster.address=auto") == []
 
 

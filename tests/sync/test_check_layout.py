@@ -10,7 +10,7 @@ from msgspec import structs
 from megasync.layout.engine_layout import Fill
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.preflight.layout_check import made_up
+from megasync.preflight.layout_check import random_weights
 from megasync.sync.shard.plan import ShardPlan, plan_shards
 from megasync.sync.shard.rehearsal import rehearse
 
@@ -39,7 +39,7 @@ def case(topology=TOPOLOGY, size=2, engine_dtype=torch.float32, dtype="float32",
 
 
 def run(layout, engine, plan, dtype="float32"):
-    return rehearse(layout, engine, plan, made_up(layout.hf_tensors), dtype)
+    return rehearse(layout, engine, plan, random_weights(layout.hf_tensors), dtype)
 
 
 @pytest.mark.parametrize(
