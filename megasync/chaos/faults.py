@@ -74,8 +74,8 @@ class Disk:
         mount, root = folder.resolve(), run_root.absolute().resolve()
         if not os.path.ismount(mount) or str(mount) in SHARED:
             raise ConfigError(
-                f"--disk {folder} is not a filesystem of the run's own: it must be a mount point that nothing else uses, such "
-                f"as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
+                f"--disk {folder} is not a filesystem of the run's own: it must be a mount point that nothing else uses"
+                f", such as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
             )
         if not root.is_relative_to(mount):
             raise ConfigError(f"--disk {folder} does not hold run_root={run_root}; set run_root={mount}/runs")

@@ -36,7 +36,7 @@ from megasync.config.access import Keys, router_trust
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
-from megasync.serving.answers import Asked
+from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
 from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
 from megasync.serving.outliers import OutlierDetector
@@ -84,7 +84,9 @@ class Fleet:
         self._outliers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where it is unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
-        self.asked = Asked(vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version())
+        self.limits = AnswerLimits(
+            vocab_size, CHECK["sampling_params"]["max_new_tokens"], newest=lambda: self.newest_version()
+        )
         self.streams = config.rollout.stream_interval > 0
         # Slots that serve but are kept out of the router.
         self._isolated: set[int] = set()

@@ -24,7 +24,7 @@ from megasync.errors import InvalidAnswer, MegasyncError, ServerError
 from megasync.rollout.event_stream import events
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
-from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerHealth, ServerState
 
@@ -76,7 +76,7 @@ class Judge(Protocol):
     """Compares a server with its peers. `reported` and `checked` return why it must be restarted, or None."""
 
     # Bounds the answer to `CHECK`.
-    asked: Asked
+    limits: AnswerLimits
     # Whether rollouts stream responses, so that the check does too.
     streams: bool
 
@@ -338,20 +338,20 @@ class ServerSlot:
         Raises ServerError when the answer does not arrive in time, CheckAborted when it was aborted.
         """
         seconds, clock = self._config.request_timeout, asyncio.get_running_loop().time
-        answer = CheckAnswer(judge.asked)
+        answer = CheckAnswer(judge.limits)
         try:
             if not judge.streams:
                 answer.add(orjson.dumps(await control.post("/generate", CHECK, seconds)))
                 return answer.problem()
             async with asyncio.timeout(seconds) as deadline, control.stream("/generate", STREAMED_CHECK) as response:
-                async for piece in events(response, judge.asked.most_bytes):
+                async for piece in events(response, judge.limits.most_bytes):
                     answer.add(piece)
                     # The answer has begun. Empty pieces reveal a stream without an end, but they may come slowly.
                     deadline.reschedule(clock() + max(seconds, CHECK_SECONDS))
                 return answer.problem()
         except TimeoutError:
             raise ServerError(f"no complete answer to a check in time, after {answer.tokens} tokens") from None
-        except (InvalidAnswer, AnsweredError) as error:
+        except (InvalidAnswer, StreamedError) as error:
             return str(error)
 
     def _restart_if(self, reason: str | None) -> None:
@@ -385,10 +385,10 @@ class CheckAborted(Exception):
 class CheckAnswer:
     """An answer to `CHECK`, parsed as it arrives: tokens like the client does, scores like the parity check does."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, limits: AnswerLimits) -> None:
+        self._limits = limits
         self._parts = PartialResponse()
-        self._parts.begin_request(asked.tokens)
+        self._parts.begin_request(limits.tokens)
         self._last = b""
         self._finished = False
 
@@ -398,13 +398,13 @@ class CheckAnswer:
         return len(self._parts.token_ids)
 
     def add(self, piece: bytes) -> None:
-        """Adds a piece, or the whole answer. Raises InvalidAnswer, AnsweredError, CheckAborted."""
-        generated = read_generated(piece, self._asked)
+        """Adds a piece, or the whole answer. Raises InvalidAnswer, StreamedError, CheckAborted."""
+        generated = read_generated(piece, self._limits)
         self._finished = self._parts.add(generated)
         self._last = piece
         if generated.finish is not None and generated.finish.type == "abort":
             if generated.finish.status_code:
-                raise AnsweredError(generated.finish.status_code, generated.finish.message)
+                raise StreamedError(generated.finish.status_code, generated.finish.message)
             raise CheckAborted
 
     def problem(self) -> str | None:
@@ -415,14 +415,14 @@ class CheckAnswer:
         return None
 
 
-def nonsense(answer: Any, asked: Asked) -> str | None:
+def nonsense(answer: Any, limits: AnswerLimits) -> str | None:
     """Why the client would refuse a whole answer to `CHECK`, or the parity check its scores.
 
     Servers write NaN as null.
     """
-    check = CheckAnswer(asked)
+    check = CheckAnswer(limits)
     try:
         check.add(orjson.dumps(answer))
         return check.problem()
-    except (InvalidAnswer, AnsweredError) as error:
+    except (InvalidAnswer, StreamedError) as error:
         return str(error)

@@ -10,7 +10,7 @@ import msgspec
 
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, InvalidAnswer
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 
 
 class Verdict(Protocol):
@@ -54,7 +54,7 @@ class ClassifierScore:
         return {"input_ids": ids}
 
     def read(self, answer: Any) -> float | None:
-        outputs = converted(answer, _Classified, "/classify").embedding
+        outputs = parse_as(answer, _Classified, "/classify").embedding
         if len(outputs) <= self._label or not math.isfinite(outputs[self._label]):
             raise InvalidAnswer(f"/classify gave no output number {self._label}: {answer!r:.200}")
         return outputs[self._label]
@@ -75,7 +75,7 @@ class NumberWritten:
         return {"input_ids": ids, "sampling_params": self._sampling}
 
     def read(self, answer: Any) -> float | None:
-        text = converted(answer, _Written, "/generate").text
+        text = parse_as(answer, _Written, "/generate").text
         found = list(self._pattern.finditer(text))
         if not found:
             return None
@@ -105,7 +105,7 @@ class YesOrNo:
         }
 
     def read(self, answer: Any) -> float | None:
-        tokens = converted(answer, _Weighed, "/generate").meta_info.output_token_ids_logprobs
+        tokens = parse_as(answer, _Weighed, "/generate").meta_info.output_token_ids_logprobs
         found = {token: logprob for logprob, token, _ in tokens[0]} if tokens else {}
         yes, no = found.get(self._yes, math.nan), found.get(self._no, math.nan)
         if not (math.isfinite(yes) and math.isfinite(no)):

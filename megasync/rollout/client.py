@@ -37,7 +37,7 @@ from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.sampling import base_params, check_trained, merge_params
-from megasync.serving.answers import AnsweredError, Asked, read_bounded, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, StreamedError, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.router import ROUTING_KEY_HEADER
 
@@ -330,7 +330,7 @@ class RolloutClient:
         """Sends one request and adds its tokens to `parts`. Raises _TransientError, InvalidAnswer, and what `_refused`
         raises."""
         sampling = body["sampling_params"]
-        asked = Asked(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
+        asked = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
         parts.begin_request(asked.tokens, self.published_version())
         try:
             async with self._open().post(
@@ -349,14 +349,14 @@ class RolloutClient:
                     await self._take_stream(response, parts, asked)
                 elif not parts.add(read_generated(await read_bounded(response, asked.most_bytes), asked)):
                     raise InvalidAnswer("it has no finish_reason")
-        except AnsweredError as error:
+        except StreamedError as error:
             self._refused(error.status, str(error), len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
             # A request that could not connect reached no server.
             cut = not isinstance(error, aiohttp.ClientConnectorError)
             raise _TransientError(f"{type(error).__name__}: {error}", cut) from error
 
-    async def _take_stream(self, response: aiohttp.ClientResponse, parts: PartialResponse, asked: Asked) -> None:
+    async def _take_stream(self, response: aiohttp.ClientResponse, parts: PartialResponse, asked: AnswerLimits) -> None:
         finished = False
         try:
             # Read to the end of the stream: a connection with unread data is not reused.
@@ -367,7 +367,7 @@ class RolloutClient:
                 finished = parts.add(piece)
                 if piece.finish is not None and piece.finish.status_code:
                     # Without streaming it would have been the status of the answer.
-                    raise AnsweredError(piece.finish.status_code, piece.finish.message)
+                    raise StreamedError(piece.finish.status_code, piece.finish.message)
         except (aiohttp.ClientError, OSError):
             if not finished:
                 raise

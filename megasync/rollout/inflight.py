@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from megasync.errors import ServerError
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 
 # Requests per server before any load is reported.
 FIRST_REQUESTS = 64
@@ -132,7 +132,7 @@ class ServerLoad:
     @classmethod
     def parse(cls, answer: Any) -> ServerLoad:
         """Combines the scheduler ranks in an answer of `/v1/loads`. Raises InvalidAnswer for another shape."""
-        ranks = converted(answer, _Loads, "/v1/loads").loads
+        ranks = parse_as(answer, _Loads, "/v1/loads").loads
         return cls(
             token_usage=max((rank.token_usage for rank in ranks), default=0.0),
             running=sum(rank.num_running_reqs for rank in ranks),

@@ -31,7 +31,7 @@ from typing import Any
 import orjson
 
 from megasync.errors import InvalidAnswer
-from megasync.serving.answers import Generated
+from megasync.serving.answers import GeneratedPiece
 from megasync.trajectory import Partial
 
 # Tokens per batch of saved responses: a message of a few megabytes, which the buffer records in a fraction of a second. A
@@ -108,7 +108,7 @@ class PartialResponse:
             self.texts.append("")
         self._start, self._budget, self._version, self._empty = len(self.token_ids), budget, published, 0
 
-    def add(self, piece: Generated) -> bool:
+    def add(self, piece: GeneratedPiece) -> bool:
         """Appends a piece, or the whole answer, of the current request; True when it is the request's last piece.
 
         Raises InvalidAnswer, and appends nothing, for a piece that does not fit the request.

@@ -19,7 +19,7 @@ import msgspec
 from megasync.errors import DataError, HttpStatusError, ServerError
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class ReplyParser:
                         server = servers[(start + offset) % len(servers)]
                         try:
                             answer = await server.post(path, body, timeout=_ANSWER_SECONDS)
-                            return converted(answer, form, server.url + path)
+                            return parse_as(answer, form, server.url + path)
                         except HttpStatusError as error:
                             if error.status in _BAD_REQUEST:
                                 raise DataError(

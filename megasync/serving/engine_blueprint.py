@@ -1,12 +1,12 @@
-"""Where a server would keep each tensor of a checkpoint, found without a server, without weights and without memory.
+"""Where a server would keep each tensor of a checkpoint, computed without a server, weights or device memory.
 
     python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
 
-SGLang's own model class is built on the meta device, once for each tensor-parallel rank and one rank after the other,
-and `layout.trace` runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is
-needed. What a server would do to weights after they are loaded (packing for a kernel) is not seen.
+For each tensor-parallel rank in turn, SGLang's own model class is built on the meta device, and `layout.trace` runs
+its loader. Layers take their rank and width from SGLang's runtime context, so no process group is needed. What a
+server does to weights after loading (packing for a kernel) is not covered.
 
-Next to the plugin this is the only file that knows SGLang's insides.
+Apart from the plugin, this is the only file that depends on SGLang's internals.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from megasync.serving.server import ServerSpec, SGLangServer
 
 Specs = Sequence[tuple[str, Sequence[int]]]
 
-# The dimensions of a server's ranks that layers ask for a group of.
+# The parallel dimensions whose groups SGLang's layers look up.
 _GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
-# Importing SGLang takes 10 s, and a large model's loader some more; a crowded machine many times that.
+# Importing SGLang takes 10 s, a large model's loader a little more, and a busy machine many times that.
 SECONDS = 600.0
 
 
 def engine_ranks(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
-    """What each rank of a server of this model folder (its config.json is enough) keeps; in a process of its own.
+    """What each rank of a server of this model folder keeps, computed in a separate process. Needs only its
+    config.json.
 
     Args:
-        dtype: that the server serves in.
+        dtype: the dtype that the server uses.
         device: cpu or cuda; SGLang pads and packs differently on them.
 
     Raises:
-        TraceError: the loader does what cannot be repeated, or refuses the specs.
-        ServerError: SGLang cannot build the model; with its last words.
+        TraceError: the loader does something that cannot be repeated, or refuses the specs.
+        ServerError: SGLang cannot build the model; with its last log lines.
     """
     return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs))
 
@@ -71,7 +72,7 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
         if status != 0 or not answer.is_file():
             raise ServerError(
                 f"SGLang cannot build {model} for {tensor_parallel} tensor-parallel rank(s) in {dtype} on {device}; "
-                f"its last words:\n{process.tail(12)}"
+                f"last log lines:\n{process.tail(12)}"
             )
         found = json.loads(answer.read_text())
     if "error" in found:
@@ -79,30 +80,31 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
     return msgspec.convert(found["ranks"], list[EngineRank])
 
 
-# Inside that process
+# Inside the separate process
 
 
 def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
-    """What each rank of a server with these command line arguments keeps of a checkpoint with these names and shapes.
+    """What each rank of a server with these arguments keeps of a checkpoint with these names and shapes.
 
     Raises:
-        TraceError: the loader does what cannot be repeated, or refuses the specs.
+        TraceError: the loader does something that cannot be repeated, or refuses the specs.
     """
     from sglang.srt.server_args import prepare_server_args
 
     from megasync.layout.trace import trace_load
 
-    settings = prepare_server_args(list(arguments))
+    # Any: the attributes of ServerArgs exist only at run time.
+    settings: Any = prepare_server_args(list(arguments))
     found = []
     for tp in range(settings.tp_size):
-        with _in_place_of(settings, tp):
+        with _rank_context(settings, tp):
             found.append(trace_load(_build(settings), specs))
     return found
 
 
 @contextmanager
-def _in_place_of(settings: Any, tp: int) -> Iterator[None]:
-    """SGLang's runtime context as it is in the scheduler process of one rank, with groups that only know their size."""
+def _rank_context(settings: Any, tp: int) -> Iterator[None]:
+    """Applies SGLang's runtime context of one rank's scheduler, with groups that only have a rank and a size."""
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
@@ -144,7 +146,7 @@ def _build(settings: Any) -> Any:
 
 
 def main(request: str, answer: str) -> None:
-    """Errors that a person is meant to read come back as data; all others end the process."""
+    """Writes ANSWER. A MegasyncError becomes data there; any other error ends the process."""
     given = json.loads(Path(request).read_text())
     try:
         found: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(given["arguments"], given["specs"]))}

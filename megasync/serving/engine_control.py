@@ -9,7 +9,7 @@ import msgspec
 
 from megasync.errors import InvalidAnswer, ServerError
 from megasync.layout.engine_layout import EngineRank
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import (
     ACTION,
@@ -70,14 +70,14 @@ class EngineControl:
             raise
         what = f"{self.server.url}: {command}"
         try:
-            ranks = [decode(rank.checksums[ANSWER]) for rank in converted(found, _Checked, what).ranks]
+            ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(found, _Checked, what).ranks]
         except (KeyError, ValueError, RecursionError) as error:
             raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {found!r:.300}") from error
-        answers = sorted(converted(ranks, list[RankAnswer], what), key=lambda answer: answer.tp_rank)
+        answers = sorted(parse_as(ranks, list[RankAnswer], what), key=lambda answer: answer.tp_rank)
         failed = [f"tp rank {found.tp_rank}: {found.error}" for found in answers if not found.ok]
         if failed:
             raise ServerError(f"{what} failed: {'; '.join(failed)}")
-        return converted([found.result for found in answers], list[answer], what)
+        return parse_as([found.result for found in answers], list[answer], what)
 
     async def hello(self, timeout: float = 30.0) -> list[Hello]:
         """Who the ranks are.

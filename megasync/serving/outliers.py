@@ -135,8 +135,8 @@ class OutlierDetector:
         self._tried = slot
         return (
             f"its answers are invalid: {problem}; {self._peer(slot).bad} bad checks in a row (BAD_CHECKS="
-            f"{BAD_CHECKS}), and none of {len(others)} other servers passed theirs: this one gets the weights again and "
-            f"is compared with the trainer"
+            f"{BAD_CHECKS}), and none of {len(others)} other servers passed theirs: this one gets the weights again "
+            f"and is compared with the trainer"
         )
 
     def _slow(self, slot: Hashable) -> str | None:

@@ -28,7 +28,7 @@ import msgspec
 from megasync.config.access import Keys, check_certificates, router_trust
 from megasync.config.schema import ClusterConfig
 from megasync.errors import HttpStatusError, ServerError
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
 from megasync.serving.process import Service, free_port
 
@@ -174,7 +174,7 @@ class _Workers(msgspec.Struct):
 async def list_workers(router: ServerControl) -> list[Worker]:
     """The servers that the router lists. Raises ServerError."""
     answer = await router.get("/workers", timeout=ANSWER_SECONDS)
-    return converted(answer, _Workers, f"{router.url}/workers").workers
+    return parse_as(answer, _Workers, f"{router.url}/workers").workers
 
 
 class RouterMembers:

@@ -115,7 +115,7 @@ def family(url: str) -> list[psutil.Process]:
 
 
 async def interrupted(rig: Rig, harm: Callable[[], asyncio.Future | None]) -> list:
-    """Eight long generations, with harm done once each of them has its first tokens; they must be whole all the same."""
+    """Runs eight long generations and `harm` once each has its first tokens; all must still complete."""
     growing = [PartialResponse() for _ in range(8)]
     requests = [
         asyncio.create_task(rig.client.generate([5, 6, 7 + i], keep=lambda ids, i=i: growing[i], ignore_eos=True))

@@ -16,7 +16,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.config import Config
 from megasync.errors import ServerError
 from megasync.rollout.event_stream import CONTENT_TYPE
-from megasync.serving.answers import Asked
+from megasync.serving.answers import AnswerLimits
 from megasync.serving.health import ServerState
 from megasync.sim.clock import VirtualLoop
 
@@ -380,7 +380,7 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
         (answer(scores=[[None, 1, None]]), "it scored 1 tokens, not the 3"),
         (answer(sampled=[[None, 7, None]]), "Expected `float`"),
         (answer(sampled=[[-0.5, VOCABULARY, None]]), "token id 100 is outside the vocabulary"),
-        (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, and 2 at most were asked for"),
+        (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, and at most 2 were requested"),
         (answer(sampled=[]), "it finished (length) without a token"),
         (answer() | {"output_ids": [8, 7]}, "2 output_ids and other log-probs"),
         (answer(finish_reason=None, weight_version="0"), "it has no finish_reason"),
@@ -393,7 +393,7 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
     ],
 )
 def test_the_check_refuses_what_the_client_refuses(said: Any, problem: str | None) -> None:
-    found = server_slot.nonsense(said, Asked(VOCABULARY, tokens=2, newest=lambda: 4))
+    found = server_slot.nonsense(said, AnswerLimits(VOCABULARY, tokens=2, newest=lambda: 4))
     assert (found is None) if problem is None else (problem in found)
 
 

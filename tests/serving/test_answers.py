@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megasync.errors import InvalidAnswer
 from megasync.rollout.partials import PartialResponse
-from megasync.serving.answers import AnsweredError, Asked, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
 
-VOCAB, ASKED = 50, Asked(vocab_size=50, tokens=6, stop=("END",), newest=lambda: 3)
+VOCAB, ASKED = 50, AnswerLimits(vocab_size=50, tokens=6, stop=("END",), newest=lambda: 3)
 
 
 def answer(count: int = 4, finish: str | None = "stop", version: object = "2", **meta) -> dict:
@@ -177,7 +177,7 @@ def test_a_request_that_is_discarded_leaves_the_parts_before_it():
     ("error", "status"), [({"code": 400, "message": "m"}, 400), ({"code": "busy"}, None), ({}, None)]
 )
 def test_an_error_event_is_an_error_with_the_status_it_has(error, status):
-    with pytest.raises(AnsweredError) as caught:
+    with pytest.raises(StreamedError) as caught:
         read_generated(raw({"error": error}), ASKED)
     assert caught.value.status == status
 
@@ -244,7 +244,7 @@ def mutated(draw) -> bytes:
 def test_whatever_a_server_writes_is_taken_whole_or_refused_with_the_one_error_for_it(written):
     try:
         parts = taken(written)
-    except (InvalidAnswer, AnsweredError):
+    except (InvalidAnswer, StreamedError):
         return
     assert len(parts.token_ids) == len(parts.logprobs) == len(parts.versions) <= ASKED.tokens
     assert all(type(token) is int and 0 <= token < VOCAB for token in parts.token_ids)

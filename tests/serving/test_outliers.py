@@ -73,7 +73,7 @@ def test_a_break_begins_the_time_anew(peers, clock):
 @settings(deadline=None, max_examples=100)
 @given(batches=st.lists(st.integers(1, 256), min_size=2, max_size=6), exponent=st.floats(0.0, 1.0))
 def test_load_alone_condemns_nobody(batches, exponent):
-    """Equal servers: tokens a second grow with the batch, at most in proportion to it, however unevenly it is spread."""
+    """Equal servers: tokens per second grow at most in proportion to the batch, however unevenly it is spread."""
     clock = FakeClock()
     loads = {slot: Load(batch, 30.0 * batch**exponent) for slot, batch in enumerate(batches)}
     assert report(OutlierDetector(clock), clock, loads, 2 * SLOW_SECONDS) == {}

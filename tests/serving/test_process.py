@@ -20,8 +20,8 @@ from megasync.serving.process import ManagedProcess
 
 pytestmark = pytest.mark.processes
 
-# A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM. The child
-# has much memory, so that it takes a while to go when it is killed.
+# A command with a child of its own; both pids are written to argv[1], and `argv[2] == stubborn` ignores SIGTERM. The
+# child has much memory, so that it takes a while to go when it is killed.
 FAMILY = """
 import os, signal, subprocess, sys, time
 if sys.argv[2] == "stubborn":
@@ -84,7 +84,8 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from megasync.serving.process import ManagedProcess
-process = ManagedProcess([sys.executable, "-c", sys.argv[2], sys.argv[1], "mild"], dict(os.environ), sys.argv[1] + ".log")
+command = [sys.executable, "-c", sys.argv[2], sys.argv[1], "mild"]
+process = ManagedProcess(command, dict(os.environ), sys.argv[1] + ".log")
 process.start()
 time.sleep(600)
 """

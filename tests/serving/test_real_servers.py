@@ -26,7 +26,7 @@ from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.event_stream import events
-from megasync.serving.answers import Asked
+from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router
 from megasync.serving.server import ServerSpec, SGLangServer
@@ -140,7 +140,7 @@ async def test_logprobs_are_those_of_the_tempered_distribution(stack, temperatur
 async def test_a_server_says_how_fast_it_is_and_answers_the_fleets_check(stack):
     await asyncio.gather(*(stack.client.generate([5, 6], max_new_tokens=100, ignore_eos=True) for _ in range(2)))
     for control in stack.controls:
-        asked = Asked(VOCAB, CHECK["sampling_params"]["max_new_tokens"])
+        asked = AnswerLimits(VOCAB, CHECK["sampling_params"]["max_new_tokens"])
         assert nonsense(await control.post("/generate", CHECK), asked) is None
         answer = CheckAnswer(asked)
         async with control.stream("/generate", STREAMED_CHECK) as response:

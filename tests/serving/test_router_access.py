@@ -194,8 +194,6 @@ def certificate(tmp_path: Path):
                 "-nodes",
                 "-days",
                 "2",
-            ]
-            + [
                 "-subj",
                 "/CN=router",
                 "-addext",

@@ -14,7 +14,10 @@ from megasync.serving.process import Service
 
 pytestmark = pytest.mark.processes
 
-SERVER = "import http.server, sys; http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
+SERVER = """
+import http.server, sys
+http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind="127.0.0.1")
+"""
 
 
 class Small(Service):
@@ -80,7 +83,8 @@ async def test_a_process_that_lives_on_without_its_port_is_started_again(small):
 import os, sys, time
 if not os.path.exists({str(small.log_path)!r} + ".once"):
     open({str(small.log_path)!r} + ".once", "w").close()
-    print(f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {{sys.argv[1]}}): address already in use", flush=True)
+    address = f"('127.0.0.1', {{sys.argv[1]}})"
+    print(f"[Errno 98] error while attempting to bind on address {{address}}: address already in use", flush=True)
     time.sleep(600)
 {SERVER}
 """

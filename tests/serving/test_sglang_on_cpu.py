@@ -54,7 +54,7 @@ assert latent.AttentionBackendRegistry.get_handler("torch_native") is latent.han
 assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
 assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
 for module in (qwen2_classification, qwen3_classification):
-    # A head with a bias, which Hugging Face's classifiers of these families do not have (megasync_patches.sglang_score_bias).
+    # A head with a bias, which Hugging Face's classifiers of these families lack (megasync_patches.sglang_score_bias).
     assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)
 try:
     batch_invariant_ops.enable_batch_invariant_mode()

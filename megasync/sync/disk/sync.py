@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megasync.errors import ServerError, SyncError
-from megasync.serving.answers import converted
+from megasync.serving.answers import parse_as
 from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport, failures, select_servers
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
@@ -89,7 +89,7 @@ class DiskServer(ServerUpdate):
 
     async def ask_kind(self) -> None:
         """Asks what the server is. Raises ServerError."""
-        info = converted(
+        info = parse_as(
             await self.server.get("/server_info", timeout=self._seconds), _ServerInfo, f"{self.url}/server_info"
         )
         self.kind = f"TP {info.tp_size}, PP {info.pp_size}, {info.dtype}, {info.quantization}"
@@ -119,7 +119,7 @@ class DiskServer(ServerUpdate):
     async def checksum(self) -> str:
         """One text for all bytes of all ranks' weights. Raises ServerError."""
         found = await self.post("/weights_checker", {"action": "checksum"})
-        checked = converted(found, _ChecksumReport, f"{self.url}/weights_checker")
+        checked = parse_as(found, _ChecksumReport, f"{self.url}/weights_checker")
         sums = [rank.checksums for rank in checked.ranks]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
