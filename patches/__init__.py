@@ -1,8 +1,8 @@
-"""Deviations from upstream packages, one file each: what is bent, for which exact versions, and why.
+"""Runtime patches of upstream packages, one per file: what is changed, for which exact versions, and why.
 
-A patch is applied inside trainer ranks, by `apply_all`, inside SGLang servers, by their launcher or megasync's plugin, or by
-what starts Ray, and refuses versions that it was not written for. Every file here has a test that fails once upstream no longer needs the
-patch; `megasync doctor` lists which are active. Importing this package imports nothing else.
+Patches are applied in trainer ranks (by `apply_all`), in SGLang servers (by their launcher or megasync's plugin) and by
+the code that starts Ray. A patch refuses versions that it was not written for. Every patch has a test that fails once
+upstream no longer needs it. `megasync doctor` lists the active patches. Importing this package imports nothing else.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 class PatchError(RuntimeError):
-    """A patch met a package, or a version of it, that it was not written for."""
+    """A patch cannot be applied: its package is missing, has an unsupported version, or lacks a requirement."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One deviation. ``apply`` may be called once per process; ``kinds`` are the devices that need it.
+    """One patch. ``apply`` may be called once per process; ``kinds`` are the devices that need it.
 
-    ``versions`` need it, ``mended`` are supported and do without. An ``optional`` package need not be there at all.
+    ``versions`` need the patch; ``mended`` versions are supported without it. An ``optional`` package may be missing.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Patch:
     optional: bool = False
 
     def installed(self) -> str | None:
-        """The version of the package that is there."""
+        """The installed version of the package; None if it is missing."""
         try:
             return version(self.package)
         except PackageNotFoundError:
             return None
 
     def needed(self) -> bool:
-        """Whether the installed package needs it. Raises PatchError for a version that this patch does not know."""
+        """Whether the installed package needs the patch. Raises PatchError for an unknown version."""
         found = self.installed()
         if found is None:
             if self.optional:
                 return False
             raise PatchError(f"patch {self.name!r} needs {self.package}, which is not installed")
-        # A local build tag ("2.13.0+cpu") says how a version was built, not which version it is.
+        # A local build tag ("2.13.0+cpu") identifies the build, not the version.
         release = found.split("+")[0]
         if release not in (*self.versions, *self.mended):
             raise PatchError(
-                f"patch {self.name!r} was written for {self.package} {' or '.join(self.versions)}, and {found} is "
-                f"installed. Install a supported version, or check that the patch is still right and add the version."
+                f"patch {self.name!r} was written for {self.package} {' or '.join(self.versions)}, but {found} is "
+                f"installed. Install a supported version, or check that the patch is still correct and add the version."
             )
         return release in self.versions
 
@@ -76,10 +76,10 @@ def registered() -> tuple[Patch, ...]:
 
 
 def apply_all(kind: str) -> None:
-    """Applies the patches that device ``kind`` ("cpu" or "cuda") needs; those already applied are left alone.
+    """Applies the patches that device ``kind`` ("cpu" or "cuda") needs and that are not active yet.
 
     Raises:
-        PatchError: an unknown version. All versions are checked before the first patch is applied.
+        PatchError: a version is unknown. All versions are checked before the first patch is applied.
     """
     due = [patch for patch in registered() if kind in patch.kinds and patch.name not in _active]
     for patch in [patch for patch in due if patch.needed()]:

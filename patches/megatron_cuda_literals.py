@@ -1,8 +1,7 @@
-"""Answers `device="cuda"` with the CPU in the Megatron modules that write the device as a literal.
+"""Replaces `device="cuda"` by the CPU in the Megatron modules that hard-code the device.
 
-Those modules look up `torch` among their own globals. They get a stand-in there that forwards every attribute to
-torch, and drops the literal from the few factory functions they call. torch itself is untouched, and so is the speed
-of every other call.
+Those modules look up `torch` in their globals. The patch puts a proxy there that forwards every attribute to torch, and
+replaces the device in the few factory functions that they call. torch itself is untouched.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MODULES = (
 
 
 class _CpuTorch:
-    """torch, but for `tensor` and `zeros`, whose device "cuda" is the CPU."""
+    """A proxy of torch whose `tensor` and `zeros` replace device "cuda" by the CPU."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -45,9 +44,9 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _apply() -> None:
     import torch
 
-    stand_in = _CpuTorch(torch)
+    proxy = _CpuTorch(torch)
     for module in MODULES:
-        import_module(module).torch = stand_in
+        import_module(module).__dict__["torch"] = proxy
 
 
 PATCH = Patch(

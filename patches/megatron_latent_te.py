@@ -1,7 +1,7 @@
 """Lets Megatron build multi-head latent attention without Transformer Engine.
 
-Its module takes Transformer Engine to be there when the names could be imported, which they always can: without the
-package they are stand-ins, and asking whether a layer is one of them fails. Here it is told that there is none.
+The module assumes that Transformer Engine is installed if its names can be imported, which always succeeds: without the
+package they are placeholders, and `isinstance` checks against them fail. The patch sets its flag to false.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keeps Megatron's tensor-parallel random states in the CPU generator.
+"""Makes Megatron track its tensor-parallel random states with the CPU generator.
 
-Megatron tracks the state of the CUDA generator per parallel group, and forks it in each sequence-parallel forward and
-recomputation. On a CPU there is one generator, torch's default one; its state is what is tracked here.
+Megatron tracks the state of the CUDA generator per parallel group, and forks it in each sequence-parallel forward pass
+and recomputation. On a CPU there is only torch's default generator, whose state is tracked instead.
 """
 
 from __future__ import annotations

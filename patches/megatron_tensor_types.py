@@ -1,7 +1,7 @@
-"""Lets Megatron's mixed-precision and distributed optimizers take CPU parameters.
+"""Lets Megatron's mixed-precision and distributed optimizers accept CPU parameters.
 
-While they sort parameters by dtype and while they clip, those optimizers compare `Tensor.type()` with names such as
-"torch.cuda.BFloat16Tensor" and refuse any other. During exactly those calls, CPU tensors answer with the CUDA name.
+When they sort parameters by dtype and when they clip, those optimizers compare `Tensor.type()` with names such as
+"torch.cuda.BFloat16Tensor" and reject all others. During exactly those calls, CPU tensors report the CUDA name.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-/* Preloaded, it stands before libc's bind(): a TCP socket that would listen on all interfaces listens on the address that
- * MEGASYNC_BIND names, or on loopback where it cannot have that one, being of the other family. All else passes unchanged.
+/* A preloaded replacement of libc's bind(). A TCP socket that would be bound to all interfaces is bound to the address in
+ * MEGASYNC_BIND instead, or to loopback if it is of the other address family. All other calls pass unchanged.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -12,11 +12,11 @@
 typedef int bind_function(int, const struct sockaddr *, socklen_t);
 
 static bind_function *next_bind;
-static int chosen; /* AF_INET, AF_INET6, or 0 for nothing */
+static int chosen; /* AF_INET, AF_INET6, or 0 if there is no address */
 static struct in_addr chosen4;
 static struct in6_addr chosen6;
 
-/* Before main, so that nothing is looked up between a fork and an exec. */
+/* Runs before main, so that nothing is looked up between a fork and an exec. */
 __attribute__((constructor)) static void begin(void)
 {
     const char *address = getenv("MEGASYNC_BIND");

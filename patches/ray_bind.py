@@ -1,10 +1,11 @@
-"""Keeps Ray 2.60.0 to one interface of a machine. Its head, its nodes, every worker and every driver otherwise listen on all.
+"""Makes Ray 2.60.0 listen on one network interface. Its nodes, workers and drivers otherwise listen on all of them.
 
-Ray has no setting for it: it listens on loopback alone where a node's address is 127.0.0.1, else on the wildcard address.
-So `ray_bind.c` is preloaded into Ray and all that runs below it, which sends wildcard binds of TCP sockets to the address
-of MEGASYNC_BIND. The C compiler of each machine builds it, once; where there is none the patch cannot be had. What comes
-under it too: the stores that PyTorch and SGLang open on all interfaces. What does not: static programs, and those with
-more rights than their user. Ray's own processes do without jemalloc, which Ray preloads where nothing else is.
+Ray has no setting for it: it listens on loopback if the address of a node is 127.0.0.1, otherwise on the wildcard
+address. So `ray_bind.c` is preloaded into Ray and all its child processes; it redirects wildcard binds of TCP sockets
+to the address in MEGASYNC_BIND. The C compiler of each host builds the library once; without a compiler the patch is
+not available. The library also applies to the stores that PyTorch and SGLang open on all interfaces. It does not apply
+to statically linked and to setuid programs. Ray's own processes run without jemalloc, which Ray preloads only if
+nothing else is preloaded.
 """
 
 from __future__ import annotations
@@ -25,31 +26,32 @@ VARIABLE = "MEGASYNC_BIND"
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
 RUN_SECONDS = 60.0
-# Where a TCP socket for all interfaces comes to listen.
+# Prints the address that a TCP socket for all interfaces is bound to.
 PROBE = "import socket; all = socket.socket(); all.bind(('', 0)); print(all.getsockname()[0])"
 
 
 def compiler() -> str | None:
-    """The path of this machine's C compiler."""
+    """The path of this host's C compiler; None if there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def build_command(target: Path) -> list[str]:
+    """The command that compiles the library."""
     return [compiler() or COMPILERS[0], "-shared", "-fPIC", "-O1", "-o", str(target), str(SOURCE), "-ldl"]
 
 
 def library_name() -> str:
-    """Differs with the source, the processor and the C library, as machines may share a folder and nothing else."""
+    """The file name, which depends on source, processor and C library, because different hosts may share the folder."""
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     made_from = SOURCE.read_bytes() + f"{platform.machine()} {libc}".encode()
     return f"ray_bind-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
 
 
 def library() -> Path:
-    """The built library: beside the environment, or in the user's cache where that cannot be written.
+    """The library, which is built if necessary: in the environment, or in the user's cache if that is not writable.
 
     Raises:
-        PatchError: it is not there and cannot be built.
+        PatchError: the library cannot be built.
     """
     folders = (Path(sys.prefix) / "lib", Path.home() / ".cache" / "megasync")
     places = [folder / library_name() for folder in folders]
@@ -57,7 +59,7 @@ def library() -> Path:
         if place.is_file():
             return place
     if compiler() is None:
-        raise PatchError(f"no C compiler is there ({', '.join(COMPILERS)}); install one and launch again")
+        raise PatchError(f"no C compiler found ({', '.join(COMPILERS)}); install one and launch again")
     reasons = []
     for place in places:
         try:
@@ -71,12 +73,12 @@ def library() -> Path:
 
 
 def _build(target: Path) -> None:
-    """Whole or not at all, whoever else builds it at the same time. Raises OSError where the folder cannot be written."""
+    """Builds the library atomically, also with concurrent builds. Raises OSError if the folder is not writable."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".ray_bind-") as folder:
         made = Path(folder) / target.name
         done = _run(build_command(made))
         if done.returncode:
-            raise PatchError(f"the C compiler fails; {' '.join(done.stderr.split())[-300:]}")
+            raise PatchError(f"the C compiler failed: {' '.join(done.stderr.split())[-300:]}")
         made.replace(target)
 
 
@@ -84,28 +86,28 @@ def _run(command: list[str], env: dict[str, str] | None = None) -> subprocess.Co
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=RUN_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise PatchError(f"{command[0]} did not end within {RUN_SECONDS:g} s") from error
+        raise PatchError(f"{command[0]} did not finish within {RUN_SECONDS:g} s") from error
 
 
 def environment(library: Path, address: str) -> dict[str, str]:
-    """What a process takes so that it and all below it listen on `address`, beside what is preloaded already.
+    """Environment variables that make a process and its children listen on `address`. Keeps other preloaded libraries.
 
     Raises:
-        PatchError: the dynamic linker cannot be told such a path.
+        PatchError: the path of the library cannot be used in LD_PRELOAD.
     """
     if any(mark in str(library) for mark in " :"):
-        raise PatchError(f"{library} has a space or colon, where LD_PRELOAD would be cut; move the environment")
+        raise PatchError(f"{library} has a space or colon, which LD_PRELOAD does not support; move the environment")
     there = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     preload = ":".join([*there, *([str(library)] if str(library) not in there else [])])
-    # Ray takes LD_PRELOAD from its workers otherwise.
+    # Otherwise Ray removes LD_PRELOAD from its workers.
     return {VARIABLE: address, "LD_PRELOAD": preload, "RAY_LD_PRELOAD_ON_WORKERS": "1"}
 
 
 def apply() -> None:
-    """For all processes that this one will start: MEGASYNC_BIND names the address.
+    """Applies the patch to all processes that this one will start. MEGASYNC_BIND must contain the address.
 
     Raises:
-        PatchError: it cannot be built, or does nothing here.
+        PatchError: the library cannot be built, or has no effect.
     """
     address = os.environ[VARIABLE]
     bound = environment(library(), address)
@@ -114,7 +116,8 @@ def apply() -> None:
     if done.stdout.strip() != expected:
         found = done.stdout.strip() or f"status {done.returncode}"
         raise PatchError(
-            f"{bound['LD_PRELOAD']} has no effect ({found} instead of {expected}): {' '.join(done.stderr.split())[-300:]}"
+            f"{bound['LD_PRELOAD']} has no effect ({found} instead of {expected}): "
+            f"{' '.join(done.stderr.split())[-300:]}"
         )
     os.environ |= bound
 
@@ -123,7 +126,7 @@ PATCH = Patch(
     name="ray_bind",
     package="ray",
     versions=("2.60.0",),
-    reason="over several machines Ray listens on all interfaces of each; here on the one that was chosen",
+    reason="on several hosts Ray listens on all interfaces; the patch limits it to the chosen one",
     apply=apply,
     kinds=("cpu", "cuda"),
 )

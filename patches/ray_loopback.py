@@ -1,8 +1,8 @@
-"""Ray 2.60.0 on one machine stays on its loopback interface, as it is told to.
+"""Keeps Ray 2.60.0 on the loopback interface if it runs on one host with address 127.0.0.1.
 
-Ray replaces the address 127.0.0.1 that it is given for a node by the one that the machine has in a network, and listens on
-all interfaces then. On Windows and macOS it does not, to spare people the questions of a firewall; a variable of Ray's
-says which of the two it does. This sets that variable, and what this process has read from it already, while Ray starts.
+Ray replaces the node address 127.0.0.1 by the network address of the host, and then listens on all interfaces. On
+Windows and macOS it does not, to avoid firewall dialogs; an environment variable of Ray selects the behaviour. The
+patch sets that variable, and the constant that this process has already read from it, while Ray starts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 from megasync_patches import Patch
 
-# Ray reads it as "may a node have an address that others reach", whatever the system.
+# Despite its name, Ray reads it on every system: whether nodes may have non-loopback addresses.
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def apply() -> None:
+    """Sets the variable and the constant; see `applied`."""
     from ray._private import ray_constants
 
     os.environ[VARIABLE] = "0"
@@ -26,10 +27,10 @@ def apply() -> None:
 
 @contextmanager
 def applied() -> Iterator[None]:
-    """What Ray starts meanwhile keeps it; this process may join another cluster later.
+    """Applies the patch within the context. Ray processes started inside keep it; this process does not.
 
     Raises:
-        PatchError: an unknown version of Ray.
+        PatchError: the version of Ray is unknown.
     """
     if not PATCH.needed():
         yield
@@ -52,7 +53,7 @@ PATCH = Patch(
     name="ray_loopback",
     package="ray",
     versions=("2.60.0",),
-    reason="on one machine Ray takes the machine's address for 127.0.0.1, and listens on all interfaces",
+    reason="on one host Ray replaces 127.0.0.1 by the host's network address, and listens on all interfaces",
     apply=apply,
     kinds=("cpu", "cuda"),
 )

@@ -1,20 +1,20 @@
-"""Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS`` as for its own launcher.
+"""Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Six deviations, for servers on a CPU only:
+Six changes, for servers on a CPU only:
 
-- Scheduler and detokenizer are forked, not spawned. A spawned child imports SGLang and PyTorch again, which takes most
-  of the start (20 s against 8 s on two cores) and three times the memory. Forking is safe here because the parent has
-  no accelerator and one thread at that point.
-- The `torch_native` attention backend is admitted to deterministic inference, through SGLang's own list of such
-  backends. Without deterministic inference SGLang ignores `sampling_seed`.
-- Batch-invariant kernels, which need an accelerator, are not enabled then. A matrix product's last bits depend on
-  the batch here: log-probs move by about 1e-5, and the sampled token practically never.
-- Garbage collection is not frozen after a skipped warm-up: SGLang asks for that before its port is open, and logs the
-  refused connection as if the start had failed. `SGLangServer` asks for it once the server answers.
-- Latent attention (DeepSeek) takes its absorbed form with the `torch_native` backend. SGLang picks the form by the
-  backend's name, knows none for this one, and lets it prefill with keys and values that it hands over but that this
-  backend takes from the cache, where the latents are.
-- Where MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang itself never removes.
+- Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
+  most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
+  at that point the parent has no accelerator and a single thread.
+- The `torch_native` attention backend is added to SGLang's list of backends for deterministic inference. Without
+  deterministic inference SGLang ignores `sampling_seed`.
+- Batch-invariant kernels, which need an accelerator, are not enabled. So the last bits of a matrix product depend on
+  the batch: log-probs change by about 1e-5, and the sampled token practically never.
+- Garbage collection is not frozen after a skipped warm-up. SGLang requests that before its port is open, and logs the
+  refused connection as if the start had failed. `SGLangServer` requests it once the server responds.
+- Latent attention (DeepSeek) uses its absorbed form with the `torch_native` backend. SGLang selects the form by the
+  name of the backend and has no entry for this one. It would prefill with explicit keys and values, but this backend
+  reads them from the cache, which contains the latents.
+- If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang itself never removes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megasync.importing import quick_imports
 
 
 def apply() -> None:
+    """Applies the changes to SGLang in this process."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import (
         DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
@@ -55,7 +56,7 @@ def apply() -> None:
 
     PortArgs.init_new = staticmethod(make_named_ports)
 
-    # SGLang sets "spawn" in the middle of its start; the last word has to come after that.
+    # SGLang sets "spawn" during its start, so "fork" must be set after that.
     set_environment = engine._set_envs_and_config
 
     def set_environment_and_fork(server_args: Any) -> None:
@@ -69,15 +70,16 @@ PATCH = Patch(
     name="sglang_cpu_launch",
     package="sglang",
     versions=("0.5.23",),
-    reason="start SGLang on a CPU by fork, let it sample from per-request seeds there, and attend right with latents",
+    reason="on a CPU: start SGLang by fork, sample with per-request seeds, and compute latent attention correctly",
     apply=apply,
 )
 
 
 def main(arguments: list[str]) -> None:
+    """Runs a server until it ends."""
     PATCH.needed()
     with quick_imports():
-        # The scheduler's, which is forked with it.
+        # Imported for the scheduler, which is forked with it.
         import sglang.srt.models.registry  # noqa: F401
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins

@@ -1,8 +1,8 @@
-"""A classifier's score in SGLang 0.5.23 is that of its checkpoint, and the same on every server.
+"""Zeroes a spurious bias of classifier heads in SGLang 0.5.23, so that scores are those of the checkpoint.
 
 SGLang gives the heads of Qwen2ForSequenceClassification and Qwen3ForSequenceClassification a bias, which these models
-do not have. No checkpoint fills it, so it keeps the random numbers that torch made it with: every server adds another
-constant to its scores. Here it starts at zero; a checkpoint that does have a bias is loaded over that as before.
+do not have. No checkpoint contains it, so it keeps its random initial values, and every server adds a different
+constant to its scores. With the patch the bias starts at zero; a checkpoint with a bias still overwrites it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATCH = Patch(
     name="sglang_score_bias",
     package="sglang",
     versions=("0.5.23",),
-    reason="classifiers of the Qwen families add a bias that no checkpoint has, a random number on each server",
+    reason="Qwen classifiers add a bias that no checkpoint contains and that is random on each server",
     apply=_apply,
     kinds=("cpu", "cuda"),
 )

@@ -1,9 +1,9 @@
-"""Lets CPU ranks run code that asks torch for the current CUDA device.
+"""Lets CPU ranks run code that queries the current CUDA device.
 
-Megatron passes `torch.cuda.current_device()` as the device of its communication buffers, calls
-`torch.cuda.synchronize()` around them, moves a tied embedding with `Tensor.cuda()` and, from 0.19 on, looks up the
-current stream before it reduces gradients. On a CPU the current device is the CPU, there is nothing to wait for, a
-tensor is already where it belongs, and the one stream is torch's for the CPU.
+Megatron uses `torch.cuda.current_device()` as the device of its communication buffers, calls `torch.cuda.synchronize()`
+around them, moves a tied embedding with `Tensor.cuda()` and, from 0.19 on, looks up the current stream before it
+reduces gradients. With the patch the current device is the CPU, synchronising does nothing, `Tensor.cuda()` returns the
+tensor, and the current stream is torch's CPU stream.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ PATCH = Patch(
     package="torch",
     # 2.13.0 has a CPU build; 2.14.1 is the CUDA build that SGLang pins, where a run may still set cluster.device=cpu.
     versions=("2.13.0", "2.14.1"),
-    reason="Megatron asks for the current CUDA device, which a CPU build of torch refuses to name",
+    reason="Megatron queries the current CUDA device, which raises in a CPU build of torch",
     apply=_apply,
 )

@@ -1,7 +1,7 @@
-"""Opens verl's process group with gloo alone on a CPU.
+"""Opens verl's process group with gloo only if the device is the CPU.
 
-verl asks torch for one backend for the CPU and one for the device; when the device is the CPU, torch refuses the second.
-Applied by the CPU platform that the verl plugin registers, before verl's workers take the function's name.
+verl requests one backend for the CPU and one for the device. If the device is the CPU, torch rejects the second.
+Applied by the CPU platform of the verl plugin, before verl's workers import the function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Leaves a tensor where it is when verl pins it on a CPU.
+"""Makes `Tensor.pin_memory` return the tensor itself without an accelerator.
 
-verl's trainer with separate servers copies the trainer's weights to pinned memory. Without an accelerator there is nothing
-to pin memory for, and torch refuses. Applied by the CPU platform that the verl plugin registers.
+verl's trainer with separate servers copies the trainer's weights to pinned memory, which torch rejects without an
+accelerator. Applied by the CPU platform of the verl plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATCH = Patch(
     name="verl-cpu-pinning",
     package="verl",
     versions=("0.9.1",),
-    reason="verl copies a trainer's weights to pinned memory, which there is none of without an accelerator",
+    reason="verl copies weights to pinned memory, which requires an accelerator",
     apply=_apply,
     optional=True,
 )

@@ -1,6 +1,6 @@
 """Advantages, policy losses and off-policy corrections: pure functions of tensors, one file each.
 
-Nothing here knows of ranks, models or batches: callers reduce the sums that these functions return.
+Nothing here knows about ranks, models or batches. Callers reduce the returned sums over ranks.
 """
 
 from megasync.algorithms.advantages import group_advantages

@@ -1,4 +1,4 @@
-"""Truncated importance sampling: weights that undo the gap between the policy that sampled and the one that trains.
+"""Truncated importance sampling: weights that correct for the gap between the sampling and the training policy.
 
 Invariant: weights are finite, at most ``cap``, without gradient, and 0 outside the mask. The log-ratio is clamped
 before the exponential, so neither an infinite log-prob nor a masked NaN can reach a sum.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class ImportanceWeights(NamedTuple):
-    """``weights`` [tokens] float32, and ``capped`` [tokens] bool: where the ratio exceeded the cap."""
+    """``weights`` [tokens] float32, and ``capped`` [tokens] bool, true where the ratio exceeds the cap."""
 
     weights: Tensor
     capped: Tensor
@@ -30,17 +30,17 @@ def truncated_weights(
     cap: float,
     segments: Tensor | None = None,
 ) -> ImportanceWeights:
-    """``min(pi_trainer / pi_behaviour, cap)`` of each token (``level="token"``) or each sequence (``"sequence"``).
+    """``min(pi_trainer / pi_behaviour, cap)`` per token (``level="token"``) or per sequence (``"sequence"``).
 
-    All tensors are [tokens]; ``mask`` is non-zero on trained tokens; ``segments`` is int64, the index of each token's
-    sequence, and is needed for ``"sequence"``: every sequence must be in this call whole. A sequence's ratio is the
-    geometric mean over its trained tokens, so its size does not depend on the length; all its tokens share the weight.
+    All tensors are [tokens]. ``mask`` is non-zero on trained tokens. ``segments`` (int64, the index of each token's
+    sequence) is required for ``"sequence"``, and every sequence must be complete. The ratio of a sequence is the
+    geometric mean over its trained tokens, so it does not grow with the length; all its tokens share the weight.
 
     Token level: truncated importance sampling (Ionides 2008) for the behaviour/proximal part of AReaL's decoupled
     objective (Fu et al. 2025, arXiv 2505.24298, section 5.2). Sequence level: the same with the length-normalised ratio
     of GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7).
 
-    Raises ValueError for an unknown level, or when a sequence's weight is asked for without ``segments``.
+    Raises ValueError for an unknown level, and for ``"sequence"`` without ``segments``.
     """
     keep = mask.bool()
     log_ratio = torch.where(keep, trainer_logprobs.float() - behaviour_logprobs.float(), 0.0)
@@ -56,7 +56,7 @@ def truncated_weights(
 
 
 def _mean_of_segment(values: Tensor, keep: Tensor, segments: Tensor) -> Tensor:
-    """Each token gets the mean of its segment's kept values; [tokens] -> [tokens]. Values outside ``keep`` are 0."""
+    """The mean of the kept values of each token's segment, [tokens]. Values outside ``keep`` must be 0."""
     if not values.numel():
         return values
     segments = torch.where(keep, segments, 0)

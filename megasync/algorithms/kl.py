@@ -1,6 +1,6 @@
-"""Per-token estimators of KL(policy || reference) from one sampled token (Schulman 2020, "Approximating KL Divergence").
+"""Per-token estimators of KL(policy || reference) from a sampled token (Schulman 2020, "Approximating KL Divergence").
 
-Invariant: the exponential in k3 sees at most ``MAX_LOG_RATIO``, so the estimate is finite for finite log-probs.
+Invariant: the exponent in k3 is at most ``MAX_LOG_RATIO``, so the estimate is finite for finite log-probs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# e^20 is half a billion: far beyond any ratio a healthy run shows, far below float32's limit even after a sum.
+# e^20 is half a billion: far above any ratio of a healthy run, and far below the float32 limit, even after a sum.
 MAX_LOG_RATIO = 20.0
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """``log pi - log ref``: unbiased, either sign. As a loss its expected gradient on fresh samples is zero."""
+    """``log pi - log ref``: unbiased, of either sign. As a loss its expected gradient on on-policy samples is zero."""
     return logprobs - reference_logprobs
 
 

@@ -1,8 +1,8 @@
-"""The policy loss: clipped surrogate, corrected for off-policy samples, plus optional KL and entropy terms.
+"""The policy loss: a clipped surrogate with off-policy correction, plus optional KL and entropy terms.
 
-Invariant: a masked token contributes nothing to any sum or gradient, whatever stands in it (NaN and infinity
-included). ``_kept`` guarantees this by replacing masked values *before* any arithmetic; multiplying by a mask
-afterwards would not, since ``inf * 0`` is NaN and so is its gradient.
+Invariant: a masked token contributes nothing to any sum or gradient, even if its value is NaN or infinite. ``_kept``
+guarantees this by replacing masked values *before* any arithmetic. Multiplying by a mask afterwards would not, because
+``inf * 0`` is NaN and so is its gradient.
 
 The formulas and their sources are in docs/algorithms.md.
 """
@@ -30,18 +30,18 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over the trained tokens of one microbatch; every input is [tokens], arithmetic is float32.
+    """The loss summed over the trained tokens of one microbatch. Inputs are [tokens]; arithmetic is float32.
 
-    ``logprobs`` carries the gradient (so may ``entropy``). ``old_logprobs`` are the trainer's before the step: pass
-    ``logprobs.detach()`` when there is one optimizer step per batch. ``behaviour_logprobs`` are the server's.
-    ``mask`` is non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is needed for
+    ``logprobs`` carries the gradient, and ``entropy`` may. ``old_logprobs`` are the trainer's before the step: pass
+    ``logprobs.detach()`` if there is one optimizer step per batch. ``behaviour_logprobs`` are the server's. ``mask`` is
+    non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is required for
     ``correction="sequence"``, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for ``entropy_coef > 0``.
 
     Returns the loss, a scalar to be divided by the *global* number of trained tokens, and detached float32 scalars:
-    ``tokens`` and, for each other key, a sum that divided by ``tokens`` is the mean. ``kl`` and ``entropy`` are there
-    only when the input they need was given.
+    ``tokens``, and sums whose quotients by ``tokens`` are means. ``kl`` and ``entropy`` are present only if their
+    inputs are given.
 
-    Raises ConfigError when ratio and correction contradict each other, ValueError for an input that is missing.
+    Raises ConfigError if ratio and correction contradict each other, and ValueError if a required input is missing.
     """
     if config.ratio == "behaviour" and config.correction != "none":
         raise ConfigError(
@@ -84,17 +84,18 @@ def policy_loss(
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:
+    """The values in float32, with 0 outside ``keep``; [tokens]."""
     return torch.where(keep, values.float(), 0.0)
 
 
 def _clipped_surrogate(
     config: AlgorithmConfig, logprobs: Tensor, denominator: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The surrogate [tokens], and bool [tokens] where PPO's clip and where dual clip determined it.
+    """The surrogate [tokens], and two bool masks [tokens]: where PPO's clip applied, and where dual clip applied.
 
-    PPO takes ``min(ratio A, clip(ratio) A)``, with separate bounds on either side. For ``A < 0`` that has no lower
-    bound, because the ratio has no upper one. Dual clip takes ``max(., dual_clip A)`` there: such a token keeps a
-    constant surrogate and so has no gradient (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    PPO takes ``min(ratio A, clip(ratio) A)``, with separate lower and upper bounds. For ``A < 0`` this is unbounded
+    below, because the ratio is unbounded above. Dual clip then takes ``max(., dual_clip A)``: such a token has a
+    constant surrogate and so no gradient (Ye et al. 2020, arXiv 1912.09729, equation 5).
     """
     ratio = (logprobs - denominator).clamp(max=MAX_LOG_RATIO).exp()
     free = ratio * advantages

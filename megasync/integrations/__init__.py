@@ -1,1 +1,1 @@
-"""megasync's parts inside other people's training systems, each a thin adapter over the same engine."""
+"""megasync inside other training systems: thin adapters over the same engine."""

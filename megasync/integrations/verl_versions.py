@@ -1,4 +1,4 @@
-"""Which verl the plugin is for. Outside its package, which cannot be imported without verl."""
+"""The verl versions that the plugin supports. Outside the plugin's package, which cannot be imported without verl."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megasync.errors import ConfigError
 
-# verl's engine interface is declared to change; each version here has been tested.
+# verl announces that its engine interface will change; every version here is tested.
 SUPPORTED = ("0.9.1",)
 
 
@@ -14,15 +14,15 @@ def check_version() -> str:
     """The installed version of verl.
 
     Raises:
-        ConfigError: verl is missing, or of a version that this plugin does not know.
+        ConfigError: verl is not installed, or its version is not supported.
     """
-    wanted = " or ".join(SUPPORTED)
+    supported = " or ".join(SUPPORTED)
     try:
         found = version("verl")
     except PackageNotFoundError:
-        raise ConfigError(f"megasync's verl plugin needs verl {wanted}, and none is installed") from None
+        raise ConfigError(f"megasync's verl plugin needs verl {supported}, which is not installed") from None
     if found not in SUPPORTED:
         raise ConfigError(
-            f"megasync's verl plugin is for verl {wanted}, and {found} is installed; install verl=={wanted}"
+            f"megasync's verl plugin needs verl {supported}, but {found} is installed; install verl=={supported}"
         )
     return found

@@ -57,7 +57,8 @@ def read_hosts(source: str) -> list[Host]:
     if any(host.pool for host in hosts) and not all(host.pool for host in hosts):
         unassigned = next(host.name for host in hosts if not host.pool)
         raise ConfigError(
-            f"host {unassigned!r} has no pool but other hosts do; give every host a pool ({', '.join(NODE_POOLS)}) or none"
+            f"host {unassigned!r} has no pool but other hosts do; give every host a pool "
+            f"({', '.join(NODE_POOLS)}) or none"
         )
     if hosts[0].pool and {host.pool for host in hosts} != set(NODE_POOLS):
         raise ConfigError(f"every host is in pool {hosts[0].pool!r}; name hosts for each pool: {', '.join(NODE_POOLS)}")

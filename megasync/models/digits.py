@@ -1,13 +1,17 @@
 """The tiny model of the quickstart: a Qwen3 with random weights and one token per character of the digit tasks.
 
-Two KV heads, so that it splits over two tensor-parallel ranks like a large model does.
+It has two KV heads, so that it shards over two tensor-parallel ranks like a large model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasync.data.digits import CHARACTERS, END_TOKEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SEED = 0
 SIZES = {
@@ -25,7 +29,7 @@ SIZES = {
 
 
 def write_digits(out: Path, seed: int = SEED) -> None:
-    """Writes config, float32 weights drawn from `seed`, and the tokenizer into `out`."""
+    """Writes config, random float32 weights from `seed`, and the tokenizer into `out`."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -38,15 +42,15 @@ def write_digits(out: Path, seed: int = SEED) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = Qwen3ForCausalLM(config).float()
     model.save_pretrained(out)
     digits_tokenizer().save_pretrained(out)
 
 
-def digits_tokenizer():
+def digits_tokenizer() -> PreTrainedTokenizerFast:
     """A `PreTrainedTokenizerFast` with one token per character; only the end token is special.
 
-    Signs and the unknown mark stay visible in decoded text, so a reward that reads text sees every token.
+    Signs and the unknown token stay visible in decoded text, so a reward that reads text sees every token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,5 +1,5 @@
-"""The trainer pool's room: Megatron ranks that hold the policy, score tokens and take optimizer steps.
+"""Megatron ranks that hold the policy, score tokens and take optimizer steps. Imports no Ray.
 
-Nothing here imports Ray, and only `policy` knows about groups and rewards. `MegatronEngine` (engine) holds the model,
-`PolicyTrainer` (policy) turns groups into steps; import them from their modules, after the process has been prepared.
+`MegatronEngine` (engine) holds the model; `PolicyTrainer` (policy) turns groups into optimizer steps and is the only
+part that knows about groups and rewards. Import them from their modules, after `Device.prepare_process`.
 """

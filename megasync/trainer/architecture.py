@@ -1,7 +1,7 @@
-"""Which options of a Hugging Face config.json the trainer implements. Imports neither torch nor Megatron.
+"""Checks that the trainer implements a Hugging Face config.json. Imports neither torch nor Megatron.
 
-The sizes and parameters of a model type are the layout table's business (`sync.families`); this is about what its
-layers compute. An option that is not listed here is one that does not change the computation of the supported types.
+The sizes and parameters of a model type are defined by the layout table (`layout.families`); this module checks what
+its layers compute. Options that are not listed here do not change the computation of the supported types.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig
     from megasync.layout.layout import Layout
 
-# Options that change the computation, and the only value that is implemented; absent means that value.
+# Options that change the computation, and the only implemented value, which is also the default.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 REQUIRED = ("rms_norm_eps",)
-# Kinds of rotary scaling, and the constants that each needs.
+# Kinds of rotary scaling, and the constants that each requires.
 ROPE_TYPES = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -28,7 +28,7 @@ ROPE_TYPES = {
 
 
 def check_architecture(hf_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that is not implemented, naming it and what is."""
+    """Raises ConfigError for an option that is not implemented."""
     for key, value in FIXED.items():
         if hf_config.get(key, value) != value:
             raise ConfigError(f"{key}={hf_config[key]!r} in config.json is not supported; only {value!r} is")
@@ -40,7 +40,7 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_routing(hf_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for sigmoid routing that Megatron computes otherwise than Hugging Face and SGLang."""
+    """Raises ConfigError for sigmoid routing that Megatron computes differently from Hugging Face and SGLang."""
     family = family_of(hf_config)
     if not family.has_router_bias:
         return
@@ -48,20 +48,20 @@ def _check_routing(hf_config: Mapping[str, Any]) -> None:
     topk, chosen = config["num_experts_per_tok"], config["topk_group"]
     if topk < 2:
         raise ConfigError(
-            f"num_experts_per_tok={topk} in config.json is not supported; Megatron leaves its weight as is"
+            f"num_experts_per_tok={topk} in config.json is not supported: Megatron does not normalise a single weight"
         )
     if chosen < config["n_group"] and topk // chosen != 2:
         raise ConfigError(
-            f"num_experts_per_tok={topk} with topk_group={chosen} in config.json is not supported: Megatron ranks groups "
-            f"of experts by their best {topk // chosen}, Hugging Face and SGLang by their best 2"
+            f"num_experts_per_tok={topk} with topk_group={chosen} in config.json is not supported: Megatron ranks "
+            f"groups of experts by their best {topk // chosen}, Hugging Face and SGLang by their best 2"
         )
 
 
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope section of a config.json, old spelling (``rope_theta``, ``rope_scaling``) or new (``rope_parameters``).
+    """The rope options of a config.json, in the old form (``rope_theta``, ``rope_scaling``) or ``rope_parameters``.
 
     Raises:
-        ConfigError: no base frequency, or a kind of scaling that is not implemented or lacks a constant.
+        ConfigError: the base frequency is missing, or the scaling is not implemented or lacks a constant.
     """
     family = family_of(hf_config)
     hf_config = {**family.defaults, **hf_config}
@@ -84,11 +84,11 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for a split of expert layers that Megatron does not train."""
+    """Raises ConfigError for a parallelism of expert layers that Megatron cannot train."""
     if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         raise ConfigError(
-            f"the model has experts, and trainer.tensor_parallel={trainer.tensor_parallel} then needs "
-            f"trainer.sequence_parallel=true: Megatron deals tokens out to experts by tensor-parallel rank"
+            f"the model has experts, so trainer.tensor_parallel={trainer.tensor_parallel} requires "
+            f"trainer.sequence_parallel=true: Megatron dispatches tokens to experts per tensor-parallel rank"
         )
     if trainer.moe_aux_loss and not layout.sizes.experts:
-        raise ConfigError(f"trainer.moe_aux_loss={trainer.moe_aux_loss} balances experts, but the model has none")
+        raise ConfigError(f"trainer.moe_aux_loss={trainer.moe_aux_loss} requires experts, but the model has none")

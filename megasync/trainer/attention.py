@@ -1,8 +1,8 @@
 """Causal attention over packed segments, for layers without Transformer Engine.
 
-Megatron's local attention refuses packed tokens. Here segments of similar length are padded to a rectangle and
-computed by one call of torch's scaled dot product attention; padding stands behind each segment, where causality hides
-it. Moving tokens into rectangles and back is a pure gather in both directions of autograd, because every token has
+Megatron's local attention does not support packed tokens. Here, segments of similar length are padded to a rectangle
+and computed by one call of torch's scaled dot product attention. Padding follows each segment, where the causal mask
+hides it. Moving tokens into rectangles and back is a gather in both directions of autograd, because every token has
 exactly one place in one rectangle (`AttentionPlan.place`, `AttentionPlan.token`).
 """
 
@@ -19,17 +19,17 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Segments share a rectangle when their lengths lie within this ratio, which bounds the wasted work at its square. All
-# lengths up to SHORT share one: there, a call costs more than the padding.
+# Segments share a rectangle if their lengths are within this ratio, which bounds the wasted work by its square. All
+# lengths up to SHORT share one, because there a call costs more than the padding.
 RATIO = 1.3
 SHORT = 32
-# On a CPU, torch's kernel for 16-bit floats needs twice the time of plain matrix products as long as the scores of one
-# head (queries x keys) are no more than this; beyond, their memory counts.
+# On a CPU, torch's kernel for 16-bit floats takes twice the time of plain matrix products up to this many scores per
+# head (queries x keys). Above, the memory of the scores matters more.
 FEW_SCORES = 2**16
 
 
 class Segment(NamedTuple):
-    """A run of packed tokens. ``prefix`` is the index of the segment that it continues, or None."""
+    """A range of packed tokens. ``prefix`` is the index of the segment that it continues, or None."""
 
     start: int
     length: int
@@ -37,17 +37,25 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """``batch`` segments padded to ``length``. When they continue prompts: ``source`` is the rectangle that holds those
-    prompts, ``source_rows`` [batch] the row of each, and ``mask`` [batch, 1, length, prompt length + length] is true
-    where a query may look.
+class Prefixes:
+    """The prompts that the segments of a rectangle continue.
+
+    ``source`` is the rectangle of the prompts, ``rows`` [batch] the row of each prompt in it, and ``mask`` [batch, 1,
+    length, prompt length + length] is true where a query may attend.
     """
+
+    source: int
+    rows: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """``batch`` segments padded to ``length``; ``prefixes`` if they continue prompts."""
 
     batch: int
     length: int
-    source: int | None = None
-    source_rows: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    prefixes: Prefixes | None = None
 
     @property
     def places(self) -> int:
@@ -58,8 +66,8 @@ class Rectangle:
 class AttentionPlan:
     """Rectangles of one microbatch, roots before those that continue them.
 
-    ``token`` [places]: which token stands at each place, counted over all rectangles; ``tokens`` (one past the last)
-    at padding. ``place`` [tokens]: where each token stands.
+    ``token`` [places]: the token at each place, counted over all rectangles, or the number of tokens for padding.
+    ``place`` [tokens]: the place of each token.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -68,15 +76,16 @@ class AttentionPlan:
 
 
 def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
-    """Sorts segments into rectangles; made once per microbatch and used by every layer."""
+    """Groups segments into rectangles; computed once per microbatch and used by every layer."""
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
         root = -1 if segment.prefix is None else _rung(segments[segment.prefix].length)
         kinds.setdefault((root, _rung(segment.length)), []).append(index)
-    # Roots (-1) sort before everything that refers to them.
+    # Roots (-1) sort before the segments that continue them.
     order = sorted(kinds)
     tokens = sum(segment.length for segment in segments)
-    rectangles, places = [], []
+    rectangles: list[Rectangle] = []
+    places: list[torch.Tensor] = []
     row_of = {index: row for members in kinds.values() for row, index in enumerate(members)}
     for kind in order:
         members = kinds[kind]
@@ -89,16 +98,10 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
             rectangles.append(Rectangle(len(members), length))
             continue
         source = order.index((-1, kind[0]))
-        prefixes = [segments[index].prefix for index in members]
-        rectangles.append(
-            Rectangle(
-                len(members),
-                length,
-                source,
-                torch.tensor([row_of[prefix] for prefix in prefixes]).to(device),
-                _mask([segments[prefix].length for prefix in prefixes], rectangles[source].length, length).to(device),
-            )
-        )
+        roots = [root for index in members if (root := segments[index].prefix) is not None]
+        rows = torch.tensor([row_of[root] for root in roots])
+        mask = _mask([segments[root].length for root in roots], rectangles[source].length, length)
+        rectangles.append(Rectangle(len(members), length, Prefixes(source, rows.to(device), mask.to(device))))
     token = torch.cat(places)
     place = torch.empty(tokens + 1, dtype=torch.int64)
     place[token] = torch.arange(len(token))
@@ -106,21 +109,22 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
 
 
 def _rung(length: int) -> int:
+    """The class of similar lengths that a length belongs to."""
     return 0 if length <= SHORT else math.ceil(math.log(length / SHORT, RATIO))
 
 
 def _mask(prefix_lengths: list[int], prefix: int, length: int) -> torch.Tensor:
-    """[batch, 1, length, prefix + length]: all of one's own prompt, and one's own tokens up to the query."""
-    looks_back = torch.arange(prefix) < torch.tensor(prefix_lengths)[:, None]
+    """[batch, 1, length, prefix + length]: a query attends to its whole prompt and to its segment up to itself."""
+    prompt = torch.arange(prefix) < torch.tensor(prefix_lengths)[:, None]
     own = torch.ones(length, length, dtype=torch.bool).tril()
     rows = len(prefix_lengths)
-    return torch.cat((looks_back[:, None, :].expand(rows, length, prefix), own.expand(rows, -1, -1)), dim=-1)[:, None]
+    return torch.cat((prompt[:, None, :].expand(rows, length, prefix), own.expand(rows, -1, -1)), dim=-1)[:, None]
 
 
 class _Take(torch.autograd.Function):
-    """``rows[index]``, where one past the last row is a row of zeros; ``inverse`` is the same in the other direction.
+    """``rows[index]``, where the index after the last row yields zeros; ``inverse`` is the index of the way back.
 
-    The gradient is a gather by ``inverse``, much faster on a CPU than the scattered addition that indexing would need.
+    The gradient is a gather by ``inverse``, on a CPU much faster than the scatter-add of ordinary indexing.
     """
 
     @staticmethod
@@ -129,7 +133,9 @@ class _Take(torch.autograd.Function):
         return _take(rows, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         return _take(grad, ctx.saved_tensors[1]), None, None
 
 
@@ -139,13 +145,21 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, index)
 
 
-def attend(
+def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of packed tokens: query [tokens, heads, dim], key [tokens, groups, dim], value [tokens, groups, value dim]
-    -> [tokens, heads, value dim].
+    """Attention of packed tokens.
+
+    Args:
+        query: [tokens, heads, dim].
+        key: [tokens, groups, dim].
+        value: [tokens, groups, value dim].
+        scale: of the scores; dim ** -0.5 by default.
+
+    Returns:
+        [tokens, heads, value dim].
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    softmax_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
     shapes = [(rectangle.batch, rectangle.length) for rectangle in plan.rectangles]
     sizes = [rectangle.places for rectangle in plan.rectangles]
 
@@ -158,11 +172,13 @@ def attend(
     queries, keys, values = place(query), place(key), place(value)
     outputs = []
     for rectangle, q, k, v in zip(plan.rectangles, queries, keys, values, strict=True):
-        if rectangle.source is not None:
-            k = torch.cat((keys[rectangle.source].index_select(0, rectangle.source_rows), k), dim=2)
-            v = torch.cat((values[rectangle.source].index_select(0, rectangle.source_rows), v), dim=2)
+        mask = None
+        if prefixes := rectangle.prefixes:
+            k = torch.cat((keys[prefixes.source].index_select(0, prefixes.rows), k), dim=2)
+            v = torch.cat((values[prefixes.source].index_select(0, prefixes.rows), v), dim=2)
+            mask = prefixes.mask
         plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
-        out = (_plain_attention if plain else _fused_attention)(q, k, v, rectangle.mask, scale)
+        out = (_plain_attention if plain else _fused_attention)(q, k, v, mask, softmax_scale)
         outputs.append(out.transpose(1, 2).reshape(rectangle.places, query.shape[1], value.shape[2]))
     return _Take.apply(torch.cat(outputs), plan.place, plan.token)
 
@@ -176,7 +192,7 @@ def _fused_attention(
 def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """The same as `_fused_attention`, with the heads of a group folded into the rows of one product."""
+    """Equal to `_fused_attention`, with the heads of a group folded into the rows of one matrix product."""
     batch, heads, length, dim = q.shape
     groups = k.shape[1]
     if mask is None:
@@ -188,7 +204,7 @@ def _plain_attention(
 
 
 class TreeAttention(torch.nn.Module):
-    """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` says who attends to whom."""
+    """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -204,4 +220,4 @@ class TreeAttention(torch.nn.Module):
         packed_seq_params: Any,
         **_: Any,
     ) -> torch.Tensor:
-        return attend(query, key, value, packed_seq_params.plan, self._scale)
+        return packed_attention(query, key, value, packed_seq_params.plan, self._scale)

@@ -1,7 +1,7 @@
-"""A microbatch as tensors: packed token ids, the segments they form, and the rows whose logits are wanted.
+"""A microbatch as tensors: packed token ids, their segments, and the rows whose logits are needed.
 
-A *segment* is a run of packed tokens that attends causally to itself and, when it continues a prompt, to all of that
-prompt's segment. A tree with one sample is a single segment; otherwise its prompt and each response is one.
+A *segment* is a range of packed tokens that attends causally to itself and, if it continues a prompt, to the whole
+segment of that prompt. A tree with one sample is a single segment; otherwise its prompt and each response are segments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from megasync.trainer.packing import Microbatch, Sample, Tree
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """What Megatron hands down to attention and rotary embedding, with the fields that this package adds.
+    """What Megatron passes to attention and rotary embedding, with additional fields.
 
-    ``rows`` [targets]: packed position whose hidden state predicts each target. ``positions`` [tokens]: of each token
-    in its sequence, and ``plan``: how to attend; both None for Transformer Engine, which goes by ``cu_seqlens``.
+    ``rows`` [targets] are the packed positions whose hidden states predict the targets. ``positions`` [tokens] are the
+    positions of tokens in their sequences, ``plan`` says how to attend; both are None for Transformer Engine, which
+    uses ``cu_seqlens``.
     """
 
     rows: torch.Tensor | None = None
@@ -34,9 +35,8 @@ class PackedTokens(PackedSeqParams):
 class Batch:
     """One microbatch on its device.
 
-    Shapes: ``ids`` [1, tokens]; ``targets`` [targets], grouped by sample in the order of ``samples``, whose
-    ``counts`` say how many targets each has. ``counted`` false marks a masked copy; the last ``padding`` tokens fill
-    the microbatch up.
+    ``ids`` are [1, tokens]. ``targets`` [targets] are grouped by sample, in the order of ``samples``; ``counts`` are
+    the numbers of targets per sample. ``counted`` is false for a masked copy. The last ``padding`` tokens are padding.
     """
 
     ids: torch.Tensor
@@ -55,13 +55,13 @@ class Batch:
 
     @property
     def segments(self) -> torch.Tensor:
-        """Which sample each target belongs to, as 0, 1, 2, ...; int64 [targets]."""
+        """The index into ``samples`` of each target's sample; int64 [targets]."""
         counts = torch.tensor(self.counts, device=self.targets.device)
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.targets.device), counts)
 
 
-class _Layout:
-    """Grows the packed run tree by tree."""
+class _Packing:
+    """Builds a packed microbatch tree by tree."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -73,7 +73,7 @@ class _Layout:
         self.counts: list[int] = []
 
     def add_segment(self, ids: Sequence[int], first_position: int = 0, prefix: int | None = None) -> int:
-        """Appends a run of tokens; returns where it starts."""
+        """Appends a segment; returns its first packed position."""
         start = len(self.ids)
         self.ids += ids
         self.positions += range(first_position, first_position + len(ids))
@@ -105,44 +105,43 @@ class _Layout:
 def make_batch(
     microbatch: Microbatch, samples: Sequence[Sample], *, multiple: int, device: torch.device, flavour: str
 ) -> Batch:
-    """Tensors of one microbatch; the token count is padded to its room, and to a ``multiple``, by a segment that nothing
-    reads.
+    """The tensors of one microbatch, padded to its room and to a multiple of ``multiple`` tokens by an unused segment.
 
-    ``flavour`` is the layer spec's: "te" for plain sequences, "local" for trees.
+    ``flavour`` is that of the layer spec: "te" for plain sequences, "local" for trees.
     """
-    layout = _Layout()
+    packing = _Packing()
     for tree in microbatch.trees:
-        layout.add_tree(tree, samples)
-    padding = max(microbatch.room - len(layout.ids), 0)
-    padding += -(len(layout.ids) + padding) % multiple
+        packing.add_tree(tree, samples)
+    padding = max(microbatch.room - len(packing.ids), 0)
+    padding += -(len(packing.ids) + padding) % multiple
     if padding:
-        layout.add_segment([0] * padding)
+        packing.add_segment([0] * padding)
 
     def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    rows = tensor(layout.rows)
+    rows = tensor(packing.rows)
     if flavour == "te":
-        lengths = [segment.length for segment in layout.segments]
+        lengths = [segment.length for segment in packing.segments]
         starts = tensor([0, *accumulate(lengths)], torch.int32)
         packed = PackedTokens("thd", starts, starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), rows=rows)
     else:
-        whole = tensor([0, len(layout.ids)], torch.int32)
+        whole = tensor([0, len(packing.ids)], torch.int32)
         packed = PackedTokens(
             "thd",
             whole,
             whole,
-            max_seqlen_q=len(layout.ids),
-            max_seqlen_kv=len(layout.ids),
+            max_seqlen_q=len(packing.ids),
+            max_seqlen_kv=len(packing.ids),
             rows=rows,
-            positions=tensor(layout.positions),
-            plan=plan_attention(layout.segments, device),
+            positions=tensor(packing.positions),
+            plan=plan_attention(packing.segments, device),
         )
     return Batch(
-        ids=tensor(layout.ids)[None],
-        targets=tensor(layout.targets),
-        samples=tuple(layout.samples),
-        counts=tuple(layout.counts),
+        ids=tensor(packing.ids)[None],
+        targets=tensor(packing.targets),
+        samples=tuple(packing.samples),
+        counts=tuple(packing.counts),
         packed=packed,
         counted=microbatch.counted,
         padding=padding,

@@ -1,13 +1,14 @@
-"""Sharded checkpoints that are either whole or absent.
+"""Sharded checkpoints that are either complete or absent.
 
-All ranks write into ``<path>.partial``, and each syncs its files to the disk: on a network file system no other host can
-do that for it. Only when every rank has finished does rank 0 add the marker COMPLETE and rename the folder, durably.
-Whatever goes wrong before that leaves earlier checkpoints as they were, and no folder with the final name. Tensors are read back without unpickling objects.
+All ranks write into ``<path>.partial``, and each syncs its own files to disk, because on a network file system no other
+host can. Only after every rank has finished does rank 0 write the marker COMPLETE and durably rename the folder. A
+failure before that leaves no folder with the final name and does not touch earlier checkpoints. Tensors are loaded
+without unpickling objects.
 
-    <path>/model-{rank}.safetensors         weights, each written by the first of the ranks that hold it
+    <path>/model-{rank}.safetensors         weights, each written by the first rank that holds it
     <path>/optimizer-{rank}.pt              moments, main weights and random state of each rank
     <path>/layout.json                      topology, layer spec, dtype and the model's config.json
-    <path>/state.json                       what the caller wants back
+    <path>/state.json                       the caller's state
     <path>/COMPLETE
 """
 
@@ -40,7 +41,7 @@ FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank contributes to a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     layout: Layout
     dtype: str
@@ -50,57 +51,57 @@ class Shard:
 
 
 def step_path(run_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint of a training step lies."""
+    """The path of the checkpoint of a training step."""
     return Path(run_dir) / FOLDER / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The training step of a checkpoint that `step_path` named."""
+    """The training step of a checkpoint path from `step_path`."""
     return int(path.name.removeprefix("step-"))
 
 
 def complete(run_dir: str | Path) -> list[Path]:
-    """All whole checkpoints of a run, oldest first."""
+    """All complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER
     found = folder.glob("step-*") if folder.is_dir() else ()
     return sorted(path for path in found if (path / MARKER).is_file())
 
 
 def latest(run_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
+    """The newest complete checkpoint of a run, or None."""
     return next(reversed(complete(run_dir)), None)
 
 
 def prune(run_dir: str | Path, keep: int) -> list[Path]:
-    """Removes all but the newest ``keep`` whole checkpoints, and what broken saves left; returns what was removed.
+    """Removes all but the newest ``keep`` complete checkpoints, and the remains of failed saves.
 
-    Call it from one process, while no save is running.
+    Returns the removed paths. Call it from one process, while no save is running.
     """
     folder = Path(run_dir) / FOLDER
-    doomed = complete(run_dir)[: -keep or None] if keep > 0 else []
-    doomed += sorted(folder.glob(f"step-*{PARTIAL}"))
-    for path in doomed:
+    removed = complete(run_dir)[: -keep or None] if keep > 0 else []
+    removed += sorted(folder.glob(f"step-*{PARTIAL}"))
+    for path in removed:
         shutil.rmtree(path, ignore_errors=True)
-    return doomed
+    return removed
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The ``state`` that a whole checkpoint was saved with.
+    """The ``state`` that a complete checkpoint was saved with.
 
     Raises:
-        CheckpointError: there is no whole checkpoint at ``path``.
+        CheckpointError: there is no complete checkpoint at ``path``.
     """
     path = Path(path)
     if not (path / MARKER).is_file():
-        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MARKER} file")
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER} file")
     return json.loads((path / STATE).read_text())
 
 
 def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
-    """Writes a checkpoint; a collective over all ranks, which must see one file system.
+    """Writes a checkpoint. A collective over all ranks, which must share a file system.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write its part; nothing is left at ``path``.
+        CheckpointError: on every rank, if any rank could not write its part; nothing is left at ``path``.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -112,18 +113,18 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
     except CheckpointError:
         if shard.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        # No rank goes on while the remains still take up the disk.
+        # No rank continues before the remains are removed from the disk.
         all_agree(True, device)
         raise
     log.info("saved %s", path)
 
 
-def run_collectively(work: Callable[[], None], what: str, path: Path, device: torch.device) -> None:
-    """Runs ``work`` on every rank and fails on all of them if it failed on one."""
+def run_collectively(work: Callable[[], object], what: str, path: Path, device: torch.device) -> None:
+    """Runs ``work`` on every rank; raises CheckpointError on all ranks if it failed on one."""
     error: Exception | None = None
     try:
         work()
-    except Exception as caught:  # noqa: BLE001 - every kind of failure must be shared, or the other ranks wait forever
+    except Exception as caught:  # noqa: BLE001 - every failure must be shared, or the other ranks wait forever
         error = caught
     failure = first_failure(error, device)
     if failure is not None:
@@ -132,7 +133,7 @@ def run_collectively(work: Callable[[], None], what: str, path: Path, device: to
 
 def _make_room(path: Path, partial: Path) -> None:
     if path.exists():
-        raise FileExistsError(f"{path} exists already")
+        raise FileExistsError(f"{path} already exists")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
@@ -144,12 +145,14 @@ def _write_shard(partial: Path, shard: Shard) -> None:
 
 
 def _write_objects(saved: dict[str, Any], path: Path) -> None:
-    """`torch.save`, down to the disk, that raises the OSError of a failed write; torch only says that a position is wrong."""
+    """`torch.save` with fsync, which raises the OSError of a failed write; torch reports only a wrong position."""
     with path.open("wb") as file:
         try:
             torch.save(saved, file)
         except RuntimeError as error:
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 
@@ -163,7 +166,7 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
     atomic_write(partial / STATE, json.dumps(state, indent=1))
     atomic_write(partial / MARKER, "")
     durable_rename(partial, path)
-    # The folder of all checkpoints may be new too.
+    # The folder of all checkpoints may be new as well.
     fsync(path.parent.parent)
 
 
@@ -173,14 +176,14 @@ def load(
     """(weights, optimizer state, caller's state) of one rank; restores torch's random state. A collective.
 
     Raises:
-        CheckpointError: on every rank, when a file is missing or unreadable on any, or when the checkpoint was written
-            by another topology, layer spec or dtype.
+        CheckpointError: on every rank, if a file is missing or unreadable on any of them, or if the checkpoint has a
+            different topology, layer spec or dtype.
     """
     found: dict[str, Any] = {}
 
     def read() -> None:
         found["state"] = read_state(path)
-        _check_same(path, layout, dtype)
+        _check_layout(path, layout, dtype)
         with ShardFiles(path) as files:
             found["params"] = files.load(layout, rank)
         saved = torch.load(path / _optimizer_file(rank), map_location="cpu", weights_only=True)
@@ -191,7 +194,7 @@ def load(
     return found["params"], found["optimizer"], found["state"]
 
 
-def _check_same(path: Path, layout: Layout, dtype: str) -> None:
+def _check_layout(path: Path, layout: Layout, dtype: str) -> None:
     saved, saved_dtype = read_layout(path)
     for what, there, here in (
         ("topology", saved.topology, layout.topology),
@@ -202,6 +205,6 @@ def _check_same(path: Path, layout: Layout, dtype: str) -> None:
     ):
         if there != here:
             raise CheckpointError(
-                f"its {what} is {there}, this run's is {here}; resume with the same layout, or export the checkpoint "
-                f"and start from the exported model"
+                f"its {what} is {there}, but this run's is {here}; resume with the same layout, or export the "
+                f"checkpoint and start from the exported model"
             )

@@ -1,4 +1,4 @@
-"""Small agreements between all trainer ranks. Each function is a collective over the world; nothing is unpickled."""
+"""Small collectives over all trainer ranks. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def all_agree(ok: bool, device: torch.device) -> bool:
 
 
 def broadcast_json(value: Any, source: int, device: torch.device) -> Any:
-    """What rank ``source`` passed as ``value`` (anything that JSON can hold), on every rank."""
+    """Broadcasts a JSON value from rank ``source`` to every rank; other ranks' ``value`` is ignored."""
     sends = dist.get_rank() == source
     text = json.dumps(value).encode() if sends else b""
     length = torch.tensor([len(text)], device=device)
@@ -30,7 +30,7 @@ def broadcast_json(value: Any, source: int, device: torch.device) -> Any:
 
 
 def first_failure(error: BaseException | None, device: torch.device) -> str | None:
-    """Agrees whether any rank failed: None when none did, else what the lowest failing rank reports, on every rank."""
+    """None if no rank has an error, otherwise the error of the lowest failing rank; the same on every rank."""
     world = dist.get_world_size()
     failing = torch.tensor([world if error is None else dist.get_rank()], device=device)
     dist.all_reduce(failing, op=dist.ReduceOp.MIN)

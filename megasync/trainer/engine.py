@@ -1,13 +1,13 @@
-"""One rank of the policy under Megatron: load, score tokens, accumulate gradients, update, save. Free of Ray.
+"""One Megatron rank of the policy: load weights, score tokens, accumulate gradients, update, save.
 
 Every public method is a collective: all ranks call it with the same arguments in the same order. Token counts and
-packing are computed from those arguments, so ranks agree on them without communication; results are the same on every
+packing are computed from these arguments, so ranks agree on them without communication. Results are the same on every
 rank.
 
-A bfloat16 model holds bfloat16 weights, on a CPU too, with float32 gradients and main weights in the optimizer. The
-alternative, float32 weights under autocast, would cast every weight in every microbatch, and Megatron's own linear
-layers leave autocast in their backward pass. On a CPU with bfloat16 instructions a matrix product takes less than a
-quarter of the float32 time; and the weights that train are bit for bit those that are served.
+A bfloat16 model holds bfloat16 weights, also on a CPU, with float32 gradients and main weights in the optimizer.
+Float32 weights under autocast would be cast again in every microbatch, and Megatron's linear layers leave autocast in
+their backward pass. On a CPU with bfloat16 instructions a matrix product takes less than a quarter of the float32 time.
+The trained weights are bitwise those that are served.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -38,35 +42,35 @@ from megasync.trainer import checkpoint
 from megasync.trainer.architecture import check_architecture, check_experts
 from megasync.trainer.batch import Batch, make_batch
 from megasync.trainer.collectives import broadcast_json
-from megasync.trainer.forward_step import Evaluate, finalize_summed_grads, forward_step
 from megasync.trainer.logprobs import token_logprobs
-from megasync.trainer.model import build_chunks, named_weights, set_step_tokens
+from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
-from megasync.trainer.packing import Microbatch, Sample, level, pack
-from megasync.trainer.process_groups import open_groups
+from megasync.trainer.packing import Microbatch, Sample, pack, pad_alike
 from megasync.trainer.reference import ReferenceWeights
-from megasync.trainer.value_head import fresh_value_head
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); runs on the last pipeline stage.
+# (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); called on the last pipeline stage.
 LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (batch, this rank's logits [targets, columns], or a critic's values [targets, 1]) -> (loss, report); called on the
+# last pipeline stage.
+Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 
 class MegatronEngine:
-    """The constructor only reads and checks the configuration; torch.distributed must be up at `initialize`.
+    """One rank of a model. The constructor only validates the configuration; `initialize` needs torch.distributed.
 
     Args:
-        total_steps: training step at which the learning rate's decay ends.
-        seed: of Megatron's random states, and of a value head that the model folder does not have.
+        total_steps: training step at which the learning rate decay ends.
+        seed: for Megatron's random states, and for a value head that the model folder does not contain.
         trains: false for an engine that only scores; it has no gradients and no optimizer.
-        value_head: a critic; `run` hands values to ``evaluate`` where a policy has logits, and log-probs there are none.
+        value_head: builds a critic. `run` passes values instead of logits to ``evaluate``; log-probs are unavailable.
 
     Raises:
-        ConfigError: a world of another size than the layout's, or an architecture that is not supported.
+        ConfigError: the world size does not match the topology, or the architecture is not supported.
     """
 
     def __init__(
@@ -105,22 +109,24 @@ class MegatronEngine:
         self._reference: ReferenceWeights | None = None
 
     def initialize(self) -> None:
-        """Builds process groups, model and optimizer, and loads this rank's slices of the model folder.
+        """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
 
         Raises:
-            CheckpointError: the folder's weights do not fit its config.
+            CheckpointError: the weights in the folder do not match its config.json.
         """
         config = self.trainer_config
-        open_groups(self.topology)
+        open_process_groups(self.topology)
         model_parallel_cuda_manual_seed(self._seed)
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self.data_group = parallel_state.get_data_parallel_group()
+        # Megatron does not annotate these.
+        self._tensor_group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        self.data_group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
         self._chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self._params = named_weights(self._chunks)
-        absent = fresh_value_head(self.layout, self._seed) if self.layout.value_head else {}
-        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32, absent)
+        defaults = fresh_value_head(self.layout, self._seed) if self.layout.value_head else {}
+        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32, defaults)
         self._write(weights)
-        self._models: list = self._chunks
+        # The chunks wrapped for training; empty in an engine that only scores.
+        self._wrapped: list[DistributedDataParallel] = []
         if self._trains:
             self._prepare_training(weights)
         log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
@@ -131,20 +137,24 @@ class MegatronEngine:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
         )
-        self._models = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self._chunks]
+        self._wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self._chunks]
         self._chunks[0].config.finalize_model_grads_func = finalize_summed_grads
         self._optimizer = Optimizer(
-            self._models, config.optimizer, self.total_steps, self.dtype, self.device.torch_device
+            self._wrapped, config.optimizer, self.total_steps, self.dtype, self.device.torch_device
         )
         self._optimizer.start_from(self._params, weights)
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [*(self._wrapped or self._chunks)]
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters under the names of `Layout.params`."""
         return {name: param.data for name, param in self._params.items()}
 
     def memory(self) -> Memory:
-        """What this rank holds on its device besides activations; see `offload.Offload`."""
-        return memory_of(self._models, self._params.values(), self._optimizer if self._trains else None)
+        """The memory of this rank on its device except activations; see `offload.Offload`."""
+        return memory_of(self._wrapped, self._params.values(), self._optimizer if self._trains else None)
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -154,11 +164,11 @@ class MegatronEngine:
     # Computation
 
     def microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
-        """This data-parallel rank's share of the samples; as many microbatches as every other rank has."""
-        return self._share(self._pack(samples))
+        """The microbatches of this data-parallel rank; every rank has the same number."""
+        return self._own_microbatches(self._pack(samples))
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
-        """Every data-parallel rank's microbatches."""
+        """The microbatches of every data-parallel rank."""
         sizes = self.layout.sizes
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
         return pack(
@@ -170,24 +180,24 @@ class MegatronEngine:
             rounds=self.topology.pipeline if self.topology.virtual > 1 else 1,
         )
 
-    def _share(self, dealt: list[list[Microbatch]]) -> list[Microbatch]:
-        """This rank's own; level with those it exchanges tokens with, where the dispatcher cannot do without."""
+    def _own_microbatches(self, per_rank: list[list[Microbatch]]) -> list[Microbatch]:
+        """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it."""
         dp = self.coords.dp
         if not self.layout.sizes.experts or self.device.expert_dispatcher != "allgather":
-            return dealt[dp]
+            return per_rank[dp]
         peers = self.topology.expert_peers(dp)
-        return level(dealt, peers)[dp - peers.start]
+        return pad_alike(per_rank, peers)[dp - peers.start]
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: LossFunction, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Gradients of the summed loss of all samples, replacing those before; see `update`.
+        """Computes the gradients of the summed loss of all samples, replacing earlier gradients; see `update`.
 
-        ``loss`` must be normalised by a count over all samples already: gradients are summed over microbatches and
+        ``loss`` must already be normalised by a count over all samples: gradients are summed over microbatches and
         data-parallel ranks, never averaged.
 
         Returns:
-            Each sum that ``loss`` reports, over all microbatches and data-parallel ranks, with "loss" among them.
+            "loss" and every sum that ``loss`` reports, summed over all microbatches and data-parallel ranks.
         """
         self.zero_grad()
 
@@ -195,24 +205,26 @@ class MegatronEngine:
             value, sums = loss(batch, *self.score_logits(logits, batch, temperature))
             return value, {"loss": value.detach(), **sums}
 
-        return self._total(self._run(samples, evaluate, forward_only=False))
+        return self._sum_reports(self._run(samples, evaluate, forward_only=False))
 
     def zero_grad(self) -> None:
-        for model in self._models:
+        """Zeroes the gradients."""
+        for model in self._wrapped:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def update(self, step: int, loss_is_finite: bool) -> Update:
-        """One optimizer step with the gradients of `forward_backward`, or none at all if any rank objects."""
+        """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
+        value.
+        """
         return self._optimizer.step(step, loss_is_finite)
 
     def score(
         self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
     ) -> list[torch.Tensor]:
-        """Log-probs of each sample's scored tokens, float32 on the device, on every rank.
+        """Log-probs of each sample's scored tokens, float32 [scored] on the device, on every rank.
 
-        ``reference`` scores with the weights of `keep_reference` instead of the present ones, a block of the model at a
-        time; see `reference`.
+        ``reference`` scores with the weights of `keep_reference` instead of the current ones; see `reference`.
 
         Raises:
             TrainingError: ``reference`` without `keep_reference`.
@@ -229,24 +241,28 @@ class MegatronEngine:
                     found[starts[index] : starts[index + 1]] = part
             return logprobs.sum(), None
 
-        if reference and self._reference is None:
+        if not reference:
+            weights = nullcontext()
+        elif self._reference is not None:
+            weights = self._reference.applied()
+        else:
             raise TrainingError("there are no reference weights to score with; call keep_reference first")
-        with torch.no_grad(), self._reference.applied() if reference else nullcontext():
+        with torch.no_grad(), weights:
             self._run(samples, collect, forward_only=True)
-        # Every token was written by one rank, all others hold zero.
+        # One rank has written each token; all others hold zero there.
         dist.all_reduce(found)
         return [found[start:end] for start, end in pairwise(starts)]
 
     def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-prob of each token but the first of each sequence, at temperature 1."""
+        """Log-probs of all tokens of each sequence except the first, at temperature 1."""
         samples = [Sample(ids[:1], ids[1:], range(len(ids) - 1)) for ids in sequences if len(ids) > 1]
         scored = iter(self.score(samples) if samples else [])
         return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
 
     def _run(self, samples: Sequence[Sample], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
-        dealt = self._pack(samples)
-        counted = sum(item.tokens for mine in dealt for item in mine if item.counted)
-        return self.run(self._share(dealt), samples, counted, evaluate, forward_only=forward_only)
+        per_rank = self._pack(samples)
+        counted = sum(item.tokens for own in per_rank for item in own if item.counted)
+        return self.run(self._own_microbatches(per_rank), samples, counted, evaluate, forward_only=forward_only)
 
     def run(
         self,
@@ -257,14 +273,14 @@ class MegatronEngine:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's schedule over this rank's microbatches; what ``evaluate`` reports, on the last stage only.
+        """Runs Megatron's schedule over this rank's microbatches; the last stage returns the reports of ``evaluate``.
 
-        Gradients add up to those there are, and the sum is reduced over ranks; so call `zero_grad` before.
+        Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first.
 
         Args:
-            microbatches: as many on every rank, a multiple of the stages with an interleaved pipeline.
-            samples: those that the microbatches' trees name by index.
-            tokens: counted tokens of all microbatches on all data-parallel ranks; only experts need them.
+            microbatches: the same number on every rank; a multiple of the stages with an interleaved pipeline.
+            samples: those that the trees of the microbatches refer to by index.
+            tokens: counted tokens of all microbatches on all data-parallel ranks; used by expert layers only.
         """
         set_step_tokens(self._chunks, tokens)
         balanced = self.trainer_config.moe_aux_loss > 0
@@ -275,7 +291,7 @@ class MegatronEngine:
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
             num_microbatches=len(microbatches),
-            # Shapes travel with the tensors between stages, as microbatches differ in length.
+            # Ignored: microbatches differ in length, so stages send shapes along with tensors.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -293,13 +309,13 @@ class MegatronEngine:
             )
 
     def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy of each target of a batch, float32 [targets], from what `run` hands to ``evaluate``.
+        """Log-prob and entropy of each target, float32 [targets], from the logits that `run` passes to ``evaluate``.
 
         Raises:
             TrainingError: the engine has a value head.
         """
         if self.layout.value_head:
-            raise TrainingError("this engine has a value head, which gives no log-probs; make one without value_head")
+            raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
         return token_logprobs(
             logits,
             batch.targets,
@@ -308,13 +324,15 @@ class MegatronEngine:
             group=self._tensor_group,
         )
 
-    def _total(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Sums over microbatches and data-parallel ranks, from the last stage to every rank."""
+    def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
         last = self.topology.pipeline - 1
         totals: dict[str, float] = {}
         if self.coords.pp == last:
             names = sorted(reports[0])
-            values = torch.stack([sum(report[name].double() for report in reports) for name in names])
+            first, *others = reports
+            sums = [sum((report[name].double() for report in others), first[name].double()) for name in names]
+            values = torch.stack(sums)
             dist.all_reduce(values, group=self.data_group)
             totals = dict(zip(names, values.tolist(), strict=True))
         if last == 0:
@@ -324,13 +342,13 @@ class MegatronEngine:
     # Reference weights
 
     def keep_reference(self) -> None:
-        """Keeps a copy of the present weights in host memory, for `score` with ``reference``."""
+        """Copies the current weights to host memory, for `score` with ``reference``."""
         self._reference = ReferenceWeights(self._chunks, self.device)
 
     # Checkpoints
 
     def save(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint with ``state`` (JSON) inside; see `checkpoint.save`. Raises CheckpointError."""
+        """Writes a checkpoint that includes ``state`` (JSON); see `checkpoint.save`. Raises CheckpointError."""
         checkpoint.save(
             Path(path),
             checkpoint.Shard(
@@ -348,7 +366,7 @@ class MegatronEngine:
         """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.
 
         Raises:
-            CheckpointError: it is incomplete, or was written by another layout.
+            CheckpointError: the checkpoint is incomplete or has a different layout.
         """
         params, optimizer, state = checkpoint.load(
             Path(path), self.layout, self.model_config.dtype, self.rank, self.device.torch_device
@@ -359,5 +377,62 @@ class MegatronEngine:
         return state
 
     def close(self) -> None:
-        """Forgets Megatron's process groups; they end with torch.distributed.destroy_process_group."""
+        """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""
         parallel_state.destroy_model_parallel()
+
+
+def open_process_groups(topology: Topology) -> None:
+    """Opens Megatron's process groups, which several engines of one process share. A collective.
+
+    Raises:
+        ConfigError: groups of other sizes are already open in this process.
+    """
+    virtual = topology.virtual if topology.virtual > 1 else None
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            topology.tensor,
+            topology.pipeline,
+            virtual,
+            expert_model_parallel_size=topology.expert,
+            expert_tensor_parallel_size=topology.expert_tensor_size,
+            create_gloo_process_groups=False,
+        )
+        return
+    wanted = (topology.tensor, topology.pipeline, virtual, topology.expert, topology.expert_tensor_size)
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if found != wanted:
+        raise ConfigError(
+            f"Megatron's process groups are already open in this process with sizes {found} (tensor, pipeline, "
+            f"virtual, expert, expert tensor), but this engine needs {wanted}; use the same sizes for all "
+            f"engines of a process"
+        )
+
+
+def forward_step(
+    evaluate: Evaluate, balanced: bool, batches: Iterator[Batch], model: PolicyModel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
+    """Megatron's forward step: this stage's output, and the function that turns the last stage's logits into a loss.
+
+    ``balanced``: the model has a load-balancing loss, which needs to know which tokens count.
+    """
+    batch = next(batches)
+    uncounted = batch.uncounted if balanced else None
+    output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
+
+    def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, report = evaluate(batch, logits)
+        # Megatron sums these counts for a division that `finalize_summed_grads` skips.
+        return loss, torch.ones((), dtype=torch.int, device=logits.device), report
+
+    return output, finish
+
+
+def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **groups: Any) -> None:
+    """Megatron's gradient reduction over ranks without its division by a token count: the loss is normalised."""
+    finalize_model_grads(model, None, **groups)

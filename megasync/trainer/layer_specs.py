@@ -1,7 +1,7 @@
-"""Megatron's layers for each layer of a model chunk, in the local flavour or Transformer Engine's.
+"""Megatron layer specs for the layers of a model chunk, in the local or the Transformer Engine flavour.
 
-In the local flavour norm and attention are this package's own, because Megatron's refuse sequence parallelism and
-packed tokens. The Transformer Engine flavour has its grouped experts.
+The local flavour uses this package's norm and attention, because Megatron's local ones support neither sequence
+parallelism nor packed tokens. The Transformer Engine flavour uses grouped experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megasync.layout.layout import Layout
 from megasync.trainer.attention import TreeAttention
@@ -27,19 +27,15 @@ from megasync.trainer.routing import PolicyRouter
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm, marked so that Megatron reduces its weight's gradient under sequence parallelism.
-
-    Megatron's own wrapper around torch's norms refuses sequence parallelism.
-    """
+    """torch's RMSNorm with Megatron's constructor. Megatron's own wrapper does not support sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
-class _NormedOutput:
-    """Mixed into the linear layer that ends attention or an MLP: what is added to the residual is normed (GLM-4)."""
+class _NormedOutput(torch.nn.Module):
+    """Mixin for the last linear layer of attention or an MLP that normalises its output before the residual (GLM-4)."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
@@ -53,14 +49,15 @@ class _NormedOutput:
 def chunk_specs(
     config: TransformerConfig, layout: Layout, layers: range, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specs of a chunk's global ``layers``; ``rope`` comes from `architecture.rope_parameters`."""
+    """The specs of a chunk's ``layers`` (global indices); ``rope`` comes from `architecture.rope_parameters`."""
     kinds = [layer in layout.sizes.sparse_layers for layer in layers]
     specs = {sparse: _layer_spec(config, layout, sparse, flavour, rope) for sparse in set(kinds)}
     if flavour == "te":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
         final_norm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=final_norm)
+    # Megatron accepts a class here, although it does not declare so.
+    return TransformerBlockSubmodules([specs[kind] for kind in kinds], final_norm)  # pyright: ignore[reportArgumentType]
 
 
 def _layer_spec(
@@ -76,13 +73,14 @@ def _layer_spec(
         )
     else:
         spec = _local_spec(config, experts)
+    layer = _submodules(spec)
     if config.multi_latent_attention:
-        spec.submodules.self_attention.module = LatentAttention
-        spec.submodules.self_attention.params["rope"] = rope
+        layer.self_attention.module = LatentAttention
+        layer.self_attention.params["rope"] = rope
     if sparse:
-        _submodules(spec.submodules.mlp).router = PolicyRouter
+        _submodules(layer.mlp).router = PolicyRouter
     if _has_output_norms(layout):
-        attention, mlp = spec.submodules.self_attention.submodules, _submodules(spec.submodules.mlp)
+        attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
         attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
         mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
     return spec
@@ -95,20 +93,21 @@ def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
+    layer = _submodules(spec)
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
     attention.core_attention = TreeAttention
-    if config.multi_latent_attention:
+    if isinstance(config, MLATransformerConfig):
         attention.kv_layernorm = RMSNorm
-        # megatron-core 0.19 refuses a norm that has nothing to norm.
+        # megatron-core 0.19 rejects a norm without an input.
         attention.q_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
 
-def _submodules(part: ModuleSpec | partial) -> Any:
-    """The parts of a layer's part, which megatron-core 0.19 gives as arguments of its constructor."""
+def _submodules(part: ModuleSpec | partial[Any]) -> Any:
+    """The submodules of a spec; megatron-core 0.19 passes them as constructor arguments."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 

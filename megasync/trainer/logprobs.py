@@ -1,7 +1,7 @@
-"""Log-probs and entropy from logits whose vocabulary is split over tensor ranks.
+"""Log-probs and entropy from logits that are sharded over the vocabulary.
 
-No rank ever holds a row of the whole vocabulary, and nothing of the size of the logits is kept for the backward pass
-but the logits themselves. Columns of vocabulary padding count as -inf: they get no probability and no gradient.
+No rank ever holds a row of the whole vocabulary. The backward pass keeps nothing of the size of the logits except the
+logits. Padded vocabulary columns count as -inf: they have no probability and no gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Logits taken to float32 at a time; bounds the temporary memory (64 MiB a tensor).
+# Number of logits converted to float32 at a time; bounds temporary memory to 64 MiB per tensor.
 CHUNK_ELEMENTS = 16 * 2**20
 
 
@@ -57,7 +57,9 @@ class _VocabularyParallel(torch.autograd.Function):
         return sums[2] - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
+        ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, log_normaliser, entropy, local, mine = ctx.saved_tensors
         columns, grad = ctx.columns, torch.zeros_like(logits)
         for part in _chunks(len(logits), columns):
@@ -68,13 +70,15 @@ class _VocabularyParallel(torch.autograd.Function):
                 .sub_(log_normaliser[part, None])
             )
             p = log_p.exp()
-            if of_entropy is None:
-                total = p.mul_(-of_logprob[part, None])
-            else:
+            if of_entropy is not None:
                 slope = log_p.add_(entropy[part, None]).mul_(of_entropy[part, None])
                 if of_logprob is not None:
                     slope.add_(of_logprob[part, None])
                 total = p.mul_(slope.neg_())
+            elif of_logprob is not None:
+                total = p.mul_(-of_logprob[part, None])
+            else:
+                continue
             if of_logprob is not None:
                 total.scatter_add_(1, local[part, None], (of_logprob[part] * mine[part])[:, None])
             grad[part, :columns] = total.div_(ctx.temperature)
@@ -101,12 +105,12 @@ def token_logprobs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of its distribution; both differentiable, equal on all ranks of ``group``.
+    """Log-prob of each target and entropy of its distribution, differentiable and equal on all ranks of ``group``.
 
     Args:
-        logits: [targets, columns of this tensor rank], any floating dtype; ranks hold equal shares in rank order.
+        logits: [targets, columns of this tensor rank], any floating dtype; ranks hold equal shards in rank order.
         targets: int64 [targets], each below ``vocab_size``.
-        vocab_size: real columns over all ranks; those behind them are padding.
+        vocab_size: number of real columns over all ranks; the columns after them are padding.
         temperature: divides the logits, as the sampler does.
 
     Returns:

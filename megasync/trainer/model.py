@@ -1,7 +1,7 @@
-"""A Hugging Face config.json as Megatron GPTModels, one for each chunk of layers that a rank holds.
+"""Builds Megatron GPTModels from a Hugging Face config.json, one per chunk of layers that a rank holds.
 
-The parameters of the models built here are exactly those that `sync.layout.Layout.params` names for the rank;
-`build_chunks` checks that before it returns, so a model can neither miss a weight nor keep a random one.
+The parameters of these models are exactly those of `layout.Layout.params` for the rank. `build_chunks` checks this, so
+a model can neither miss a weight nor keep a random one.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from torch.nn.functional import silu
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
+from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
-from megasync.trainer.marks import mark_parameters
+from megasync.trainer.param_attributes import set_param_attributes
 from megasync.trainer.rotary import PackedRotary
 from megasync.trainer.routing import PolicyRouter, score_options
 
+# Standard deviation of a new value head if config.json gives none; that of Hugging Face.
+INITIALIZER_RANGE = 0.02
+
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage computes logits for the wanted rows of the hidden states only.
+    """A GPTModel whose last stage computes logits only for the requested rows of the hidden states.
 
-    A response of 8 tokens behind a prompt of 150 needs 8 rows of logits, not 158, and the output layer is a large part
+    A response of 8 tokens after a prompt of 150 needs 8 rows of logits, not 158, and the output layer is a large part
     of a small model. Under sequence parallelism rows are scattered over tensor ranks, so they are gathered first; the
-    gather's backward pass then does the reduction that the output layer would otherwise do.
+    backward pass of the gather then performs the reduction that the output layer would otherwise do.
     """
 
-    # Each tensor rank has a part of the output layer, and so computes a part of the hidden states' gradient.
+    # Each tensor rank has a shard of the output layer, and so computes a partial gradient of the hidden states.
     splits_output = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,28 +52,31 @@ class PolicyModel(GPTModel):
             self.output_layer.disable_grad_reduce = True
 
     def forward(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """``padding_mask`` [1, tokens] is true where a token does not count for the balance of experts."""
+        """``padding_mask`` [1, tokens] is true for tokens that do not count for load balancing."""
         if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
-            # Megatron scatters it together with the embeddings, which only the first stage has.
+            # Megatron scatters the mask together with the embeddings, which only the first stage has.
             rank, size = parallel_state.get_tensor_model_parallel_rank(), self.config.tensor_model_parallel_size
             padding_mask = padding_mask.chunk(size, dim=1)[rank]
         return super().forward(*args, padding_mask=padding_mask, **kwargs)
 
-    def _postprocess(self, hidden_states: torch.Tensor, *, packed_seq_params: PackedTokens, **_: Any) -> torch.Tensor:
-        """Logits [wanted rows, padded vocabulary / tensor ranks], or the hidden states on stages before the last."""
+    def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride] - Megatron passes all arguments by name
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedTokens, **_: Any
+    ) -> torch.Tensor:
+        """Logits [requested rows, padded vocabulary / tensor ranks], or the hidden states before the last stage."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, self.splits_output)
+        assert packed_seq_params.rows is not None
         return self._output(hidden_states.index_select(0, packed_seq_params.rows)).squeeze(1)
 
-    def _output(self, wanted: torch.Tensor) -> torch.Tensor:
+    def _output(self, rows: torch.Tensor) -> torch.Tensor:
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(wanted, weight=tied)[0]
+        return self.output_layer(rows, weight=tied)[0]
 
 
 class ValueModel(PolicyModel):
-    """The same with values [wanted rows, 1] for logits; every tensor rank has the whole head and computes all of them."""
+    """A critic: values [requested rows, 1] instead of logits. Every tensor rank has the whole head."""
 
     splits_output = False
 
@@ -78,17 +85,17 @@ class ValueModel(PolicyModel):
         if self.post_process:
             self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
 
-    def _output(self, wanted: torch.Tensor) -> torch.Tensor:
-        return self.output_layer(wanted)
+    def _output(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(rows)
 
 
 def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> list[PolicyModel]:
-    """This rank's shard of each of its chunks, with uninitialised parameters of ``dtype`` on the device.
+    """Builds this rank's shard of each of its chunks, with uninitialised parameters of ``dtype`` on the device.
 
     Needs initialised Megatron process groups.
 
     Raises:
-        ConfigError: the layout table does not describe the model that Megatron built.
+        ConfigError: the layout table does not match the model that Megatron built.
     """
     config = transformer_config(layout, trainer, device, dtype)
     rank = torch.distributed.get_rank()
@@ -109,19 +116,30 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             vp_stage=turn if layout.topology.virtual > 1 else None,
         )
         if not layout.family.latent:
-            model.rotary_pos_emb = PackedRotary(
+            # Megatron declares its own rotary class; PackedRotary implements the two calls that the model makes.
+            model.rotary_pos_emb = PackedRotary(  # pyright: ignore[reportAttributeAccessIssue]
                 rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
             )
-        # Megatron makes a router's and a shared expert's gate on the CPU and moves them at their first use.
+        # Megatron creates the gates of routers and shared experts on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     _check_parameters(chunks, layout, rank)
-    mark_parameters(named_weights(chunks), layout, rank, config.sequence_parallel)
+    set_param_attributes(named_weights(chunks), layout, rank, config.sequence_parallel)
     return chunks
 
 
+def fresh_value_head(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
+    """Initial float32 weights of a value head by name, as in Hugging Face; the same on every rank."""
+    deviation = layout.hf_config.get("initializer_range", INITIALIZER_RANGE)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = layout.hf_tensors
+    return {
+        WEIGHT: torch.empty(shapes[WEIGHT]).normal_(0.0, deviation, generator=generator),
+        BIAS: torch.zeros(shapes[BIAS]),
+    }
+
+
 def named_weights(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds, under the names of `Layout.params`: parameters, and a router's bias (a
-    buffer, since no gradient trains it)."""
+    """All weights under the names of `Layout.params`: parameters, and router biases, which are buffers."""
     found = {}
     for turn, chunk in enumerate(chunks):
         prefix = f"{turn}." if len(chunks) > 1 else ""
@@ -131,7 +149,7 @@ def named_weights(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
 
 
 def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
-    """Tells every router how many tokens the step has; see `PolicyRouter`."""
+    """Sets the number of tokens of the step on every router; see `PolicyRouter`."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, PolicyRouter):
@@ -139,7 +157,7 @@ def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
 
 
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's description of the model and of how this run splits it."""
+    """Megatron's configuration of the model and its parallelism."""
     sizes, params = layout.sizes, layout.params(0)
     fused = device.spec == "te"
     virtual = layout.topology.virtual
@@ -170,10 +188,10 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
         sequence_parallel=trainer.sequence_parallel and trainer.tensor_parallel > 1,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        # Between the same two ranks, batched messages of an interleaved schedule could be taken for one another.
+        # An interleaved schedule could confuse batched messages between the same two ranks.
         overlap_p2p_comm=virtual > 1,
         batch_p2p_comm=virtual == 1,
-        # The loss arrives normalised by the global token count, so Megatron must not average it over anything.
+        # The loss is already normalised by the global token count, so Megatron must not average it.
         calculate_per_token_loss=True,
         use_cpu_initialization=device.kind == "cpu",
         perform_initialization=False,
@@ -188,8 +206,8 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         **_expert_options(layout, trainer, device),
         **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
-    # Set behind the back of Megatron's check, which forbids it to the allgather dispatcher: microbatches differ in
-    # length, but those that meet in a dispatcher are padded to the same (`packing.level`).
+    # Set after Megatron's validation, which forbids it with the allgather dispatcher. Here it is safe: microbatches
+    # differ in length, but those that meet in a dispatcher are padded to the same length (`packing.pad_alike`).
     config.variable_seq_lengths = True
     return config
 
@@ -217,9 +235,9 @@ def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> d
 
 
 def _check_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) -> None:
-    """The layout table and Megatron must agree on every name and shape, or weights would go astray silently."""
+    """Raises ConfigError unless the layout table and Megatron agree on every name and shape."""
     built = {name: tuple(weight.shape) for name, weight in named_weights(chunks).items()}
     planned = layout.params(rank)
     if built != planned:
         differing = sorted(set(built.items()) ^ set(planned.items()))
-        raise ConfigError(f"the layout table and the Megatron model disagree on {len(differing)} entries: {differing}")
+        raise ConfigError(f"the layout table and the Megatron model differ in {len(differing)} entries: {differing}")

@@ -1,7 +1,7 @@
-"""A trainer rank's memory on its GPU, given back for a while: the host keeps what it held.
+"""Offloads a trainer rank's GPU memory to the host and brings it back.
 
-The storages behind the tensors are emptied and later filled again, never replaced. So parameters, their views in
-Megatron's buffers and the optimizer's views of those stay the same objects.
+The storages behind the tensors are emptied and later refilled, never replaced. So parameters, their views in Megatron's
+buffers and the optimizer's views stay the same objects.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from megasync.device import Device
 from megasync.trainer.optimizer import Optimizer
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER)
-# Tensors by kind, all that there are at the moment; a storage belongs to the first kind that names it.
+# All current tensors by kind; a storage belongs to the first kind that lists it.
 Memory = Mapping[str, Sequence[torch.Tensor]]
 
 
-def memory_of(models: Sequence, weights: Iterable[torch.Tensor], optimizer: Optimizer | None) -> Memory:
-    """The memory of Megatron's ``models``, wrapped for training if there is an optimizer."""
+def memory_of(
+    models: Sequence[DistributedDataParallel], weights: Iterable[torch.Tensor], optimizer: Optimizer | None
+) -> Memory:
+    """The memory of a rank; without an optimizer, only its weights."""
     if optimizer is None:
         return {WEIGHTS: list(weights)}
-    buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    buffers = [buffer for model in models for buffer in _gradient_buffers(model)]
     kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     return {
         WEIGHTS: [*weights, *kept],
@@ -34,9 +38,14 @@ def memory_of(models: Sequence, weights: Iterable[torch.Tensor], optimizer: Opti
     }
 
 
+def _gradient_buffers(model: DistributedDataParallel) -> list[Any]:
+    # Megatron replaces `Module.buffers`, a method, by its list of buffers.
+    return [*model.buffers, *model.expert_parallel_buffers]  # pyright: ignore[reportGeneralTypeIssues]
+
+
 @dataclass(frozen=True)
-class _Away:
-    """An emptied storage: a tensor that it is behind, its size in bytes, and a copy of them unless they do not matter."""
+class _Offloaded:
+    """An emptied storage: one of its tensors, its size in bytes, and a copy of its bytes unless they can be dropped."""
 
     tensor: torch.Tensor
     nbytes: int
@@ -44,29 +53,29 @@ class _Away:
 
 
 class Offload:
-    """What of a rank's memory is away. Gradients come back as zeros, everything else as it was.
+    """Offloads kinds of memory to the host. Gradients are restored as zeros, everything else bitwise.
 
     Args:
-        memory: gives the present tensors, those that are away included.
-        device: on which they are; tensors elsewhere stay there.
+        memory: returns the current tensors, including offloaded ones.
+        device: the device to free; tensors on other devices are left alone.
     """
 
     def __init__(self, memory: Callable[[], Memory], device: Device) -> None:
         self._memory = memory
         self._device = device
-        self._away: dict[str, list[_Away]] = {}
+        self._offloaded: dict[str, list[_Offloaded]] = {}
 
-    def leave(self, *kinds: str) -> None:
-        """Empties the memory of some kinds; nothing for those that are away already."""
+    def offload(self, *kinds: str) -> None:
+        """Frees the device memory of these kinds; already offloaded ones are skipped."""
         for kind, tensors in self._storages().items():
-            if kind in kinds and kind not in self._away:
-                self._away[kind] = [self._empty(tensor, copied=kind != GRADIENTS) for tensor in tensors]
+            if kind in kinds and kind not in self._offloaded:
+                self._offloaded[kind] = [self._empty(tensor, copied=kind != GRADIENTS) for tensor in tensors]
         self._device.free_cache()
 
-    def enter(self, *kinds: str) -> None:
-        """Fills the memory of some kinds; nothing for those that are here."""
+    def restore(self, *kinds: str) -> None:
+        """Brings these kinds back to the device; those already there are skipped."""
         for kind in kinds:
-            for item in self._away.pop(kind, ()):
+            for item in self._offloaded.pop(kind, ()):
                 item.tensor.untyped_storage().resize_(item.nbytes)
                 whole = _bytes(item.tensor)
                 if item.copy is None:
@@ -76,23 +85,23 @@ class Offload:
 
     @contextmanager
     def present(self, *kinds: str) -> Iterator[None]:
-        """Within it these kinds are here; afterwards those that were away are away again."""
-        absent = [kind for kind in kinds if kind in self._away]
-        self.enter(*absent)
+        """Restores these kinds within the context; those that were offloaded are offloaded again afterwards."""
+        absent = [kind for kind in kinds if kind in self._offloaded]
+        self.restore(*absent)
         try:
             yield
         finally:
-            self.leave(*absent)
+            self.offload(*absent)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of each kind that are here."""
+        """Bytes of each kind on the device."""
         return {
             kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             for kind, tensors in self._storages().items()
         }
 
     def _storages(self) -> dict[str, list[torch.Tensor]]:
-        """For each kind, one tensor of each storage that belongs to it."""
+        """One tensor per storage, by the kind that the storage belongs to."""
         memory, taken = self._memory(), set()
         found: dict[str, list[torch.Tensor]] = {}
         for kind in KINDS:
@@ -102,15 +111,15 @@ class Offload:
             taken |= distinct.keys()
         return found
 
-    def _empty(self, tensor: torch.Tensor, copied: bool) -> _Away:
+    def _empty(self, tensor: torch.Tensor, copied: bool) -> _Offloaded:
         nbytes, copy = tensor.untyped_storage().nbytes(), None
         if copied:
             copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.kind == "cuda")
             copy.copy_(_bytes(tensor))
         tensor.untyped_storage().resize_(0)
-        return _Away(tensor, nbytes, copy)
+        return _Offloaded(tensor, nbytes, copy)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage behind a tensor."""
+    """The whole storage behind a tensor, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,33 +1,37 @@
-"""Adam under Megatron's optimizer: learning rate schedule, one norm for clipping and guarding, and its saved state.
+"""Megatron's Adam: learning rate schedule, gradient clipping, the guard against non-finite steps, and saved state.
 
-An update happens on every rank or on none: `Optimizer.step` asks all ranks whether loss and gradient norm are finite
-before the first weight changes.
+An update happens on every rank or on none: before any weight changes, `Optimizer.step` checks on all ranks that loss
+and gradient norm are finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megasync.config.schema import OptimizerConfig
 from megasync.errors import CheckpointError, ConfigError
 from megasync.trainer.collectives import all_agree
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of training step ``step`` (the first is 1): linear warm-up, then the decay that was asked for.
+    """Learning rate of training step ``step`` (from 1): linear warm-up, then the configured decay.
 
     Warm-up reaches ``lr`` at step ``warmup_steps``; linear and cosine decay reach ``min_lr`` at ``total_steps``.
 
     Raises:
-        ConfigError: an unknown kind of decay.
+        ConfigError: the decay is unknown.
     """
     if config.decay not in ("constant", "linear", "cosine"):
         raise ConfigError(f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine")
@@ -35,13 +39,13 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr * step / config.warmup_steps
     if config.decay == "constant":
         return config.lr
-    gone = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    left = 1.0 - gone if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
-    return config.min_lr + (config.lr - config.min_lr) * left
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    factor = 1.0 - progress if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * factor
 
 
 class Update(NamedTuple):
-    """What one optimizer step did. ``applied`` is false when it was refused because something was not finite."""
+    """The result of one optimizer step; ``applied`` is false if it was skipped because a value was not finite."""
 
     applied: bool
     grad_norm: float
@@ -51,8 +55,8 @@ class Update(NamedTuple):
 class Optimizer:
     """The optimizer of one rank's shard.
 
-    In float32 it updates the model's own weights. In bfloat16 it keeps float32 main weights, updates those, and rounds
-    the model's weights from them, so that small updates are not lost.
+    In float32 it updates the model's weights directly. In bfloat16 it updates float32 main weights and rounds the
+    model's weights from them, so that small updates are not lost.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class Optimizer:
         self._total_steps = total_steps
         self._device = device
         self._keeps_main_weights = dtype != torch.float32
-        self._optimizer = get_megatron_optimizer(
+        # Annotated as the base class, but Megatron always returns a chain: dense parameters and experts.
+        optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
@@ -84,16 +89,17 @@ class Optimizer:
             list(models),
             use_gloo_process_groups=False,
         )
+        self._optimizer = cast("ChainedOptimizer", optimizer)
         for inner in self._inner():
             for group in inner.param_groups:
-                # Megatron marks vectors (norms, biases) with 0, but leaves it to its own scheduler to act on that.
+                # Megatron sets wd_mult to 0 for vectors (norms, biases), but only its own scheduler applies it.
                 group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(inner, torch.optim.AdamW):
-                    # One pass over the weights instead of eight; torch takes it from the group at each step.
+                    # One pass over the weights instead of eight; torch reads the flag from the group at each step.
                     group["fused"] = True
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers inside; a rank whose shard is empty has none."""
+        """The torch optimizers inside; none on a rank with an empty shard."""
         chained = (part.optimizer for part in self._optimizer.chained_optimizers)
         return [optimizer for optimizer in chained if optimizer is not None]
 
@@ -101,7 +107,7 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def step(self, step: int, loss_is_finite: bool) -> Update:
-        """Clips by the global norm and updates, unless any rank saw a value that is not finite. A collective."""
+        """Clips by the global norm and updates, unless any rank saw a non-finite value. A collective."""
         lr = learning_rate(self._config, step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -111,39 +117,42 @@ class Optimizer:
             return Update(False, norm, lr)
         if self._config.clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
+                params: list[torch.Tensor] = [*part.get_parameters()]
+                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm)
         self._optimizer.step_with_ready_grads()
         return Update(True, norm, lr)
 
     def reload_weights(self) -> None:
-        """Takes main weights anew from the model's, after those were written from outside."""
+        """Copies the model's weights to the main weights, after the model was written from outside."""
         self._optimizer.reload_model_params()
 
     def start_from(self, params: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-        """Gives the main weights the folder's own precision, where that is finer than the model's.
+        """Initialises the main weights with the full precision of the model folder.
 
-        A weight that starts on a bfloat16 value must move by half the distance to the next before the served model
-        changes at all; at the small learning rates of reinforcement learning that is many steps. Weights that start in
-        between change in proportion from the first step on.
+        A main weight that starts exactly on a bfloat16 value must move half the distance to the next value before the
+        served model changes; at the small learning rates of RL that takes many steps. With full-precision main weights,
+        the served model changes in proportion from the first step on.
         """
         if not self._keeps_main_weights:
             return
         for name, param in params.items():
-            # None where another data-parallel rank holds all of this parameter's main weights; a buffer never has any.
-            if getattr(param, "main_param", None) is not None:
+            # None if another data-parallel rank holds all of this parameter's main weights. Buffers have none.
+            main: torch.Tensor | None = getattr(param, "main_param", None)
+            if main is not None and isinstance(param, torch.nn.Parameter):
                 exact = weights[name].to(param.device)
                 if getattr(param, "main_param_sharded", False):
                     held = self._range(param)
                     exact = exact.view(-1)[held.start : held.end]
-                param.main_param.data.copy_(exact)
+                main.data.copy_(exact)
 
     def _range(self, param: torch.nn.Parameter) -> Any:
-        """The run of a parameter's elements whose main weights this rank holds; experts have an optimizer of their own."""
-        owner = next(part for part in self._optimizer.chained_optimizers if param in part.model_param_gbuf_map)
+        """The range of a parameter's elements whose main weights this rank holds; experts have a separate optimizer."""
+        distributed = (part for part in self._optimizer.chained_optimizers if isinstance(part, DistributedOptimizer))
+        owner = next(part for part in distributed if param in part.model_param_gbuf_map)
         return owner._get_model_param_range_map(param)["param"]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Main weights and moments; in float32 the main weights are the model's own."""
+        """Main weights and moments; in float32 the main weights are the model's weights."""
         moments = (value for inner in self._inner() for state in inner.state.values() for value in state.values())
         return [*self._parameters(), *(value for value in moments if isinstance(value, torch.Tensor))]
 
@@ -159,20 +168,20 @@ class Optimizer:
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores what `state` gave. Hyperparameters stay those of the present configuration.
+        """Restores a `state`. Hyperparameters stay those of the current configuration.
 
         Raises:
-            CheckpointError: the state belongs to other parameters.
+            CheckpointError: the state was saved for other parameters.
         """
         inner = self._inner()
         params = list(self._parameters())
         main = state.get("main_weights", [])
         expected = [param.shape for param in params] if self._keeps_main_weights else []
         if len(state["moments"]) != len(inner) or [tensor.shape for tensor in main] != expected:
-            raise CheckpointError("the checkpoint's optimizer state was made for other parameters")
+            raise CheckpointError("the checkpoint's optimizer state was saved for other parameters")
         for optimizer, moments, steps in zip(inner, state["moments"], state["steps"], strict=True):
             groups = optimizer.state_dict()["param_groups"]
-            # Torch makes new tensors of all moments before it drops those that there are: twice the memory of a step.
+            # Frees the moments first: torch would otherwise hold old and new ones at the same time.
             optimizer.state.clear()
             optimizer.load_state_dict({"state": moments, "param_groups": groups})
             for group, count in zip(optimizer.param_groups, steps, strict=True):

@@ -1,12 +1,14 @@
-"""Sequences into microbatches, the same on every rank without communication. Plain Python: no torch.
+"""Packs sequences into microbatches, identically on every rank and without communication. Plain Python, no torch.
 
-Sequences with equal prompts grow on one *tree*: the prompt is computed once and every response continues it, which is
-exact because attention is causal. Trees are put into microbatches under a token budget, and microbatches are dealt to
-data-parallel ranks by work. Guaranteed by `deal`: every tree is in exactly one counted microbatch; a microbatch holds
-more tokens than the budget only when it is a single tree of a single sequence; every rank gets the same number of
-microbatches, and none is empty (a masked copy of the cheapest tree fills a gap). Loads of any two ranks differ by at
-most the work of the largest microbatch (`_to_ranks`). An interleaved pipeline asks for a number of microbatches that is
-a multiple of its stages (``rounds``).
+Sequences with equal prompts share one *tree*: the prompt is computed once and every response continues it, which is
+exact because attention is causal. Trees are packed into microbatches under a token budget, and microbatches are
+assigned to data-parallel ranks by work. `assign` guarantees:
+
+- Every tree is in exactly one counted microbatch.
+- A microbatch exceeds the budget only if it is a single tree of a single sequence.
+- Every rank gets the same number of microbatches, a multiple of ``rounds`` (an interleaved pipeline needs a multiple of
+  its stages). None is empty: a masked copy of the cheapest tree fills a gap.
+- The loads of two ranks differ by at most the work of the largest microbatch (`_to_ranks`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Sample:
-    """One response behind its prompt, as token ids; ``scored`` are the response offsets whose log-probs are wanted.
+    """A prompt and a response as token ids; ``scored`` are the response offsets whose log-probs are computed.
 
-    ``scored`` ascends and is not empty. Tokens behind the last scored one, and that one itself, predict nothing that is
-    wanted and are not fed to the model.
+    ``scored`` is ascending and not empty. The last scored token and those after it predict no scored token, so they are
+    not fed to the model.
     """
 
     prompt: Sequence[int]
@@ -30,7 +32,7 @@ class Sample:
 
     @property
     def fed(self) -> int:
-        """Response tokens that the model reads."""
+        """Number of response tokens that are fed to the model."""
         return self.scored[-1]
 
 
@@ -46,9 +48,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Trees computed together; a masked copy (``counted`` false) keeps a rank in step and must not reach the loss.
+    """Trees that are computed in one pass. A masked copy (``counted`` false) is a filler that must not reach the loss.
 
-    ``room`` are the tokens to pad to, so that ranks in lockstep have as many; see `level`.
+    ``room`` is the number of tokens to pad to, so that ranks in lockstep have equal lengths; see `pad_alike`.
     """
 
     trees: tuple[Tree, ...]
@@ -73,30 +75,30 @@ def pack(
     share_prompts: bool,
     rounds: int = 1,
 ) -> list[list[Microbatch]]:
-    """Microbatches of each data-parallel rank.
+    """The microbatches of each data-parallel rank.
 
     Args:
         budget: tokens per microbatch.
         attention_cost: work of one query-key pair, in units of one token's linear layers.
-        share_prompts: grow trees; otherwise each sample is computed on its own.
-        rounds: every rank gets a multiple of so many microbatches.
+        share_prompts: build trees; otherwise each sample is computed separately.
+        rounds: every rank gets a multiple of this number of microbatches.
     """
-    trees = grow_trees(samples, ranks * rounds, budget, attention_cost, share_prompts)
-    return deal(trees, ranks, budget, rounds)
+    trees = build_trees(samples, ranks * rounds, budget, attention_cost, share_prompts)
+    return assign(trees, ranks, budget, rounds)
 
 
-def level(dealt: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) -> list[list[Microbatch]]:
-    """The microbatches of some data-parallel ranks, with room for as many tokens as the largest of them in its turn."""
-    together = [dealt[rank] for rank in ranks]
-    rooms = [max(microbatch.tokens for microbatch in turn) for turn in zip(*together, strict=True)]
-    return [[replace(item, room=room) for item, room in zip(mine, rooms, strict=True)] for mine in together]
+def pad_alike(per_rank: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) -> list[list[Microbatch]]:
+    """The microbatches of some data-parallel ranks, each padded to the longest of the same position."""
+    peers = [per_rank[rank] for rank in ranks]
+    rooms = [max(microbatch.tokens for microbatch in position) for position in zip(*peers, strict=True)]
+    return [[replace(item, room=room) for item, room in zip(own, rooms, strict=True)] for own in peers]
 
 
-def grow_trees(
+def build_trees(
     samples: Sequence[Sample], parts: int, budget: int, attention_cost: float, share_prompts: bool
 ) -> list[Tree]:
-    """Every sample on one tree. A tree is cut at the budget, or where there would be less than one for each part."""
-    families: dict[tuple, list[int]] = {}
+    """Puts every sample on one tree. Splits trees at the budget, and to have at least ``parts`` trees if possible."""
+    families: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
         families.setdefault(tuple(sample.prompt) if share_prompts else (index,), []).append(index)
     shared = sum(
@@ -106,12 +108,12 @@ def grow_trees(
     trees = []
     for members in families.values():
         prompt = samples[members[0]].prompt
-        for part in _cut(members, samples, len(prompt), limit):
-            trees.append(_tree(prompt, part, samples, attention_cost))
+        parts_of_tree = _split(members, samples, len(prompt), limit)
+        trees.extend(_tree(prompt, part, samples, attention_cost) for part in parts_of_tree)
     return trees
 
 
-def _cut(members: list[int], samples: Sequence[Sample], prompt: int, limit: int) -> Iterable[list[int]]:
+def _split(members: list[int], samples: Sequence[Sample], prompt: int, limit: int) -> Iterable[list[int]]:
     part, tokens = [members[0]], prompt + samples[members[0]].fed
     for index in members[1:]:
         fed = samples[index].fed
@@ -131,9 +133,10 @@ def _tree(prompt: Sequence[int], members: list[int], samples: Sequence[Sample], 
     return Tree(prompt, tuple(members), tokens, tokens + attention_cost * pairs)
 
 
-def deal(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> list[list[Microbatch]]:
-    """Trees into as few equal rounds of microbatches as the budget allows, a ``multiple`` of some number, balanced by
-    work.
+def assign(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> list[list[Microbatch]]:
+    """Packs trees into microbatches for each rank, balanced by work.
+
+    Every rank gets the same number of microbatches: the smallest multiple of ``multiple`` that the budget allows.
 
     Raises:
         ValueError: there are no trees.
@@ -141,7 +144,7 @@ def deal(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> l
     if not trees:
         raise ValueError("nothing to pack")
     order = sorted(trees, key=lambda tree: -tree.work)
-    # No fewer microbatches can do: by volume, and because two trees of more than half the budget never share one.
+    # A lower bound: by volume, and because two trees of more than half the budget never share a microbatch.
     needed = max(-(-sum(tree.tokens for tree in trees) // budget), sum(2 * tree.tokens > budget for tree in trees))
     rounds = multiple * max(1, -(-needed // (ranks * multiple)))
     while (bins := _fill(order, rounds * ranks, budget)) is None:
@@ -151,10 +154,10 @@ def deal(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> l
 
 
 def _fill(order: list[Tree], count: int, budget: int) -> list[list[Tree]] | None:
-    """Each tree into the least loaded of ``count`` bins that has room, or None when one does not fit anywhere.
+    """Puts each tree into the least loaded of ``count`` bins with enough room; None if a tree fits nowhere.
 
-    Loads start at zero and work is positive, so no bin gets a second tree while another is empty; a tree larger than
-    the budget is therefore refused only when all bins are taken, and it shares its bin with nothing.
+    Loads start at zero and work is positive, so no bin gets a second tree while another is empty. A tree larger than
+    the budget therefore fails only if no bin is empty, and it never shares its bin.
     """
     bins: list[list[Tree]] = [[] for _ in range(count)]
     heap = [(0.0, index, 0) for index in range(count)]
@@ -175,17 +178,17 @@ def _fill(order: list[Tree], count: int, budget: int) -> list[list[Tree]] | None
 
 
 def _to_ranks(bins: list[Microbatch], ranks: int) -> list[list[Microbatch]]:
-    """Rounds of bins of similar work, in each round the heaviest to the rank that has least.
+    """Assigns bins in rounds of similar work; in each round the heaviest bin goes to the least loaded rank.
 
-    Pairing ascending loads with descending work never makes two ranks differ by more than they did before, or than two
-    bins of one round do; hence the bound in the module docstring.
+    Pairing ascending loads with descending work never makes two ranks differ by more than before, or by more than two
+    bins of the round differ. This gives the bound in the module docstring.
     """
     order = sorted(bins, key=lambda item: -item.work)
     loads = [0.0] * ranks
-    dealt: list[list[Microbatch]] = [[] for _ in range(ranks)]
+    per_rank: list[list[Microbatch]] = [[] for _ in range(ranks)]
     for start in range(0, len(order), ranks):
         least_first = sorted(range(ranks), key=lambda rank: loads[rank])
         for rank, item in zip(least_first, order[start : start + ranks], strict=True):
-            dealt[rank].append(item)
+            per_rank[rank].append(item)
             loads[rank] += item.work
-    return dealt
+    return per_rank

@@ -1,12 +1,12 @@
-"""One training step: groups of scored trajectories in, one or more optimizer steps, metrics out.
+"""The policy training step: groups of trajectories in, one or more optimizer steps, metrics out.
 
-The loss of an optimizer step is a sum over tokens divided by the number of trained tokens in all its trajectories, on
-all microbatches and data-parallel ranks. Every rank is given all groups, so every rank knows that number before it
-computes anything; it is never zero, because a step without trained tokens is skipped.
+The loss of an optimizer step is a sum over tokens divided by the number of trained tokens of all its trajectories, over
+all microbatches and data-parallel ranks. Every rank receives all groups, so it knows that number before it computes
+anything. The number is never zero, because a step without trained tokens is skipped.
 
-A sequence whose advantages are all zero has no gradient unless there is a KL or entropy term. Then it is left out of
-the computation, but its tokens stay in the divisor: the gradient is exactly the one that computing it would give.
-When nothing at all has a gradient, no optimizer step is taken, and it counts as skipped. Per-token metrics are means over the tokens that were computed.
+Without a KL or entropy term, a trajectory with advantage zero has no gradient. It is then not computed, but its tokens
+stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the optimizer step counts as
+skipped. Per-token metrics are means over the computed tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megasync.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Sums that the loss reports per computed token, under the names of the metrics made of them.
+# Sums over computed tokens that the loss reports; the metrics of the same names are their means.
 PER_TOKEN = (
     "entropy",
     "kl",
@@ -48,18 +48,19 @@ PER_TOKEN = (
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A trajectory with its advantage; ``scored`` are the response offsets that are trained."""
+class ScoredTrajectory:
+    """A trajectory with its reward and advantage; ``scored`` are the response offsets that are trained."""
 
     uid: str
     trajectory: Trajectory
+    reward: float
     advantage: float
     scored: tuple[int, ...]
 
 
 @dataclass
 class Targets:
-    """What the loss needs of one sample besides the model's output; tensors are float32 [scored tokens]."""
+    """The inputs of the loss for one sample, except the model's output; tensors are float32 [scored tokens]."""
 
     advantage: torch.Tensor
     behaviour: torch.Tensor
@@ -73,8 +74,8 @@ class PolicyTrainer:
     With a KL term, the engine's weights at construction become the reference.
 
     Args:
-        dump_dir: where batches whose loss or gradient was not finite are written.
-        temperature: at which the trajectories were sampled, and so at which they are scored.
+        dump_dir: folder for batches with a non-finite loss or gradient.
+        temperature: sampling temperature of the trajectories, at which they are also scored.
     """
 
     def __init__(
@@ -88,59 +89,65 @@ class PolicyTrainer:
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
         self._temperature = temperature
-        # The step under way and the version of the weights that train in it, for the record of a batch that is skipped.
-        self._training: dict[str, int] = {}
+        # Current step and weight version, for the dump of a skipped batch.
+        self._current: dict[str, int] = {}
         self._minibatches = engine.trainer_config.minibatches
         self._skips_left = self._skips_allowed = engine.trainer_config.max_skipped_steps
         if algorithm.kl_coef:
             engine.keep_reference()
 
     def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
-        """Trains on the groups; a collective, with the same metrics on every rank.
+        """Trains on the groups. A collective; returns the same metrics on every rank.
 
         Args:
-            step: number of this step, from 1; decides the learning rate.
-            version: of the weights that train now; staleness is counted from it.
+            step: number of this step, from 1; determines the learning rate.
+            version: current weight version, from which staleness is counted.
 
         Raises:
-            NonFiniteError: more steps in a row than allowed were not.
+            NonFiniteError: more optimizer steps in a row than allowed had a non-finite loss or gradient.
             TrainingError: a group has fewer than two rewards.
         """
         start = time.monotonic()
-        self._training = {"step": step, "version": version}
-        judged = [self._judge(group) for group in groups]
-        everyone = [member for group in judged for member in group]
+        self._current = {"step": step, "version": version}
+        scored = [self._with_advantages(group) for group in groups]
+        everyone = [member for group in scored for member in group]
         metrics = {
             "train/sequences": float(len(everyone)),
             "train/tokens": float(sum(len(member.scored) for member in everyone)),
-            "train/reward": sum(member.trajectory.reward for member in everyone) / max(1, len(everyone)),
+            "train/reward": sum(member.reward for member in everyone) / max(1, len(everyone)),
             **_staleness(everyone, version),
         }
-        metrics |= self._train(judged, step)
+        metrics |= self._train(scored, step)
         metrics["train/seconds"] = time.monotonic() - start
         return metrics
 
-    def _judge(self, group: Group) -> list[Judged]:
-        scored = [trajectory for trajectory in group.trajectories if trajectory.reward is not None]
+    def _with_advantages(self, group: Group) -> list[ScoredTrajectory]:
+        scored = [(trajectory, trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None]
         try:
-            advantages = group_advantages([t.reward for t in scored], self._algorithm.normalize_std)
+            advantages = group_advantages([reward for _, reward in scored], self._algorithm.normalize_std)
         except ValueError as error:
             raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
         return [
-            Judged(group.uid, trajectory, advantage, tuple(i for i, keep in enumerate(trajectory.loss_mask) if keep))
-            for trajectory, advantage in zip(scored, advantages, strict=True)
+            ScoredTrajectory(
+                group.uid,
+                trajectory,
+                reward,
+                advantage,
+                tuple(i for i, keep in enumerate(trajectory.loss_mask) if keep),
+            )
+            for (trajectory, reward), advantage in zip(scored, advantages, strict=True)
         ]
 
     # Optimizer steps
 
-    def _train(self, judged: list[list[Judged]], step: int) -> dict[str, float]:
-        parts = _split(judged, self._minibatches)
+    def _train(self, groups: list[list[ScoredTrajectory]], step: int) -> dict[str, float]:
+        parts = _split(groups, self._minibatches)
         active = [self._active(part) for part in parts]
         targets = self._targets(active)
         reports = []
         for index, (part, members, wanted) in enumerate(zip(parts, active, targets, strict=True)):
             tokens = sum(len(member.scored) for member in part)
-            # Zero tokens imply no active member, so the division below is never by zero.
+            # Without tokens there is no active member, so the loss is never divided by zero.
             if members:
                 reports.append(self._minibatch(members, wanted, tokens, step, index))
         skipped = len(parts) - sum(report["applied"] for report in reports)
@@ -148,15 +155,15 @@ class PolicyTrainer:
             return {"train/skipped": skipped}
         return {**_summary(reports), "train/skipped": skipped}
 
-    def _active(self, part: list[Judged]) -> list[Judged]:
+    def _active(self, part: list[ScoredTrajectory]) -> list[ScoredTrajectory]:
         """The trajectories that have a gradient."""
         always = self._algorithm.kl_coef or self._algorithm.entropy_coef
         return [member for member in part if member.scored and (always or member.advantage != 0.0)]
 
-    def _targets(self, active: list[list[Judged]]) -> list[list[Targets]]:
-        """Per minibatch and member; proximal and reference log-probs come from weights that no minibatch has changed.
+    def _targets(self, active: list[list[ScoredTrajectory]]) -> list[list[Targets]]:
+        """The targets of each minibatch; proximal and reference log-probs are computed before any minibatch is trained.
 
-        With a single minibatch the proximal log-probs are the current ones, which the loss has anyway.
+        With a single minibatch the proximal log-probs are the current ones, which the loss computes anyway.
         """
         device = self._engine.device.torch_device
         found = [[_target(member, device) for member in members] for members in active]
@@ -176,23 +183,25 @@ class PolicyTrainer:
         return self._engine.score(samples, temperature=self._temperature, reference=reference)
 
     def _minibatch(
-        self, members: list[Judged], targets: list[Targets], tokens: int, step: int, index: int
+        self, members: list[ScoredTrajectory], targets: list[Targets], tokens: int, step: int, index: int
     ) -> dict[str, float]:
-        """One optimizer step. The report holds sums over computed tokens, and what the optimizer did."""
+        """One optimizer step; reports sums over computed tokens, and the optimizer's update."""
 
-        def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        def loss(
+            batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mine = [targets[index] for index in batch.samples]
+            proximal = [t.proximal for t in mine if t.proximal is not None]
+            reference = [t.reference for t in mine if t.reference is not None]
             total, sums = policy_loss(
                 self._algorithm,
                 logprobs=logprobs,
-                old_logprobs=torch.cat([t.proximal for t in mine])
-                if mine[0].proximal is not None
-                else logprobs.detach(),
+                old_logprobs=torch.cat(proximal) if proximal else logprobs.detach(),
                 behaviour_logprobs=torch.cat([t.behaviour for t in mine]),
                 advantages=torch.cat([t.advantage for t in mine]),
                 mask=torch.full_like(logprobs, float(batch.counted)),
                 entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
-                reference_logprobs=torch.cat([t.reference for t in mine]) if mine[0].reference is not None else None,
+                reference_logprobs=torch.cat(reference) if reference else None,
                 segments=batch.segments,
             )
             return total / tokens, sums
@@ -206,54 +215,54 @@ class PolicyTrainer:
             self._skips_left = self._skips_allowed
         return {**sums, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
-    # Steps that are not finite
+    # Non-finite steps
 
-    def _skip(self, members: list[Judged], name: str, loss: float, grad_norm: float) -> None:
+    def _skip(self, members: list[ScoredTrajectory], name: str, loss: float, grad_norm: float) -> None:
         values = f"loss {loss} and gradient norm {grad_norm}"
         if self._engine.rank == 0:
-            log.error("%s was skipped, with %s; its batch goes to %s", name, values, self._dump_dir)
+            log.error("Skipped %s because of %s; writing its batch to %s", name, values, self._dump_dir)
             self._dump(members, name, loss, grad_norm)
         self._skips_left -= 1
         if self._skips_left < 0:
             raise NonFiniteError(
-                f"{self._skips_allowed + 1} optimizer steps in a row had a loss or gradient that is not finite "
-                f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name}, with {values}; the batches "
+                f"{self._skips_allowed + 1} optimizer steps in a row had a non-finite loss or gradient "
+                f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name} with {values}; the batches "
                 f"are in {self._dump_dir}"
             )
 
-    def _dump(self, members: list[Judged], name: str, loss: float, grad_norm: float) -> None:
+    def _dump(self, members: list[ScoredTrajectory], name: str, loss: float, grad_norm: float) -> None:
         batch = [
             {"uid": member.uid, "advantage": member.advantage, "trajectory": asdict(member.trajectory)}
             for member in members
         ]
-        record = _as_json({"name": name, **self._training, "loss": loss, "grad_norm": grad_norm, "batch": batch})
+        record = _as_json({"name": name, **self._current, "loss": loss, "grad_norm": grad_norm, "batch": batch})
         try:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
         except OSError as error:
-            # The other ranks go on; a rank that stopped here for the sake of a record would leave them waiting.
-            log.error("the batch of %s could not be written: %s", name, error)
+            # Raising here would leave the other ranks waiting.
+            log.error("Could not write the batch of %s: %s", name, error)
 
 
-def _split(judged: list[list[Judged]], parts: int) -> list[list[Judged]]:
-    """Groups in order into ``parts`` runs of nearly equal numbers of groups; none is empty."""
-    parts = max(1, min(parts, len(judged)))
-    bounds = [len(judged) * part // parts for part in range(parts + 1)]
-    return [[member for group in judged[low:high] for member in group] for low, high in pairwise(bounds)]
+def _split(groups: list[list[ScoredTrajectory]], parts: int) -> list[list[ScoredTrajectory]]:
+    """Splits groups, in order, into ``parts`` non-empty minibatches of nearly equal numbers of groups."""
+    parts = max(1, min(parts, len(groups)))
+    bounds = [len(groups) * part // parts for part in range(parts + 1)]
+    return [[member for group in groups[low:high] for member in group] for low, high in pairwise(bounds)]
 
 
-def _sample(member: Judged) -> Sample:
+def _sample(member: ScoredTrajectory) -> Sample:
     return Sample(member.trajectory.prompt_ids, member.trajectory.response_ids, member.scored)
 
 
-def _target(member: Judged, device: torch.device) -> Targets:
+def _target(member: ScoredTrajectory, device: torch.device) -> Targets:
     logprobs = member.trajectory.logprobs
     behaviour = torch.tensor([logprobs[i] for i in member.scored], dtype=torch.float32, device=device)
     return Targets(torch.full_like(behaviour, member.advantage), behaviour)
 
 
-def _staleness(members: list[Judged], version: int) -> dict[str, float]:
-    """Versions between the weights that train and the oldest that sampled a trained token, over trajectories."""
+def _staleness(members: list[ScoredTrajectory], version: int) -> dict[str, float]:
+    """Staleness over trajectories: versions between the current weights and the oldest that sampled a trained token."""
     ages = [version - oldest for member in members if (oldest := member.trajectory.oldest_version) is not None]
     if not ages:
         return {}
@@ -261,7 +270,7 @@ def _staleness(members: list[Judged], version: int) -> dict[str, float]:
 
 
 def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of all minibatches together: means over optimizer steps, and over computed tokens."""
+    """Metrics of all minibatches: means over optimizer steps, and over computed tokens."""
     computed = sum(report["tokens"] for report in reports)
     means = {f"train/{name}": sum(r[name] for r in reports) / len(reports) for name in ("loss", "grad_norm")}
     per_token = {
@@ -271,7 +280,7 @@ def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _as_json(value: Any) -> Any:
-    """The same data with non-finite numbers, which JSON has no spelling for, as strings."""
+    """The same data with non-finite numbers, which JSON cannot represent, as strings."""
     if isinstance(value, dict):
         return {str(key): _as_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

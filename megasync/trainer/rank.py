@@ -1,14 +1,15 @@
-"""One trainer rank, whole: engine, policy step, checkpoint and its side of the weight sync. Free of Ray.
+"""A complete trainer rank: engine, policy step, checkpoints and the trainer's side of the weight sync. Ray-free.
 
-The constructor opens nothing; `rendezvous` and `start` do. Every method but `pid` and `rendezvous` is a collective: all ranks must be
-called with the same arguments, in the same order. Imports of torch and Megatron are inside `start`, so that the class can
-be shipped to a process that has not been prepared for them yet (on a CPU, upstream needs patches first).
+The constructor opens nothing; `rendezvous` and `start` do. Every method except `pid` and `rendezvous` is a collective:
+call it on all ranks with the same arguments, in the same order. torch and Megatron are imported in `start`, so that the
+class can be sent to a process that is not prepared for them yet (on a CPU, upstream needs patches first).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,24 +24,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Host and port.
+Address = tuple[str, int]
+
 
 class TrainerRank:
+    """One rank of the trainer, the target of the calls of `cluster.trainer_group`."""
+
     def __init__(self, config: Config, rank: int, world: int, run_dir: str) -> None:
         self._config = config
         self._rank = rank
         self._world = world
         self._run_dir = Path(run_dir)
-        # The process group's, of rank 0.
+        # The store of the process group, on rank 0.
         self._store: TCPStore | None = None
 
     def pid(self) -> int:
-        """Answers at once unless the rank is at work: a sign of life."""
+        """The process id; answers immediately unless the rank is busy, so it serves as a liveness check."""
         return os.getpid()
 
     def rendezvous(self) -> tuple[str, int] | None:
-        """Opens the process group's store on rank 0; where it listens, None on other ranks.
+        """Opens the store of the process group on rank 0 and returns its address; None on other ranks.
 
-        Left to torch, it would listen on all interfaces.
+        If torch opened it, it would listen on all interfaces.
         """
         if self._rank:
             return None
@@ -51,7 +57,7 @@ class TrainerRank:
         return host, self._store.port
 
     def start(self, host: str, port: int) -> None:
-        """Joins the process group, builds the model and loads this rank's slices of the checkpoint folder."""
+        """Joins the process group, builds the model and loads this rank's shard of the model folder."""
         from megasync.observe.logfile import log_to_file
 
         log_to_file(self._run_dir / "logs" / f"trainer-{self._rank}.log")
@@ -64,7 +70,7 @@ class TrainerRank:
 
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
-            # Only now: these modules take names from Megatron, which the line above may have bent.
+            # Imported after `prepare_process`, which may patch Megatron.
             from megasync.sync.broadcast.plan import plan_broadcast
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
@@ -97,83 +103,74 @@ class TrainerRank:
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
         )
-        plan = plan_broadcast(self._engine.layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-        part = (
-            plan,
-            self._engine.layout,
-            self._rank,
-            self._engine.params(),
-            self._device,
-            resolve_host(config.cluster.host),
-        )
-        self._sender = BroadcastSender(*part)
-        self._writer = DiskWriter(*part)
-        self._shards = ShardSender(
-            self._engine.layout,
-            self._rank,
-            self._engine.params(),
-            self._device,
-            resolve_host(config.cluster.host),
-            config.sync.bucket_mb * 2**20,
-            config.model.dtype,
-        )
-        log.info("rank %d of %d is up, pid %d", self._rank, self._world, os.getpid())
+        layout, params, host = self._engine.layout, self._engine.params(), resolve_host(config.cluster.host)
+        bucket_bytes, dtype = config.sync.bucket_mb * 2**20, config.model.dtype
+        plan = plan_broadcast(layout, bucket_bytes, dtype)
+        self._broadcast = BroadcastSender(plan, layout, self._rank, params, self._device, host)
+        self._disk = DiskWriter(plan, layout, self._rank, params, self._device, host)
+        self._shards = ShardSender(layout, self._rank, params, self._device, host, bucket_bytes, dtype)
+        log.info("trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
 
     def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
-        """One training step; the same metrics on every rank."""
+        """Runs one training step; returns the same metrics on every rank."""
         return self._policy.step(groups, step, version)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-prob of each token but the first of each sequence, under the current weights."""
+        """Log-probs of all tokens of each sequence except the first, under the current weights."""
         return self._engine.logprobs(sequences)
 
     def save(self, path: str, state: dict[str, Any]) -> None:
+        """Writes a checkpoint; see `MegatronEngine.save`."""
         self._engine.save(Path(path), state)
 
     def load(self, path: str) -> None:
+        """Restores a checkpoint; see `MegatronEngine.load`."""
         self._engine.load(Path(path))
 
-    def sync_listen(self, *args: Any) -> Any:
-        return self._sender.listen(*args)
+    # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).
 
-    def sync_join(self, *args: Any) -> Any:
-        return self._sender.join(*args)
+    def sync_listen(self, timeout: float) -> Address | None:
+        return self._broadcast.listen(timeout)
 
-    def sync_send(self, *args: Any) -> Any:
-        return self._sender.send(*args)
+    def sync_join(self, name: str, addresses: Sequence[Address | None], engine_ranks: int, timeout: float) -> None:
+        self._broadcast.join(name, addresses, engine_ranks, timeout)
+
+    def sync_send(self, version: int, timeout: float) -> dict[str, float]:
+        return self._broadcast.send(version, timeout)
 
     def sync_leave(self) -> None:
-        self._sender.leave()
+        self._broadcast.leave()
 
-    def shard_listen(self, *args: Any) -> Any:
-        return self._shards.listen(*args)
+    def shard_listen(self, timeout: float) -> Address | None:
+        return self._shards.listen(timeout)
 
-    def shard_prepare(self, *args: Any) -> Any:
-        return self._shards.prepare(*args)
+    def shard_prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> str:
+        return self._shards.prepare(kind, engine)
 
-    def shard_send(self, *args: Any) -> Any:
-        return self._shards.send(*args)
+    def shard_send(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._shards.send(request)
 
     def shard_leave(self) -> None:
         self._shards.leave()
 
-    def disk_listen(self, *args: Any) -> Any:
-        return self._writer.listen(*args)
+    def disk_listen(self, timeout: float) -> Address | None:
+        return self._disk.listen(timeout)
 
-    def disk_join(self, *args: Any) -> Any:
-        return self._writer.join(*args)
+    def disk_join(self, name: str, addresses: Sequence[Address | None], timeout: float) -> None:
+        self._disk.join(name, addresses, timeout)
 
-    def disk_write(self, *args: Any) -> Any:
-        return self._writer.write(*args)
+    def disk_write(self, folder: str, version: int, timeout: float) -> dict[str, Any]:
+        return self._disk.write(folder, version, timeout)
 
     def disk_leave(self) -> None:
-        self._writer.leave()
+        self._disk.leave()
 
     def stop(self) -> None:
+        """Leaves all groups and ends the process group."""
         import torch
 
-        self._sender.leave()
-        self._writer.leave()
+        self._broadcast.leave()
+        self._disk.leave()
         self._shards.leave()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,12 +1,12 @@
-"""The reference policy's weights: kept in host memory, and on the device for a block of the model at a time.
+"""The reference policy's weights: in host memory, and streamed to the device one block of the model at a time.
 
-A block is the embedding, a decoder layer, the final norm or the output layer. While a pass scores with the reference,
-each block's parameters point into one of two slots on the device during that block's forward pass, and the next block is
-copied into the other slot meanwhile. So the device holds two blocks more than otherwise, instead of a second model, and
-host memory (pinned with CUDA) holds one copy.
+A block is the embedding, a decoder layer, the final norm or the output layer. During a scoring pass with the reference,
+each block's parameters point into one of two slots on the device while that block computes, and the next block is
+copied into the other slot meanwhile. So the device holds two additional blocks instead of a second model, and host
+memory (pinned with CUDA) holds one copy.
 
-The policy's own weights are never written: only the parameters' ``data`` is replaced, and `ReferenceWeights.applied` puts
-it back whatever happens inside.
+The policy's weights are never written: only the ``data`` of the parameters is replaced, and `ReferenceWeights.applied`
+always restores it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megasync.device import Device, record_event, side_stream, wait_event
 from megasync.errors import TrainingError
 from megasync.trainer.model import PolicyModel, named_weights
 
-# Blocks on the device at a time: one computes while the next one is copied.
+# Blocks on the device at a time: one computes while the next is copied.
 SLOTS = 2
-# Each tensor in a slot begins at a multiple of so many bytes, as memory from the allocator of CUDA would.
+# Alignment of each tensor in a slot in bytes, like that of CUDA's allocator.
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Tensors that go to the device together."""
+    """Tensors that are copied to the device as one block."""
 
     tensors: tuple[torch.Tensor, ...]
-    # The tensors' values, one behind the other, in host memory.
+    # The values of the tensors in host memory, concatenated.
     kept: torch.Tensor
     offsets: tuple[int, ...]
 
@@ -42,14 +42,14 @@ class _Block:
 class _Slot:
     buffer: torch.Tensor
     holds: _Block | None = None
-    # Points in streams: of the copy into the slot, and of the last computation that read it. None on a CPU.
+    # CUDA events of the copy into the slot and of the last computation that read it. None on a CPU.
     filled: Any = None
     read: Any = None
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One use of the reference: the slots, the parameters that point into them, and how often each module ran."""
+    """One scoring pass: the slots, the parameters that point into them, and how often each module ran."""
 
     slots: list[_Slot]
     swapped: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -57,34 +57,34 @@ class _Pass:
 
 
 class ReferenceWeights:
-    """A copy of the present weights of ``chunks``.
+    """A copy of the current weights of ``chunks``.
 
     Args:
-        chunks: this rank's model chunks, as `model.build_chunks` gives them.
+        chunks: this rank's model chunks from `model.build_chunks`.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], device: Device) -> None:
         self._device = device
-        # For each chunk, its modules with parameters in the order of the forward pass, and the block of each.
+        # For each chunk, its modules with parameters in forward order, and the block of each.
         self._order = [_blocks(chunk, device) for chunk in chunks]
         blocks = [block for order in self._order for _, block in order]
         covered = {id(tensor) for block in blocks for tensor in block.tensors}
         missing = [name for name, tensor in named_weights(chunks).items() if id(tensor) not in covered]
         if missing:
-            raise TrainingError(f"no block of the model holds {missing}; the reference policy would lack them")
+            raise TrainingError(f"no block of the model contains {missing}, so the reference policy would lack them")
         self._slot_bytes = max(block.kept.nbytes for block in blocks)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of both slots, which exist within `applied` only."""
+        """Bytes of both slots, which exist only within `applied`."""
         return SLOTS * self._slot_bytes
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the chunks compute with these weights.
+        """Makes the chunks compute with these weights within the context.
 
         Raises:
-            TrainingError: some modules ran more often than others, so not every block computed with these weights.
+            TrainingError: some modules ran more often than others, so not every block used these weights.
         """
         device = self._device.torch_device
         buffers = [torch.empty(self._slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
@@ -98,15 +98,13 @@ class ReferenceWeights:
                 hook.remove()
             for tensor, own in use.swapped.items():
                 tensor.data = own
-            # The slots' memory goes back to this stream, so copies into it must have ended before that.
+            # The slots' memory is freed on this stream, so copies into it must have finished.
             for slot in use.slots:
                 wait_event(slot.filled, device)
         for order in self._order:
             runs = {use.runs.get(module, 0) for module, _ in order}
             if len(runs) > 1:
-                raise TrainingError(
-                    f"blocks of one model chunk computed {sorted(runs)} times with the reference weights"
-                )
+                raise TrainingError(f"blocks of one model chunk ran {sorted(runs)} times with the reference weights")
 
     def _hooks(self, order: list[tuple[torch.nn.Module, _Block]], use: _Pass) -> Iterator[Any]:
         for turn, (module, block) in enumerate(order):
@@ -132,7 +130,7 @@ class ReferenceWeights:
             yield module.register_forward_hook(leave)
 
     def _filled(self, use: _Pass, block: _Block, busy: _Slot | None = None) -> _Slot:
-        """The slot that holds a block or is being filled with it; ``busy`` is left alone."""
+        """The slot that contains a block or is being filled with it; never overwrites ``busy``."""
         for slot in use.slots:
             if slot.holds is block:
                 return slot
@@ -143,19 +141,19 @@ class ReferenceWeights:
             slot.buffer[: block.kept.nbytes].copy_(block.kept, non_blocking=True)
             slot.filled = record_event(device)
         slot.holds = block
-        # The slot that was filled longest ago is the first to be filled again.
+        # The least recently filled slot is reused first.
         use.slots.remove(slot)
         use.slots.append(slot)
         return slot
 
 
 def _blocks(chunk: PolicyModel, device: Device) -> list[tuple[torch.nn.Module, _Block]]:
-    """The modules of a chunk that have weights, in the order of the forward pass, each with its block."""
+    """The modules of a chunk that have weights, in forward order, each with its block."""
     ends = [chunk.decoder.final_layernorm, chunk.output_layer] if chunk.post_process else []
     modules = [*([chunk.embedding] if chunk.pre_process else []), *chunk.decoder.layers, *ends]
     order = [(module, _block(module, device)) for module in modules]
     if chunk.pre_process and chunk.post_process and chunk.share_embeddings_and_output_weights:
-        # The output layer has no weight of its own and is handed the embedding's.
+        # The output layer uses the weight of the embedding.
         order[-1] = (chunk.output_layer, order[0][1])
     return order
 

@@ -1,7 +1,7 @@
 """Rotary position angles from a Hugging Face config.json, for packed tokens.
 
-Megatron's own rotary module fixes llama3's scaling constants, and rebuilds positions from sequence boundaries in a
-loop. This one reads all constants from the config, and where tokens carry explicit positions (`PackedTokens.positions`)
+Megatron's rotary module hard-codes the scaling constants of llama3, and rebuilds positions from sequence boundaries in
+a loop. This one reads all constants from the config. If tokens have explicit positions (`PackedTokens.positions`) it
 returns one row of angles per token.
 """
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """Angle per position of each pair of rotated channels, float32 [head_dim * partial_rotary_factor / 2]; ``rope``
-    comes from `architecture.rope_parameters`.
+    """Angle per position of each pair of rotated channels, float32 [head_dim * partial_rotary_factor / 2].
 
-    Scaling of kind llama3 (Llama 3.1, "The Llama 3 Herd of Models", 2024): wavelengths longer than the original context
-    are stretched by ``factor``, short ones kept, those between interpolated. Kind yarn
-    (https://arxiv.org/abs/2309.00071, section 3.2) does the same, with the ramp between the channels that turn
-    ``beta_fast`` and ``beta_slow`` times within the original context.
+    ``rope`` comes from `architecture.rope_parameters`. With llama3 scaling (Llama 3.1, "The Llama 3 Herd of Models",
+    2024), wavelengths longer than the original context are stretched by ``factor``, short ones are kept, and those
+    between are interpolated. yarn (https://arxiv.org/abs/2309.00071, section 3.2) interpolates between the channels
+    that turn ``beta_fast`` and ``beta_slow`` times within the original context.
     """
     rotated = int(head_dim * rope["partial_rotary_factor"])
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -42,7 +41,7 @@ def _kept_by_llama3(rope: Mapping[str, Any], plain: torch.Tensor) -> torch.Tenso
 
 
 def _kept_by_yarn(rope: Mapping[str, Any], rotated: int) -> torch.Tensor:
-    """1 for pairs that turn often, 0 for those that turn seldom; the ramp runs over the pairs' numbers."""
+    """1 for pairs of high frequency, 0 for pairs of low frequency, with a linear ramp over the pair index between."""
 
     def pair(turns: float) -> float:
         context = rope["original_max_position_embeddings"]
@@ -57,7 +56,7 @@ def _kept_by_yarn(rope: Mapping[str, Any], rotated: int) -> torch.Tensor:
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:
-    """What the rotated channels of queries and keys are multiplied by; 1 but for yarn (the same paper, section 3.4)."""
+    """The factor of the rotated channels of queries and keys; 1 except for yarn (the same paper, section 3.4)."""
     if rope["rope_type"] != "yarn":
         return 1.0
     if rope.get("attention_factor") is not None:
@@ -73,9 +72,9 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 class PackedRotary(torch.nn.Module):
-    """Takes the place of ``GPTModel.rotary_pos_emb``, whose two calls it answers; it has no parameters.
+    """Replaces ``GPTModel.rotary_pos_emb``: implements the two methods that the model calls. Has no parameters.
 
-    ``interleaved``: the two channels of a pair are neighbours, not one in each half of the rotated channels.
+    ``interleaved``: the two channels of a pair are adjacent, instead of one in each half of the rotated channels.
     """
 
     def __init__(
@@ -85,12 +84,14 @@ class PackedRotary(torch.nn.Module):
         self._interleaved = interleaved
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
 
-    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedTokens) -> Any:
-        """The model passes what this returns on to `forward`, so the packed tokens themselves are returned."""
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedTokens
+    ) -> PackedTokens:
+        """Returns the packed tokens themselves, because the model passes the result on to `forward`."""
         return packed
 
     def forward(self, packed: PackedTokens, packed_seq: bool = True, cp_group: Any = None) -> torch.Tensor:
-        """Angles [rows, 1, 1, rotated channels]: a row per token where tokens carry positions, else per position."""
+        """Angles [rows, 1, 1, rotated channels]: a row per token if tokens have positions, otherwise per position."""
         positions = packed.positions
         if positions is None:
             positions = torch.arange(packed.max_seqlen_q, device=self._frequencies.device)

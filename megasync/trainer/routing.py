@@ -1,4 +1,4 @@
-"""The router of expert layers: Megatron's, with a load-balancing loss that is normalised like every loss here."""
+"""The router of expert layers: Megatron's, with a load-balancing loss that is normalised like all other losses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megasync.layout.layout import Layout
 
 
 def score_options(layout: Layout) -> dict[str, Any]:
-    """Fields of Megatron's ``TransformerConfig`` that say how logits become a choice of experts and their weights."""
+    """Fields of Megatron's ``TransformerConfig`` that define how logits become chosen experts and their weights."""
     if not layout.family.has_router_bias:
-        # A softmax over all experts whose chosen ones are normalised again is a softmax over the chosen ones.
+        # A softmax over all experts, renormalised over the chosen ones, is a softmax over the chosen ones.
         return {"moe_router_pre_softmax": not layout.hf_config.get("norm_topk_prob", False)}
     config = {**layout.family.defaults, **layout.hf_config}
     limited = config["topk_group"] < config["n_group"]
@@ -32,15 +32,15 @@ def score_options(layout: Layout) -> dict[str, Any]:
 class PolicyRouter(TopKRouter):
     """Balances load per layer and microbatch (Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4).
 
-    A step's balancing loss is the mean over microbatches, weighted by their tokens, of the sum over layers. Megatron
-    instead counts on a later division of all gradients by the number of tokens, and under sequence parallelism it
-    weights by a tensor rank's own tokens only. Padding and masked copies do not count.
+    The balancing loss of a step is the mean over microbatches, weighted by their tokens, of the sum over layers.
+    Megatron instead relies on a later division of all gradients by the number of tokens, and under sequence parallelism
+    weights only by a tensor rank's own tokens. Padding and masked copies do not count.
 
-    A bias on the choice of experts (DeepSeek-V3) stays as it was loaded. Pretraining moves it after each step to even out
-    the load; here that would move routing, and with it the policy, by something that is no gradient of the reward.
+    The expert bias (DeepSeek-V3) stays as loaded. Pretraining updates it after each step to balance the load; here that
+    would change routing, and so the policy, by something that is not a gradient of the reward.
     """
 
-    # Tokens of the whole step, on all data-parallel ranks; the engine sets it before each step.
+    # Tokens of the whole step on all data-parallel ranks; set by the engine before each step.
     step_tokens = 0
 
     def _apply_aux_loss(
@@ -59,12 +59,12 @@ class PolicyRouter(TopKRouter):
         loss = switch_load_balancing_loss_func(
             probs=scores_for_aux_loss,
             tokens_per_expert=counts,
-            total_num_tokens=tokens,
+            total_num_tokens=tokens,  # pyright: ignore[reportArgumentType] - a tensor avoids a device sync
             topk=self.topk,
-            num_experts=self.config.num_moe_experts,
+            num_experts=counts.shape[0],
             moe_aux_loss_coeff=self.get_aux_loss_coeff("aux_loss"),
         )
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens / self.step_tokens)
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Megatron counts tokens per expert here, to move the bias by."""
+        """Skips Megatron's count of tokens per expert, which serves to update the bias."""

@@ -1,5 +1,6 @@
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -28,9 +29,7 @@ def test_with_normalisation_it_is_divided_by_the_sample_deviation(rewards):
 def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(rewards, normalize_std):
     advantages = group_advantages(rewards, normalize_std)
     assert sum(advantages) == pytest.approx(0.0, abs=1e-6)
-    for a, b in zip(
-        sorted(range(len(rewards)), key=rewards.__getitem__), sorted(range(len(rewards)), key=rewards.__getitem__)[1:]
-    ):
+    for a, b in pairwise(sorted(range(len(rewards)), key=rewards.__getitem__)):
         assert advantages[a] <= advantages[b]
 
 

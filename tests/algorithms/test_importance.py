@@ -12,7 +12,7 @@ TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.booleans()), min_size=1, max_si
 
 
 def columns(tokens):
-    trainer, behaviour, mask = zip(*tokens)
+    trainer, behaviour, mask = zip(*tokens, strict=True)
     return torch.tensor(trainer), torch.tensor(behaviour), torch.tensor(mask, dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""verl's jagged batches as samples, results back in verl's positions, and what a batch may not ask for."""
+"""Converting verl's jagged batches to samples and results back to verl's positions; unsupported options."""
 
 import pytest
 import torch

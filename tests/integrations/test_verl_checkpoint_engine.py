@@ -1,4 +1,4 @@
-"""verl's weight transfer out of shards, between processes of their own: two trainer ranks and two rollout workers."""
+"""verl's weight transfer from shards, between separate processes: two trainer ranks and two rollout workers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Settings of verl that megasync honours, and those it refuses by name."""
+"""verl settings that megasync applies, and those it refuses by name."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from verl.workers.engine.base import EngineRegistry
 from megasync.errors import ConfigError
 from megasync.integrations import verl_versions
 from megasync.integrations.verl import MegasyncEngine, MegasyncEngineConfig, MegasyncValueEngine
-from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer, verls_names
+from megasync.integrations.verl.config import check_contents, to_model, to_optimizer, to_trainer, verl_setting_names
 from megasync.layout.topology import Topology
 
 
@@ -100,9 +100,9 @@ def test_ranks_that_the_sizes_do_not_divide_are_refused():
         ({"virtual_pipeline_model_parallel_size": 2}, "raise pipeline_model_parallel_size or set virtual_pipeline_m"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_in_verls_names(options, message):
+def test_sizes_that_do_not_fit_are_refused_in_verl_setting_names(options, message):
     trainer = to_trainer(MegasyncEngineConfig(**options), None, world=4)
-    with pytest.raises(ConfigError, match=message), verls_names():
+    with pytest.raises(ConfigError, match=message), verl_setting_names():
         Topology.from_config(trainer)
 
 
@@ -156,5 +156,5 @@ def test_checkpoints_of_parts_are_refused(contents):
 
 def test_another_verl_is_refused(monkeypatch):
     monkeypatch.setattr(verl_versions, "version", lambda package: "0.10.0")
-    with pytest.raises(ConfigError, match=r"verl 0\.9\.1, and 0\.10\.0 is installed"):
+    with pytest.raises(ConfigError, match=r"verl 0\.9\.1, but 0\.10\.0 is installed"):
         verl_versions.check_version()

@@ -1,4 +1,4 @@
-"""The engine under verl's own TrainingWorker, in spawned ranks, against verl's FSDP2 engine on the same weights and data."""
+"""The engine under verl's TrainingWorker, in spawned ranks, compared with verl's FSDP2 engine on equal data."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The examples of GRPO in verl: verl's own entry point, a real SGLang server, and megasync's engine as actor and reference."""
+"""The GRPO examples for verl: verl's entry point, a real SGLang server, megasync's engine as actor and reference."""
 
 import os
 import re
@@ -33,8 +33,8 @@ RUNS = {
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ],
-    # Two ranks, and a server of its own. Each step is two updates of the weights. For the second, those before the first
-    # step in, whose probabilities the server's must be: no prompt is begun before the weights that it is trained with.
+    # Two ranks and a separate server. Each step has two weight updates. For the second, the weights of before the first
+    # are restored, whose probabilities must equal the server's: no prompt starts before the weights that train on it.
     "grpo_async_cpu.sh": [
         "data.train_batch_size=8",
         "trainer.v1.separate_async.parameter_sync_step=2",

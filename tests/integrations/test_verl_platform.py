@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl: with a process group that torch opens, and copies of weights that are not pinned."""
+"""The CPU as a verl platform: a process group that torch accepts, and weight copies that are not pinned."""
 
 import os
 import subprocess
@@ -33,8 +33,8 @@ print("kept:", tensor.pin_memory() is tensor)
 
 
 def test_verl_works_on_a_cpu_and_would_not_without_the_patches(tmp_path):
-    """A missing line "refused" means that verl or torch does without `megasync_patches.verl_cpu_group`, or, if it is the
-    second, `megasync_patches.verl_cpu_pinning`: delete it."""
+    """Without the first line "refused", `megasync_patches.verl_cpu_group` is no longer needed; without the second,
+    `megasync_patches.verl_cpu_pinning`. Delete the patch."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OPEN],
         env={**os.environ, "VERL_PLATFORM": "cpu", "DIST_INIT_METHOD": f"file://{tmp_path / 'meeting'}"},

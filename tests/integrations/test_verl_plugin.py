@@ -1,4 +1,4 @@
-"""What the plugin brings into verl's processes, and when."""
+"""What the plugin imports in verl's processes, and when."""
 
 import os
 import subprocess
@@ -12,7 +12,8 @@ LOOK = """
 import sys
 import verl.experimental.reward_loop
 assert "megasync.integrations.verl" in sys.modules
-loaded = [name for name in ("megatron.core", "verl.workers.engine", "megasync.integrations.verl.engine") if name in sys.modules]
+names = ("megatron.core", "verl.workers.engine", "megasync.integrations.verl.engine")
+loaded = [name for name in names if name in sys.modules]
 print("before:", loaded)
 from verl.workers.engine.base import EngineRegistry
 print("after:", EngineRegistry.get_engine_cls("value_model", "megasync").__name__)

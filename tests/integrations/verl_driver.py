@@ -1,7 +1,7 @@
 """verl's driver over a worker group of real Ray actors, each a rank of actor and critic: `verl_driver.py FOLDER`.
 
-FOLDER/request.json says the ranks, the sizes of the engine and the model of each role; FOLDER/result.pt gets what the driver
-got from each role.
+FOLDER/request.json has the number of ranks, the sizes of the engine and the model of each role. FOLDER/result.pt
+receives the driver's result of each role.
 """
 
 import json

@@ -186,10 +186,10 @@ class Rank:
 
         offload = self.engine._computation.offload
         before = offload.nbytes()
-        offload.leave(*KINDS)
+        offload.offload(*KINDS)
         weights = self.weights()
         away = offload.nbytes()
-        offload.enter(*KINDS)
+        offload.restore(*KINDS)
         return weights, (before, away, offload.nbytes())
 
 

@@ -1,8 +1,9 @@
 """A trainer rank or a rollout worker of a weight transfer: `verl_transfer.py trainer|rollout RANK MODEL FILE`.
 
 MODEL is a Hugging Face folder, which the trainer ranks hold in tensor-parallel shards. Each line of standard input is a
-JSON object. "prepare" answers with the metadata of `prepare`; any other is the arguments of `init_process_group` and a
-`fault` or none. It answers with the number of tensors that a rollout worker received and wrote to FILE, or with the error.
+JSON object. "prepare" is answered with the metadata of `prepare`. Any other line contains the arguments of
+`init_process_group` and optionally a `fault`; the answer is the number of tensors that a rollout worker received and
+wrote to FILE, or the error.
 """
 
 import asyncio

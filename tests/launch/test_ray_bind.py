@@ -121,7 +121,7 @@ def test_a_source_that_does_not_build_is_told(cache: Path, tmp_path: Path, monke
     source = tmp_path / "broken.c"
     source.write_text("#error no headers here\n")
     monkeypatch.setattr(ray_bind, "SOURCE", source)
-    with pytest.raises(PatchError, match="the C compiler fails; .*no headers here"):
+    with pytest.raises(PatchError, match="the C compiler failed: .*no headers here"):
         ray_bind.library()
     assert list(cache.iterdir()) == []
 

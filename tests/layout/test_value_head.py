@@ -13,7 +13,7 @@ from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
 from megasync.layout.shards import describe, export_checkpoint, layout_of, load_shards, save_written
 from megasync.layout.topology import Topology
-from megasync.trainer.value_head import fresh_value_head
+from megasync.trainer.model import fresh_value_head
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)
 HEAD = {"output_layer.weight": (1, 64), "output_layer.bias": (1,)}

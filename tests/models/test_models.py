@@ -1,4 +1,4 @@
-"""The models that `fetch` makes load and generate like any other Hugging Face folder, and appear whole or not at all."""
+"""The models of `fetch` load and generate like any other Hugging Face folder, and are written atomically."""
 
 import json
 

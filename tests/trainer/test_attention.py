@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.trainer.attention import Segment, attend, plan_attention
+from megasync.trainer.attention import Segment, packed_attention, plan_attention
 from megasync.trainer.batch import make_batch
 from megasync.trainer.packing import Sample, pack
 
@@ -53,7 +53,7 @@ def inputs(segments, dtype):
 def differences(segments, dtype):
     """Largest difference of the outputs, and of each input's gradient."""
     tensors, weight = inputs(segments, dtype)
-    out = attend(*tensors, plan_attention(segments, CPU))
+    out = packed_attention(*tensors, plan_attention(segments, CPU))
     grads = torch.autograd.grad((out * weight).sum(), tensors)
     wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
     expected = dense(*wide, segments)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, and a run that goes on from one is the run that never stopped."""
+"""A checkpoint is complete or absent, and a resumed run equals the run that never stopped."""
 
 import json
 import os
@@ -76,13 +76,13 @@ def test_a_missing_shard_is_refused_on_every_rank_before_a_weight_changes(broken
 
 
 def test_a_checkpoint_is_never_overwritten(broken):
-    assert all("exists already" in rank["existing"] for rank in broken)
+    assert all("already exists" in rank["existing"] for rank in broken)
 
 
 def test_another_layout_is_refused_by_name(broken):
     for rank in broken:
         assert "its topology is Topology(tensor=2" in rank["layout"]
-        assert "is not a whole checkpoint" in rank["absent"]
+        assert "is not a complete checkpoint" in rank["absent"]
 
 
 def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What is asked of a GPU; a fake stands in for torch.cuda."""
+"""Device functions on a GPU, with a fake torch.cuda."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What `megasync plan` says of a rank's memory is what the engine holds."""
+"""The memory that `megasync plan` predicts for a rank is what the engine uses."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_interleaving_adds_the_activations_that_are_planned(held, models, rank):
 
 
 def test_each_further_expert_of_a_token_adds_the_activations_that_are_planned(held, models):
-    """Among them the copy of the token that is dispatched to it. Local experts save two more of their widths, unfused."""
+    """They include the copy of the token that is dispatched. Unfused local experts save two more of their widths."""
     two, four = (planned(models, name, 0).activations for name in ("experts", "experts-top4"))
     buffers = 2 * 3 * 48 * 4 * sum(TOKENS.values())  # of the layer that computes: nothing is saved of those
     measured = held[0]["experts-top4"]["activations"] - held[0]["experts"]["activations"]
@@ -119,6 +119,6 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedule(pipeline, virtua
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_as_large_as_is_expected(held, models, name):
-    """But for headers of files and tensors and the ranks' random states, which matter in a model as small as this one."""
+    """Except for headers of files and tensors and random states of ranks, which matter in such a small model."""
     planned_bytes = checkpoint_bytes(*configured(models, name))
     assert 0 <= held[0][name]["checkpoint"] - planned_bytes <= 128 * 1024

@@ -1,4 +1,4 @@
-"""What is read from a config.json, and what is refused before any process starts."""
+"""Reading config.json, and configurations that are refused before any process starts."""
 
 import json
 

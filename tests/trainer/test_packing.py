@@ -1,10 +1,10 @@
-"""Laws of packing: nothing lost, nothing twice, the budget kept, ranks in step and in balance."""
+"""Invariants of packing: every sample exactly once, within the budget, ranks in lockstep and balanced."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.packing import Sample, deal, grow_trees, level, pack
+from megasync.trainer.packing import Sample, assign, build_trees, pack, pad_alike
 
 
 @st.composite
@@ -70,9 +70,9 @@ def test_rounds_are_kept_without_losing_or_doubling_a_sample(samples, ranks, bud
 @given(**arguments)
 def test_level_microbatches_have_room_for_the_largest_of_their_turn(samples, ranks, budget, share_prompts):
     dealt = packed(samples, ranks, budget, share_prompts)
-    mine = level(dealt, range(ranks - 1, ranks))
+    mine = pad_alike(dealt, range(ranks - 1, ranks))
     assert [item.room for item in mine[0]] == [item.tokens for item in dealt[-1]]
-    together = level(dealt, range(ranks))
+    together = pad_alike(dealt, range(ranks))
     assert [[item.trees for item in own] for own in together] == [[item.trees for item in own] for own in dealt]
     for turn in zip(*together, strict=True):
         assert {item.room for item in turn} == {max(item.tokens for item in turn)}
@@ -88,7 +88,7 @@ def test_loads_differ_by_at_most_the_heaviest_microbatch(samples, ranks, budget,
 
 @given(**arguments)
 def test_a_tree_is_one_prompt_and_only_samples_that_have_it(samples, ranks, budget, share_prompts):
-    for tree in grow_trees(samples, ranks, budget, 0.01, share_prompts):
+    for tree in build_trees(samples, ranks, budget, 0.01, share_prompts):
         assert all(samples[index].prompt == tree.prompt for index in tree.members)
         assert tree.tokens == len(tree.prompt) + sum(samples[index].fed for index in tree.members)
         assert share_prompts or len(tree.members) == 1
@@ -119,7 +119,7 @@ def test_tokens_behind_the_last_scored_one_are_not_fed():
 
 def test_nothing_to_pack_is_an_error():
     with pytest.raises(ValueError, match="nothing to pack"):
-        deal([], 1, 100)
+        assign([], 1, 100)
 
 
 def test_many_long_samples_are_packed_quickly():

@@ -1,4 +1,4 @@
-"""What a policy step does with groups: normalisation, what is left out, minibatches, the reference, the guard."""
+"""The policy training step: normalisation, skipped trajectories, minibatches, the reference, non-finite steps."""
 
 import json
 import math
@@ -115,8 +115,8 @@ def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, models, famil
 
 def test_all_metrics_are_there_and_finite(runs):
     names = (
-        "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_capped_fraction logprob_diff tokens sequences "
-        "staleness_mean staleness_max reward seconds skipped"
+        "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_capped_fraction logprob_diff "
+        "tokens sequences staleness_mean staleness_max reward seconds skipped"
     )
     for metrics in runs["plain"]["metrics"]:
         assert set(metrics) == {f"train/{name}" for name in names.split()}

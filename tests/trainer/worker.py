@@ -1,8 +1,8 @@
-"""A trainer rank in a process of its own: `worker.py RANK WORLD STORES`.
+"""A trainer rank in its own process: `worker.py RANK WORLD STORES`.
 
-STORES is a folder that the ranks meet in. Each line of standard input is a folder too: the function that its
-request.json names is run with the arguments there, what it returns is left in result-RANK.pt, and "done" is printed.
-Any error ends the process.
+STORES is the folder of the rendezvous files. Each line of standard input is also a folder: the function that its
+request.json names is called with the arguments given there, its result is written to result-RANK.pt, and "done" is
+printed. An error ends the process.
 """
 
 import collections
@@ -27,12 +27,12 @@ MEETINGS = itertools.count()
 DEVICE = resolve_device("cpu")
 DEVICE.prepare_process(local_rank=0)
 
-# Only now may Megatron be imported.
-from megasync.errors import CheckpointError, TrainingError
-from megasync.trainer import checkpoint
-from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.packing import Sample
-from megasync.trainer.policy import PolicyTrainer
+# Megatron may be imported only after `prepare_process`.
+from megasync.errors import CheckpointError, TrainingError  # noqa: E402
+from megasync.trainer import checkpoint  # noqa: E402
+from megasync.trainer.engine import MegatronEngine  # noqa: E402
+from megasync.trainer.packing import Sample  # noqa: E402
+from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
@@ -173,7 +173,9 @@ class SavedBytes:
         self._now = self.peak = 0
 
     def keep(self, tensor):
-        saved = lambda: tensor
+        def saved():
+            return tensor
+
         place, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if place not in self._weights:
             self._count(place, nbytes, 1)
@@ -218,7 +220,7 @@ def held_bytes(runs, prompt, response, folder):
 
 
 def by_hand(model, uniform):
-    """One step of the plain on-policy gradient over *all* trajectories, and two minibatches of PPO, without PolicyTrainer."""
+    """One step of the on-policy gradient over *all* trajectories, and two PPO minibatches, without PolicyTrainer."""
     from megasync.algorithms.advantages import group_advantages
 
     def plan(seed):

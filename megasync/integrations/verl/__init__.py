@@ -1,8 +1,8 @@
-"""megasync as an engine of verl, which imports this package in each of its processes, by its entry point.
+"""megasync as a verl engine. verl imports this package in each of its processes, through its entry point.
 
-Most of them compute nothing. So the engine is loaded, and registers itself, only where verl's own engines are. verl swallows
-whatever a plugin raises; but the same import happens again, aloud, when a configuration names `MegasyncEngineConfig`, and
-`megasync doctor` tries it in a fresh interpreter.
+Most of these processes compute nothing, so the engine is imported, and registers itself, only where verl's own engines
+are. verl swallows exceptions of plugins; but a configuration that names `MegasyncEngineConfig` repeats the import and
+raises, and `megasync doctor` tries it in a fresh interpreter.
 """
 
 from importlib import import_module
@@ -12,10 +12,11 @@ from megasync.integrations.verl_versions import check_version
 
 check_version()
 
-from megasync.integrations.verl.after_import import after_import
-from megasync.integrations.verl.platform import CpuPlatform
+# Without verl these imports fail, hence the check above.
+from megasync.integrations.verl.import_hook import call_after_import  # noqa: E402
+from megasync.integrations.verl.platform import CpuPlatform  # noqa: E402
 
-# Before verl's engines are imported, which ask for the platform.
+# Must precede the import of verl's engines, which query the platform.
 CpuPlatform.install()
 
 MODULES = {"MegasyncEngine": "engine", "MegasyncEngineConfig": "config", "MegasyncValueEngine": "engine"}
@@ -29,4 +30,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
 
 
-after_import("verl.workers.engine", lambda: import_module(f"{__name__}.engine"))
+call_after_import("verl.workers.engine", lambda: import_module(f"{__name__}.engine"))

@@ -1,8 +1,8 @@
-"""verl's batches as megasync's samples and microbatches, and per-token results back as verl's jagged tensors.
+"""Converts verl's batches to samples and microbatches, and per-token results back to verl's jagged tensors.
 
-verl decides what is in a microbatch. Position i of a jagged result belongs to the log-prob of token i + 1, or is the value
-of what stands before it. So the last position of a sequence has none; it is zero, as are the positions that nobody reads
-(those before the last of a prompt).
+verl decides what each microbatch contains. Position i of a jagged result is the log-prob of token i + 1, or the value
+of the tokens up to i. The last position of a sequence has none and is zero, as are the positions that are never read
+(those before the last prompt token).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megasync.errors import TrainingError
 from megasync.trainer.batch import Batch
 from megasync.trainer.packing import Microbatch, Sample, Tree
 
-# What a batch may ask for that this engine does not compute.
+# Options of a batch that this engine does not support.
 REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
 
 
 class VerlBatch:
-    """The microbatches of one call, as the engine wants them.
+    """The microbatches of one call, in the engine's format.
 
     Raises:
-        TrainingError: a batch that asks for something this engine does not compute, or a sequence of one token.
+        TrainingError: a sequence has fewer than two tokens.
     """
 
     def __init__(self, parts: Sequence[TensorDict]) -> None:
@@ -42,12 +42,12 @@ class VerlBatch:
             self.microbatches.append(Microbatch(tuple(trees)))
 
     def part(self, batch: Batch) -> TensorDict:
-        """What verl put into the microbatch that became ``batch``."""
+        """verl's microbatch that became ``batch``."""
         return self._parts[batch.samples[0]]
 
     def jagged(self, values: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """``values`` [targets] of a microbatch where verl looks for them, as a jagged [sequences, tokens] tensor."""
-        offsets = self.part(batch)["input_ids"].offsets()
+        """``values`` [targets] of a microbatch as a jagged [sequences, tokens] tensor, placed as verl expects."""
+        offsets = _offsets(self.part(batch)["input_ids"])
         rows = []
         for index, end in zip(batch.samples, offsets[1:].tolist(), strict=True):
             rows += range(end - 1 - len(self.samples[index].scored), end - 1)
@@ -56,48 +56,56 @@ class VerlBatch:
 
 
 def check_batch(data: TensorDict) -> None:
-    """Raises TrainingError, as `VerlBatch`."""
+    """Raises TrainingError for a batch that this engine does not support."""
     for key in REFUSED:
         if tu.get_non_tensor_data(data, key=key, default=False):
-            raise TrainingError(f"the batch asks for {key}, which megasync's engine does not support")
+            raise TrainingError(f"the batch sets {key}, which megasync's engine does not support")
     pad_mode = tu.get_non_tensor_data(data, key="pad_mode", default=DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING:
-        raise TrainingError(f"the batch's pad_mode is {pad_mode}; megasync's engine takes {DatasetPadMode.NO_PADDING}")
+        raise TrainingError(
+            f"the batch's pad_mode is {pad_mode}; megasync's engine supports {DatasetPadMode.NO_PADDING}"
+        )
     if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
-        raise TrainingError("the batch has multi_modal_inputs; megasync's engine takes text only")
+        raise TrainingError("the batch has multi_modal_inputs; megasync's engine supports text only")
     if not data["input_ids"].is_nested:
         raise TrainingError("the batch's input_ids are padded; verl's left_right_2_no_padding makes them jagged")
 
 
 def temperatures(part: TensorDict) -> float | torch.Tensor:
-    """One temperature for all sequences, or [sequences] when they differ."""
+    """One temperature for all sequences, or [sequences] if they differ."""
     found = part["temperature"]
     if not isinstance(found, torch.Tensor):
         return float(found)
-    return float(found.flatten()[0]) if bool((found == found.flatten()[0]).all()) else found.float()
+    first = found.flatten()[0]
+    return float(first) if bool((found == first).all()) else found.float()
 
 
 def _samples(part: TensorDict) -> list[Sample]:
-    sequences = [sequence.tolist() for sequence in part["input_ids"].unbind()]
+    input_ids: torch.Tensor = part["input_ids"]
+    sequences = [sequence.tolist() for sequence in input_ids.unbind()]
     found = []
     for ids, responses in zip(sequences, _responses(part, sequences), strict=True):
         if len(ids) < 2:
-            raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; leave it out of the batch")
+            raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; remove it from the batch")
         prompt = len(ids) - responses
         found.append(Sample(ids[:prompt], ids[prompt:], range(responses)))
     return found
 
 
 def _responses(part: TensorDict, sequences: list[list[int]]) -> list[int]:
-    """Tokens at the end of each sequence whose log-probs are wanted: the response, or all but the first token."""
+    """Number of tokens at the end of each sequence to score: the response, or all but the first token."""
     if "responses" not in part:
         return [len(ids) - 1 for ids in sequences]
-    responses = part["responses"]
+    responses: torch.Tensor = part["responses"]
     if responses.is_nested:
-        return responses.offsets().diff().tolist()
+        return _offsets(responses).diff().tolist()
     return part["attention_mask"][:, -responses.shape[1] :].sum(dim=1).tolist()
 
 
+def _offsets(jagged: torch.Tensor) -> torch.Tensor:
+    return jagged.offsets()  # pyright: ignore[reportAttributeAccessIssue] - declared on nested tensors only
+
+
 def _tree(index: int, sample: Sample) -> Tree:
-    """A tree of its own for each sequence; its work, by which trees are dealt, does not matter any more."""
+    """One tree per sequence. Its work is irrelevant, because verl has already assigned it to a rank."""
     return Tree(sample.prompt, (index,), len(sample.prompt) + sample.fed, work=0.0)

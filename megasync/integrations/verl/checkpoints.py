@@ -1,12 +1,13 @@
-"""Checkpoints where verl wants them.
+"""Checkpoints at the paths that verl expects.
 
-<local_path>/megasync/      a whole sharded checkpoint (`trainer.checkpoint`): model, optimizer, extra state
-<local_path>/huggingface/   the model as a Hugging Face folder, when hf_model is among the contents
+<local_path>/megasync/      a sharded checkpoint (`trainer.checkpoint`): model, optimizer, extra state
+<local_path>/huggingface/   the model as a Hugging Face folder, if hf_model is among the contents
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +20,41 @@ EXPORT = "huggingface"
 
 
 class Checkpoints:
-    """Saves, loads and keeps count. Every method is a collective over ranks that see one file system."""
+    """Saves, loads and prunes checkpoints. Every method is a collective over ranks that share a file system."""
 
     def __init__(self, engine: MegatronEngine, exports: bool) -> None:
         self._engine = engine
         self._exports = exports
-        # What this process has saved, oldest first.
+        # Paths that this process has saved, oldest first.
         self._saved: list[Path] = []
 
     def save(self, local_path: str, state: dict[str, Any], keep: int | None) -> None:
-        """Writes a checkpoint in place of one that may be there, then removes the oldest of more than ``keep`` folders
-        that this process has saved; None keeps all.
+        """Writes a checkpoint, replacing an existing one.
+
+        Then removes all but the newest ``keep`` that this process has saved; None keeps all.
 
         Raises:
-            CheckpointError: on every rank, when any could not write its part.
+            CheckpointError: on every rank, if any could not write its part.
         """
         path = Path(local_path)
-        self._first_rank(lambda: _clear(path), "make room for", path)
+        self._on_first_rank(lambda: _clear(path), "make room for", path)
         self._engine.save(path / SHARDS, state)
         if self._exports:
-            self._first_rank(lambda: self._export(path), "export", path)
+            self._on_first_rank(lambda: self._export(path), "export", path)
         self._saved = [old for old in self._saved if old != path] + [path]
         while keep and len(self._saved) > keep:
             oldest = self._saved.pop(0)
-            self._first_rank(lambda old=oldest: shutil.rmtree(old, ignore_errors=True), "remove", oldest)
+            self._on_first_rank(lambda old=oldest: shutil.rmtree(old, ignore_errors=True), "remove", oldest)
 
     def load(self, local_path: str) -> dict[str, Any]:
-        """Restores the engine; what `save` was given as state. Raises CheckpointError as `MegatronEngine.load`."""
+        """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronEngine.load`."""
         return self._engine.load(Path(local_path) / SHARDS)
 
     def _export(self, path: Path) -> None:
         export_checkpoint(path / SHARDS, self._engine.model_config.path, path / EXPORT)
 
-    def _first_rank(self, work: Any, what: str, path: Path) -> None:
-        mine = work if self._engine.rank == 0 else lambda: None
-        run_collectively(mine, what, path, self._engine.device.torch_device)
+    def _on_first_rank(self, work: Callable[[], object], what: str, path: Path) -> None:
+        run_collectively(work if self._engine.rank == 0 else lambda: None, what, path, self._engine.device.torch_device)
 
 
 def _clear(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""verl's batches and losses on an initialised `MegatronEngine`.
+"""Runs verl's batches and losses on a `MegatronEngine`.
 
-verl deals sequences to data-parallel ranks and to microbatches, and brings the loss; the engine computes. verl's losses
-are means over data-parallel ranks and megasync's are sums, hence the division in `_evaluate`.
+verl assigns sequences to data-parallel ranks and microbatches, and provides the loss; the engine computes. verl's
+losses are means over data-parallel ranks and megasync's are sums, hence the division in `_evaluate`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megasync.trainer.packing import Microbatch
 
 
 class Computation:
-    """What one rank computes; every method but `learning_rate` is a collective. Initialises the engine it is given.
+    """The computation of one rank; every method except `learning_rate` is a collective. Initialises its engine.
 
-    What of the engine's memory is away on the host (`offload`) comes back for an export or a checkpoint; before anything
-    else it must be brought back.
+    Exports and checkpoints restore offloaded memory (`offload`) themselves. Before any other call the caller must
+    restore it.
     """
 
     def __init__(self, engine: MegatronEngine, exports: bool) -> None:
@@ -42,21 +42,22 @@ class Computation:
         self._engine = engine
         self._ranks = engine.topology.data
         self._losses_are_finite = True
-        # There are gradients of an earlier call.
+        # Whether gradients of an earlier call exist.
         self._has_gradients = False
         self._outputs = self._values if engine.layout.value_head else self._scores
-        self.data_group: dist.ProcessGroup = engine.data_group
+        self.data_group = engine.data_group
         self.offload = Offload(engine.memory, engine.device)
         self._checkpoints = Checkpoints(engine, exports)
 
     def forward_backward(self, data: TensorDict, loss: Callable | None, forward_only: bool) -> dict[str, Any]:
         """See `MegasyncEngine.forward_backward_batch`."""
         if loss is None and not forward_only:
-            raise TrainingError("there is no loss function to train with; call set_loss_fn first")
+            raise TrainingError("training needs a loss function; call set_loss_fn first")
         check_batch(data)
         device, topology = self._engine.device.torch_device, self._engine.topology
-        mask = data["loss_mask"]
-        counted = (mask.values() if mask.is_nested else mask).sum().to(device)
+        mask: torch.Tensor = data["loss_mask"]
+        tokens_mask: torch.Tensor = mask.values() if mask.is_nested else mask
+        counted = tokens_mask.sum().to(device)
         dist.all_reduce(counted, group=self.data_group)
         tu.assign_non_tensor(data, batch_num_tokens=counted.item(), dp_size=self._ranks, sp_size=1)
         parts, order = prepare_micro_batches(
@@ -65,9 +66,9 @@ class Computation:
             num_batches_divided_by=topology.pipeline if topology.virtual > 1 else None,
         )
         batch = VerlBatch([part.to(device) for part in parts])
-        microbatches, tokens = self._meet(batch.microbatches)
+        microbatches, tokens = self._align(batch.microbatches)
         evaluate = partial(self._evaluate, batch, loss, forward_only)
-        with nullcontext() if forward_only else self._added_gradients():
+        with nullcontext() if forward_only else self._accumulating():
             reports = self._engine.run(microbatches, batch.samples, tokens, evaluate, forward_only=forward_only)
         finite = all(math.isfinite(report["loss"]) for report in reports)
         if not forward_only:
@@ -76,8 +77,8 @@ class Computation:
             return {}
         return postprocess_batch_func(reports, order, data)
 
-    def _meet(self, mine: list[Microbatch]) -> tuple[list[Microbatch], int]:
-        """Microbatches fit to meet those of other ranks in a dispatcher of experts, and the tokens of all ranks."""
+    def _align(self, mine: list[Microbatch]) -> tuple[list[Microbatch], int]:
+        """The microbatches, padded alike on all ranks if the expert dispatcher needs it, and all ranks' token count."""
         sizes = torch.tensor([item.tokens for item in mine], device=self._engine.device.torch_device)
         tokens = sizes.sum()
         if self._engine.layout.sizes.experts:
@@ -90,7 +91,7 @@ class Computation:
     def _evaluate(
         self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, found: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """From a microbatch's logits or values to its loss and to what verl wants reported."""
+        """Computes the loss and verl's report of a microbatch from its logits or values."""
         part = batch.part(packed)
         output = {name: batch.jagged(tokens, packed) for name, tokens in self._outputs(part, packed, found).items()}
         value, metrics = torch.ones((), device=found.device), {}
@@ -114,8 +115,8 @@ class Computation:
         return {"values": values.squeeze(1).float()}
 
     @contextmanager
-    def _added_gradients(self) -> Iterator[None]:
-        """Within it, the gradients of earlier calls wait outside: Megatron's reduction over ranks must meet each once."""
+    def _accumulating(self) -> Iterator[None]:
+        """Sets earlier gradients aside and adds them again, so that Megatron reduces each gradient over ranks once."""
         if self._has_gradients:
             gradients = self._engine.memory()[GRADIENTS]
             earlier = [tensor.clone() for tensor in gradients]
@@ -128,11 +129,12 @@ class Computation:
         self._has_gradients = True
 
     def zero_grad(self) -> None:
+        """Drops all gradients."""
         self._engine.zero_grad()
         self._has_gradients, self._losses_are_finite = False, True
 
     def update(self, step: int) -> float:
-        """Clips and updates, or, when a loss or the norm is not finite on some rank, leaves everything as it is.
+        """Clips and updates, or skips the update if a loss or the norm is not finite on any rank.
 
         Returns:
             The norm of the gradients before clipping.
@@ -140,12 +142,12 @@ class Computation:
         return self._engine.update(step, self._losses_are_finite).grad_norm
 
     def learning_rate(self, step: int) -> float:
-        """Of an optimizer step, from 1."""
+        """The learning rate of an optimizer step (from 1)."""
         return learning_rate(self._engine.trainer_config.optimizer, step, self._engine.total_steps)
 
     @contextmanager
     def shards(self) -> Iterator[Shards]:
-        """This rank's weights, on their device within the context."""
+        """This rank's weights, which are on their device within the context."""
         engine = self._engine
         with self.offload.present(WEIGHTS):
             yield Shards(engine.layout, engine.model_config.dtype, engine.rank, engine.params())

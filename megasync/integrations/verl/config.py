@@ -1,7 +1,7 @@
-"""verl's configuration of an engine, read as megasync's; every setting that megasync does not have is refused.
+"""Converts verl's engine configuration to megasync's; refuses every setting that megasync does not support.
 
-A reader of a verl configuration may take each of its values for granted. So a value is either honoured, or one that
-changes nothing for this engine (`use_mbridge`: the layout table does that work), or an error that names it.
+Users expect each value of a verl configuration to take effect. So a value is either applied, or irrelevant for this
+engine (`use_mbridge`, whose work the layout table does), or refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megasync.errors import ConfigError
 STRATEGY = "megasync"
 DTYPES = ("bfloat16", "float32")
 DECAYS = ("constant", "linear", "cosine")
-# Of `override_transformer_config`: what each entry may be. Those with None alone are honoured below.
+# Supported values of `override_transformer_config`. Entries with None are applied below or irrelevant.
 TRANSFORMER = {
     "recompute_granularity": (None, "full"),
     "recompute_method": (None, "uniform"),
     "recompute_num_layers": (None, 1),
-    # Read by Megatron only for a granularity that is refused.
+    # Megatron reads it only for a granularity that is refused.
     "recompute_modules": None,
-    # megasync's layers choose their attention themselves; these two leave it to them.
+    # megasync's layers choose their attention; these values leave the choice to them.
     "attention_backend": (None, "auto", "flash"),
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
 }
-# What megasync's errors call the settings of verl.
+# verl's names of the settings in megasync's error messages.
 NAMES = {
     "tensor_parallel": "tensor_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
@@ -45,19 +45,20 @@ NAMES = {
     "first_stage_layers": "override_transformer_config.num_layers_in_first_pipeline_stage",
     "last_stage_layers": "override_transformer_config.num_layers_in_last_pipeline_stage",
 }
-# Of those, what must be at least 1; verl's None stands for "as otherwise".
+# Those of them that must be at least 1; in verl, None means the default.
 SIZES = [name for name in NAMES.values() if name.endswith("_size")]
-# Checkpoint contents that megasync writes as one.
+# Checkpoint contents that megasync always writes together.
 WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
 @dataclass
 class MegasyncEngineConfig(McoreEngineConfig):
-    """verl's Megatron configuration with megasync behind it: set `actor_rollout_ref.actor.megatron._target_` to this
-    class, and the reference policy's and the critic's too.
+    """verl's Megatron configuration for megasync's engine.
+
+    Set `actor_rollout_ref.actor.megatron._target_` to this class, and those of the reference policy and the critic.
 
     Raises:
-        ConfigError: a setting that megasync does not have.
+        ConfigError: a setting is not supported by megasync.
     """
 
     strategy: str = STRATEGY
@@ -82,7 +83,7 @@ class MegasyncEngineConfig(McoreEngineConfig):
         for key, value in self.override_transformer_config.items():
             if key not in TRANSFORMER:
                 raise ConfigError(
-                    f"override_transformer_config.{key} is not a setting of megasync's; remove it, or take one of "
+                    f"override_transformer_config.{key} is not supported by megasync; remove it, or use one of "
                     f"{', '.join(TRANSFORMER)}"
                 )
             if TRANSFORMER[key] is not None:
@@ -90,8 +91,8 @@ class MegasyncEngineConfig(McoreEngineConfig):
 
 
 @contextmanager
-def verls_names() -> Iterator[None]:
-    """Within it, errors about the configuration speak of verl's settings."""
+def verl_setting_names() -> Iterator[None]:
+    """Within the context, ConfigErrors use verl's names of settings."""
     try:
         yield
     except ConfigError as error:
@@ -100,14 +101,14 @@ def verls_names() -> Iterator[None]:
 
 
 def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None, world: int) -> TrainerConfig:
-    """megasync's trainer section for a world of so many ranks; without an optimizer, for an engine that only scores.
+    """megasync's trainer section for ``world`` ranks; without an optimizer, for an engine that only scores.
 
     Raises:
-        ConfigError: a setting that megasync does not have, or ranks that the sizes do not divide.
+        ConfigError: a setting is not supported, or the parallel sizes do not divide the number of ranks.
     """
     if not isinstance(engine, MegasyncEngineConfig):
         raise ConfigError(
-            f"the engine's configuration is a {type(engine).__name__}; set its _target_ to "
+            f"the engine configuration is a {type(engine).__name__}; set its _target_ to "
             f"megasync.integrations.verl.{MegasyncEngineConfig.__name__}"
         )
     _allow("use_fused_kernels", engine.use_fused_kernels, False)
@@ -135,9 +136,9 @@ def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None
 
 
 def to_optimizer(optimizer: McoreOptimizerConfig) -> tuple[OptimizerConfig, int]:
-    """megasync's optimizer section, and the step at which its decay ends. Raises ConfigError as `to_trainer`."""
+    """megasync's optimizer section, and the step at which its decay ends. Raises ConfigError like `to_trainer`."""
     if not isinstance(optimizer, McoreOptimizerConfig):
-        raise ConfigError(f"the optimizer's configuration is a {type(optimizer).__name__}; use McoreOptimizerConfig")
+        raise ConfigError(f"the optimizer configuration is a {type(optimizer).__name__}; use McoreOptimizerConfig")
     _allow("optim.optimizer", optimizer.optimizer, "adam")
     _allow("optim.lr_decay_style", optimizer.lr_decay_style, *DECAYS)
     _allow("optim.lr_warmup_init", optimizer.lr_warmup_init, 0.0)
@@ -146,7 +147,7 @@ def to_optimizer(optimizer: McoreOptimizerConfig) -> tuple[OptimizerConfig, int]
     _allow("optim.use_layer_wise_distributed_optimizer", optimizer.use_layer_wise_distributed_optimizer, False)
     _allow("optim.use_checkpoint_opt_param_scheduler", optimizer.use_checkpoint_opt_param_scheduler, False)
     _allow("optim.override_optimizer_config", dict(optimizer.override_optimizer_config or {}), {})
-    # verl's sentinels: None or -1 steps stand for "not given".
+    # In verl, None or -1 steps mean "not set".
     total = max(optimizer.lr_decay_steps or optimizer.total_training_steps, 0)
     if not total and optimizer.lr_decay_style != "constant":
         raise ConfigError(
@@ -170,36 +171,36 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     """megasync's model section.
 
     Raises:
-        ConfigError: an adapter, or another change to the model that megasync does not have.
+        ConfigError: an adapter, or another change of the model that megasync does not support.
     """
     if model.lora_rank or model.lora.get("rank") or model.lora_adapter_path:
         raise ConfigError(
-            "megasync trains whole models, and this configuration asks for an adapter (model.lora_rank, model.lora.rank "
-            "or model.lora_adapter_path); leave these unset, or use another strategy"
+            "megasync trains whole models, but this configuration sets an adapter (model.lora_rank, model.lora.rank or "
+            "model.lora_adapter_path); unset it, or use another strategy"
         )
     _allow("model.mtp.enable", model.mtp.enable, False)
     _allow("model.use_liger", model.use_liger, False)
     _allow("model.enable_activation_offload", model.enable_activation_offload, False)
     _allow("model.tiled_mlp.enabled", model.tiled_mlp.get("enabled", False), False)
     _allow("model.hf_config_path", model.hf_config_path, model.path, model.local_path)
-    # verl itself wants to be told the attention of the Hugging Face model, which this engine does not build.
+    # verl requires the attention of the Hugging Face model, which this engine does not build.
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})
-    return ModelConfig(path=model.local_path, dtype=engine.dtype)
+    return ModelConfig(path=model.local_path or model.path, dtype=engine.dtype)
 
 
 def check_contents(checkpoint: CheckpointConfig) -> None:
-    """Refuses checkpoints of parts: megasync writes and reads model, optimizer and extra state as one.
+    """Refuses partial checkpoints: megasync saves and loads model, optimizer and extra state together.
 
     Raises:
-        ConfigError: some of the three without the others, an unknown content, or asynchronous saving.
+        ConfigError: only some of the three, unknown contents, or asynchronous saving.
     """
     for key, known in (("save_contents", WHOLE | {"hf_model"}), ("load_contents", WHOLE | {"hf_model"})):
         contents = set(getattr(checkpoint, key))
         if not contents >= WHOLE or contents - known:
             raise ConfigError(
-                f"checkpoint.{key} is {sorted(contents)}; megasync saves and loads {', '.join(sorted(WHOLE))} together, "
-                f"and hf_model besides if it is asked for"
+                f"checkpoint.{key} is {sorted(contents)}; megasync saves and loads "
+                f"{', '.join(sorted(WHOLE))} together, and optionally hf_model"
             )
     _allow("checkpoint.async_save", checkpoint.async_save, False)
     _allow("checkpoint.save_lora_only", checkpoint.save_lora_only, False)

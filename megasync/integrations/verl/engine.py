@@ -1,6 +1,6 @@
-"""`MegatronEngine` behind verl's engine interface: what verl asks, and who answers. Importing this module registers it.
+"""`MegatronEngine` behind verl's engine interface. Importing this module registers the engines.
 
-This module imports nothing of Megatron, so that verl can load it in any process; `computation` does.
+It does not import Megatron, so that verl can load it in any process; `computation` does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from megasync.device import resolve_device
 from megasync.errors import ConfigError
-from megasync.integrations.verl.config import STRATEGY, check_contents, to_model, to_optimizer, to_trainer, verls_names
+from megasync.integrations.verl.config import (
+    STRATEGY,
+    check_contents,
+    to_model,
+    to_optimizer,
+    to_trainer,
+    verl_setting_names,
+)
 from megasync.integrations.verl.weights import LiveWeights, Weights
 from megasync.layout.topology import Topology
 
@@ -26,13 +33,13 @@ DEVICES = ["cuda", "cpu"]
 
 
 class TrainMode(BaseEngineCtx):
-    """verl's context of training calls. At its end gradients are zero, unless they are to be added to."""
+    """verl's training context. Zeroes the gradients at its end, unless they are to be accumulated."""
 
     def __init__(self, engine: MegasyncEngine, **kwargs: Any) -> None:
         super().__init__(engine, mode="train", **kwargs)
         if engine.is_param_offload_enabled and not (self.zero_grad_on_exit or self.disable_auto_offload):
             raise ConfigError(
-                "param_offload is True, and leaving the GPU loses gradients that are to be kept between calls "
+                "param_offload=True drops gradients when it frees the GPU, but they must be kept between calls "
                 "(zero_grad_on_exit=False); set param_offload=false"
             )
 
@@ -46,13 +53,13 @@ class TrainMode(BaseEngineCtx):
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=DEVICES)
 class MegasyncEngine(BaseEngine):
-    """One rank of a language model; every method but the properties and the questions is a collective.
+    """One rank of a language model. Methods are collectives, except properties and getters of ranks and sizes.
 
-    The constructor reads and checks configurations; it answers where this rank stands before `initialize` builds
-    anything, as verl wants.
+    The constructor converts and validates the configuration. As verl requires, the rank's position is known before
+    `initialize` builds anything.
 
     Raises:
-        ConfigError: a setting, an architecture or a world size that megasync does not have.
+        ConfigError: a setting, the architecture or the world size is not supported.
     """
 
     value_head = False
@@ -64,7 +71,7 @@ class MegasyncEngine(BaseEngine):
         # Set by verl's contexts: "train", "eval" or None.
         self.mode: str | None = None
         self._trains = not engine_config.forward_only
-        # verl leaves it out where nothing is saved.
+        # verl omits it if nothing is saved.
         checkpoint_config = checkpoint_config or CheckpointConfig()
         if self._trains:
             check_contents(checkpoint_config)
@@ -72,21 +79,21 @@ class MegasyncEngine(BaseEngine):
         self._model = to_model(model_config, engine_config)
         self._trainer = to_trainer(engine_config, optimizer_config if self._trains else None, dist.get_world_size())
         self._total_steps = to_optimizer(optimizer_config)[1] if self._trains else 0
-        with verls_names():
+        with verl_setting_names():
             self._topology = Topology.from_config(self._trainer)
         self._coords = self._topology.coords(dist.get_rank())
-        # The step whose learning rate is in force, from 1.
+        # The current optimizer step, from 1; determines the learning rate.
         self._step = 1
 
     def initialize(self) -> None:
-        """Builds the model, loads its weights and, unless the engine only scores, makes an optimizer."""
+        """Builds the model, loads its weights and, unless the engine only scores, creates an optimizer."""
         device = resolve_device(get_device_name())
         device.prepare_process(local_rank=0 if device.kind == "cpu" else torch.cuda.current_device())
-        # Only now: these modules take names from Megatron, which the line above may have bent.
+        # Imported after `prepare_process`, which may patch Megatron.
         from megasync.integrations.verl.computation import Computation
         from megasync.trainer.engine import MegatronEngine
 
-        with verls_names():
+        with verl_setting_names():
             engine = MegatronEngine(
                 self._model,
                 self._trainer,
@@ -103,7 +110,7 @@ class MegasyncEngine(BaseEngine):
         weights, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=weights, optimizer=optimizer, grad=weights)
 
-    # Where this rank stands
+    # Position of this rank
 
     def get_data_parallel_rank(self) -> int:
         return self._coords.dp
@@ -138,36 +145,38 @@ class MegasyncEngine(BaseEngine):
         return BaseEngineCtx(self, mode="eval", **kwargs)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Moves this rank's memory to the host ("cpu") or back to its device. On a CPU these are one and the same.
+        """Moves this rank's memory to the host ("cpu") or back to its device. Does nothing on a CPU.
 
-        Gradients are not kept; they come back as zeros.
+        Gradients are restored as zeros.
 
         Raises:
             ConfigError: another kind of device.
         """
         own = get_device_name()
         if device not in ("cpu", own):
-            raise ConfigError(f"megasync's engine moves between {own!r} and 'cpu', and was asked to move to {device!r}")
+            raise ConfigError(f"megasync's engine moves between {own!r} and 'cpu', not to {device!r}")
         if own == "cpu":
             return
-        wanted = {"weights": model, "gradients": grad, "optimizer": optimizer}
-        kinds = [kind for kind, moves in wanted.items() if moves]
+        selected = {"weights": model, "gradients": grad, "optimizer": optimizer}
+        kinds = [kind for kind, moves in selected.items() if moves]
         offload = self._computation.offload
-        (offload.leave if device == "cpu" else offload.enter)(*kinds)
+        (offload.offload if device == "cpu" else offload.restore)(*kinds)
 
     # Computation
 
     @property
     def optimizer(self) -> MegasyncEngine:
-        """Where verl's workers of split steps look for parameter groups, to change them for one step. There are none, and
-        verl's refusal names whatever this returns."""
+        """verl's workers of split steps look for parameter groups here, to change them for one step.
+
+        There are none; verl's error names the returned object.
+        """
         return self
 
     def optimizer_zero_grad(self) -> None:
         self._computation.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clips and updates, or, when the norm is not finite on some rank, leaves everything as it is.
+        """Clips and updates, or skips the update if the norm is not finite on any rank.
 
         Returns:
             The norm of the gradients before clipping.
@@ -175,34 +184,37 @@ class MegasyncEngine(BaseEngine):
         return self._computation.update(self._step)
 
     def lr_scheduler_step(self) -> float:
-        """Goes on to the next step of the schedule; its learning rate."""
+        """Advances the schedule and returns the new learning rate."""
         self._step += 1
         return self._computation.learning_rate(self._step)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """verl's contract: ``data`` holds this data-parallel rank's sequences, as jagged ``input_ids``. Gradients are added
-        to those of earlier calls.
+        """Implements verl's interface. Gradients are added to those of earlier calls.
+
+        Args:
+            data: the sequences of this data-parallel rank, with jagged ``input_ids``.
 
         Returns:
-            ``model_output`` (jagged ``log_probs``, and ``entropy`` if it is asked for; while training only with
-            ``return_model_output``), ``loss`` and ``metrics`` of each microbatch; nothing before the last stage.
+            ``model_output`` (jagged ``log_probs``, and ``entropy`` if requested; in training only with
+            ``return_model_output``), ``loss`` and ``metrics`` of each microbatch; {} before the last stage.
 
         Raises:
-            TrainingError: a batch that this engine cannot compute, or no loss to train with.
+            TrainingError: the batch is not supported, or there is no loss to train with.
         """
         return self._computation.forward_backward(data, loss_function, forward_only)
 
     # Weights
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Weights, None]:
-        """The model as an iterator of whole tensors, see `Weights`. There is no adapter, so the second is always None."""
+    # verl declares a generator where it needs an iterator.
+    def get_per_tensor_param(self, **_: Any) -> tuple[Weights, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """An iterator over the whole tensors of the model (see `Weights`), and None, because there is no adapter."""
         return Weights(self._computation.shards), None
 
     @property
     def module(self) -> list[LiveWeights]:
-        """What verl's `DetachActorWorker` copies, so that later weights can step aside for those that a batch met first."""
+        """What verl's `DetachActorWorker` copies, to restore the weights that a batch first met."""
         return [LiveWeights(self._computation.shards)]
 
     def save_checkpoint(
@@ -213,16 +225,16 @@ class MegasyncEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """See `Checkpoints.save`. Raises CheckpointError, and ConfigError for a remote path."""
+        """Saves a checkpoint; see `Checkpoints.save`. Raises CheckpointError, or ConfigError for a remote path."""
         self._check_stored(hdfs_path)
         self._computation.save(local_path, {"global_step": global_step, "step": self._step}, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
     ) -> None:
-        """Weights, optimizer, schedule and random state; nothing without a path, as verl's own engines have it.
+        """Restores weights, optimizer, schedule and random state. Like verl's own engines, does nothing without a path.
 
-        ``del_local_after_load`` speaks of copies of remote checkpoints, which there are none of. Raises as
+        ``del_local_after_load`` applies to copies of remote checkpoints, which do not exist here. Raises like
         `save_checkpoint`.
         """
         if local_path is None:
@@ -232,16 +244,18 @@ class MegasyncEngine(BaseEngine):
 
     def _check_stored(self, hdfs_path: str | None) -> None:
         if hdfs_path is not None:
-            raise ConfigError(f"checkpoints go to file systems that all ranks see, and hdfs_path is {hdfs_path!r}")
+            raise ConfigError(
+                f"hdfs_path is {hdfs_path!r}, but checkpoints must be on a file system that all ranks share"
+            )
         if not self._trains:
             raise ConfigError("an engine that only scores (forward_only) has no checkpoint; load its model folder")
 
 
 @EngineRegistry.register(model_type="value_model", backend=STRATEGY, device=DEVICES)
 class MegasyncValueEngine(MegasyncEngine):
-    """One rank of a critic: `forward_backward_batch` gives jagged ``values`` in place of log-probs and entropy.
+    """One rank of a critic: `forward_backward_batch` returns jagged ``values`` instead of log-probs and entropy.
 
-    The model folder is a language model's, which gets a new head, or a token classifier's of one label.
+    The model folder contains a language model, which gets a new head, or a token classifier with one label.
     """
 
     value_head = True

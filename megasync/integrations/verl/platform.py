@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl, which knows only accelerators. VERL_PLATFORM=cpu chooses it."""
+"""The CPU as a verl platform, as verl supports only accelerators. Select it with VERL_PLATFORM=cpu."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _host_memory(device: Any = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-# What verl asks of `torch.cuda` and torch.cpu lacks. Nothing counts the host's memory by process and tensor.
+# The functions of `torch.cuda` that verl calls and torch.cpu lacks. Host memory is not tracked per process.
 CPU = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if not name.startswith("_")},
     get_device_name=lambda device=None: "CPU",
@@ -38,11 +38,11 @@ CPU = SimpleNamespace(
 
 
 class CpuPlatform(PlatformBase):
-    """Collectives over gloo; Ray's workers take CPUs. There is nothing to profile or to seed but torch itself."""
+    """Uses gloo for collectives and CPUs for Ray workers. There is no device to profile, and only torch to seed."""
 
     @classmethod
     def install(cls) -> None:
-        """Makes it known to verl; once per process, before verl's workers are imported."""
+        """Registers the platform; call it once per process, before importing verl's workers."""
         PlatformRegistry.register("cpu")(cls)
         for patch in (verl_cpu_group.PATCH, verl_cpu_pinning.PATCH):
             if patch.needed():
@@ -64,20 +64,21 @@ class CpuPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Never found by itself: a machine whose accelerator verl misses must not train on its CPU unasked."""
+        """Never auto-detected: if verl fails to find an accelerator, it must not silently train on the CPU."""
         return False
 
-    def current_device(self) -> str:
+    # verl declares an index, but takes whatever torch.device takes.
+    def current_device(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return "cpu"
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is only one."""
+        """There is only one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs asynchronously."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -86,10 +87,10 @@ class CpuPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The settings are those of a GPU's allocator."""
+        """Ignored: the settings are for a GPU allocator."""
 
     def empty_cache(self) -> None:
-        """torch keeps no cache of host memory."""
+        """Does nothing: torch does not cache host memory."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -100,7 +101,7 @@ class CpuPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    def nvtx_range(self, msg: str) -> AbstractContextManager:
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - verl declares none
         return nullcontext()
 
     def profiler_start(self) -> None:

@@ -1,4 +1,4 @@
-"""What verl gets as "the weights": whole tensors, from which megasync's own transfer takes the shards, or live parameters."""
+"""The weights that verl receives: an iterator of whole tensors (which also exposes the shards), or parameters."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 
 from megasync.sync.stream import Shards, stream_tensors
 
-# Bytes of whole tensors that exist at a time.
+# Bytes of whole tensors in memory at a time.
 EXPORT_BYTES = 256 * 2**20
 
 
 class Weights(Iterator[tuple[str, torch.Tensor]]):
-    """The model under Hugging Face names, tensor by tensor, whole on every rank; all ranks must take all of them.
+    """Iterates over the whole tensors of the model under Hugging Face names, on every rank.
+
+    All ranks must consume all tensors.
 
     Args:
-        held: within its context, this rank's shards are on their device.
+        held: a context in which this rank's shards are on their device.
     """
 
     def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
@@ -33,17 +35,16 @@ class Weights(Iterator[tuple[str, torch.Tensor]]):
 
 
 class LiveWeights:
-    """This rank's weights as verl's trainer with separate servers copies them and puts them back: it takes this for a
-    model, and asks for its parameters.
+    """Looks like a model to verl's trainer with separate servers, which copies and restores its parameters.
 
     Args:
-        held: as of `Weights`.
+        held: as in `Weights`.
     """
 
     def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
         self._held = held
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters themselves, on their device until the last has been taken."""
+        """The parameters themselves, which are on their device until the iterator is exhausted."""
         with self._held() as shards:
             yield from shards.params.items()

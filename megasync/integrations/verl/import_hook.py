@@ -1,4 +1,4 @@
-"""Something done when a module has been imported, by whomever."""
+"""Calls a function after the first import of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, where it would be found anyway, and is told when it has been loaded."""
+    """A meta path finder for one module, which it finds as usual; calls ``then`` once the module is loaded."""
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name = name
@@ -35,9 +35,11 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def after_import(name: str, then: Callable[[], object]) -> None:
-    """Calls ``then`` at the end of the first import of a module, or now if it has been imported. Whoever imports the module
-    gets what ``then`` raises."""
+def call_after_import(name: str, then: Callable[[], object]) -> None:
+    """Calls ``then`` at the end of the first import of a module, or now if it is already imported.
+
+    An exception of ``then`` propagates to the importer of the module.
+    """
     if name in sys.modules:
         then()
     else:

@@ -1,4 +1,4 @@
-"""Marks by which Megatron sums gradients and counts them in the norm follow the layout, whatever upstream has set."""
+"""The attributes by which Megatron reduces gradients and counts them in the norm follow the layout."""
 
 import json
 from math import prod
@@ -11,7 +11,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.trainer.marks import mark_parameters
+from megasync.trainer.param_attributes import set_param_attributes
 
 TENSOR = 2
 DOWN = "decoder.layers.0.self_attention.linear_{}_down_proj.weight"
@@ -30,14 +30,14 @@ def layout_of(path, spec, value_head=False, **topology):
 
 
 def marked(layout, rank, sequence_parallel=True):
-    """A rank's parameters, all marked wrongly first: in both directions, as their place in the list has it."""
+    """A rank's parameters; before the call their attributes are wrong, alternately true and false."""
     weights = {}
     for turn, (name, shape) in enumerate(layout.params(rank).items()):
         param = torch.nn.Parameter(torch.empty(shape, device="meta"))
         for mark in ("tensor_model_parallel", "sequence_parallel", "allreduce", "shared"):
             setattr(param, mark, bool(turn % 2))
         weights[name] = param
-    mark_parameters(weights, layout, rank, sequence_parallel)
+    set_param_attributes(weights, layout, rank, sequence_parallel)
     return weights
 
 
