@@ -1,8 +1,8 @@
-"""Configuration: `schema` is what may be said, `load` reads YAML and overrides, `check` refuses contradictions.
+"""Configuration: `schema` defines the keys, `load` reads YAML and overrides, `limits` checks each value alone.
 
-`changes` rules on what a resumed run may change, `limits` holds every key's range, `model_files` reads what is known of a model, `pools` counts the nodes that a run asks
-for, `reference` writes docs/configuration.md. No module here imports torch or Ray, so a bad configuration is refused before
-anything heavy is loaded.
+`changes` decides what a resumed run may change, `deadlines` relates timeouts to each other, `pools` counts the nodes
+that a run needs, `reference` writes docs/configuration.md. No module here imports torch or Ray, so a bad configuration
+is refused before anything heavy is loaded. Contradictions between keys are refused by `megasync.preflight.check`.
 """
 
 from megasync.config.load import CONFIG_FILE, CUSTOM_FILE, load_config, remember, save_config

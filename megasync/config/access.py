@@ -119,7 +119,8 @@ def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
 class Keys:
     """The random keys of one run's servers and router, without a representation in logs and tracebacks.
 
-    No key is ever in a configuration, a log, a file or a command line: the processes that check them read them from a pipe.
+    No key is ever in a configuration, a log, a file or a command line: the processes that check them read them from a
+    pipe.
     """
 
     # Opens every route of a server.

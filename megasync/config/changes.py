@@ -1,8 +1,8 @@
-"""Which keys may differ when a run is resumed, and why each of the others may not.
+"""Which keys may change when a run is resumed, and why each of the others may not.
 
-`FIXED` and `FREE` are the whole ruling, as data: the longest entry that a key is, or lies in, decides. Sections that hold
-both kinds are listed key by key, so that a new key there has to be ruled on; a test asks for every key of the schema. What
-a free key means for groups that are under way is in docs/buffer.md.
+`FIXED` and `FREE` decide: the longest entry that equals a key, or is a prefix of it, applies. Sections with both kinds
+are listed key by key, so that a new key there needs a decision; a test checks every key of the schema. docs/buffer.md
+says what a changed key means for groups in flight.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def fixed() -> list[str]:
 
 
 def check_changes(before: Config, after: Config, step: int) -> None:
-    """Refuses what a run that has trained ``step`` steps cannot be resumed with. Raises ConfigError with every reason."""
+    """Raises ConfigError, with every reason, for changes that a run with ``step`` trained steps cannot resume with."""
     wrong = [
         f"{key}={_shown(new)} cannot replace {_shown(old)} when a run is resumed: {why_fixed(key)}"
         for key, old, new in changes(before, after)

@@ -1,8 +1,8 @@
 """Relations that deadlines must have to each other, written once: checked at start, shown in docs/configuration.md.
 
-A deadline that contains other waits must be longer than they are together. Otherwise it ends a run, or blames a part, that
-is within its own limits. `timeouts.no_progress` contains no training step, no save, no restart of the ranks and no weight
-sync: the watchdog leaves their time out, because each of them has a deadline.
+A deadline that contains other waits must be longer than they are together. Otherwise it ends a run, or blames a part,
+that is within its own limits. `timeouts.no_progress` contains no training step, no save, no restart of the ranks and no
+weight sync: the watchdog leaves their time out, because each of them has a deadline.
 """
 
 from __future__ import annotations

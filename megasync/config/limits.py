@@ -1,7 +1,7 @@
-"""What each key may hold on its own: one table of ranges, one of choices, one of shapes. `check` does the combinations.
+"""The values that each key allows on its own, as tables of ranges, choices and patterns.
 
-Every numeric or closed-choice key of the schema stands in exactly one of the tables, or among the free keys below; a
-test walks the schema and fails for a key that is in none.
+Every key of the schema is in exactly one table or among the free keys below; a test fails for a key that is in none.
+`megasync.preflight.check` checks combinations of keys.
 """
 
 from __future__ import annotations
@@ -308,7 +308,9 @@ def check_path(key: str, path: str) -> None:
 
 
 def path_problem(path: str) -> str | None:
-    """Why the file system refuses a text as a path: empty, too long, a home of nobody, a folder that may not be entered."""
+    """Why the file system refuses a text as a path: empty, too long, a home of nobody, a folder that may not be
+    entered.
+    """
     if not path:
         return "it is empty"
     try:

@@ -1,7 +1,7 @@
-"""From YAML files and `key=value` overrides to one typed `Config`.
+"""Loads YAML files and `key=value` overrides into one typed `Config`.
 
-Layers are laid over each other from the outermost base to the overrides. Every layer is compared with the schema on
-its own before it is merged, so a refused key or value is always reported with the place where it was written.
+Layers are merged from the outermost base to the overrides. Each layer is validated against the schema before it is
+merged, so an error always names the place where the refused key or value was written.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type or a required key left open.
     The result is well-typed, not yet free of contradictions: `check_config` sees to those.
     """
-    if isinstance(source, Mapping):
-        layers = _mapping_layers(source)
-    else:
-        layers = _file_layers(_located(source), ())
-    layers = layers + [_override_layer(text) for text in overrides]
+    layers = _mapping_layers(source) if isinstance(source, Mapping) else _file_layers(_located(source), ())
+    layers += [_override_layer(text) for text in overrides]
     merged = _schema()
     for layer in layers:
         merged = _merge(merged, layer)
@@ -70,7 +67,7 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def remember(run_dir: Path, key: str, value: Any) -> None:
-    """Changes one key of a run's own configuration, for when it is resumed. Raises OSError when it cannot be written."""
+    """Changes one key of a run's own configuration, for a later resume. Raises OSError if it cannot be written."""
     save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"]), run_dir / CONFIG_FILE)
 
 
@@ -93,7 +90,7 @@ def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
     base = own.pop(BASE_KEY, None)
     below = [] if base is None else _file_layers(_located(base), ())
     try:
-        return below + [Layer("the given mapping", OmegaConf.create(own))]
+        return [*below, Layer("the given mapping", OmegaConf.create(own))]
     except OmegaConfBaseException as error:
         raise ConfigError(f"the given mapping cannot be read as a configuration: {_first_line(error)}") from None
 

@@ -8,16 +8,17 @@ Symbols: G groups a step, S max_staleness, k steps between two published version
   This windowed FIFO is that of MiniMax (arXiv 2605.26494, section 6.2.4), as TitanRL in torchtitan implements it;
   docs/buffer.md says what differs.
 
-Bound: let group f be admitted while version v is published. At most C - 1 other groups hold a slot then, and they are all
-that can be trained before f, apart from groups admitted later that overtake it: at most W - 1 do, since each of them
-counts against the window as long as f is unfinished, and a finished f is older than they are. So f is trained at the
-latest in step ``n = k v + ceil((C + W - 1) / G)``, at version ``floor((n - 1) / k)``, which makes its staleness at most
+Bound: let group f be admitted while version v is published. At most C - 1 other groups hold a slot then, and they are
+all that can be trained before f, apart from groups admitted later that overtake it: at most W - 1 do, since each of
+them counts against the window as long as f is unfinished, and a finished f is older than they are. So f is trained at
+the latest in step ``n = k v + ceil((C + W - 1) / G)``, at version ``floor((n - 1) / k)``, which makes its staleness at
+most
 
     ``S + ceil((W - 1) / (G k))``  =  max_staleness + window slack.
 
-No deadlock: once every generation has ended there is no unfinished group, so every finished group is eligible. Fewer than
-G of them, none leased, and at most ``(k - 1) G`` trained but unpublished leave ``C - (G - 1) - (k - 1) G > 0`` slots for
-new groups. The end of a run is in `TrajectoryBuffer.admission_blocker`.
+No deadlock: once every generation has ended there is no unfinished group, so every finished group is eligible. Fewer
+than G of them, none leased, and at most ``(k - 1) G`` trained but unpublished leave ``C - (G - 1) - (k - 1) G > 0``
+slots for new groups. The end of a run is in `TrajectoryBuffer.admission_blocker`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
-# Pools that the launcher can reserve nodes for. Such a node has the pool's `node_resource` in Ray, of which each bundle takes
-# one, and more of it than any number of bundles.
+# Pools that the launcher can reserve nodes for. Such a node has the pool's `node_resource` in Ray, of which each bundle
+# takes one, and more of it than any number of bundles.
 NODE_POOLS = ("trainer", "rollout")
 NODE_RESOURCE_AMOUNT = 10_000
 

@@ -68,7 +68,7 @@ OF_REWARD_MODELS: dict[str, str | None] = {
 
 
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
-    """Raises ConfigError for what is no flag, or is decided elsewhere. `servers` is the section's key, such as rollout."""
+    """Raises ConfigError for an invalid flag or one that other keys set. `servers` is the section, such as rollout."""
     reserved = RESERVED | own
     for argument in arguments:
         if not argument.startswith("--"):
