@@ -1,15 +1,15 @@
 """Text that others wrote is text: a special token's name in it becomes ordinary tokens, never the special one.
 
-A user's message, a tool's output or a response may hold `<|im_end|>`; encoded as it is, that would end the message. Template
-and content are one text by the time it is encoded, so the content is marked before the template sees it:
+A user's message, a tool's output or a response may hold `<|im_end|>`; encoded as it is, that would end the message.
+Template and content are one text by the time it is encoded, so the content is marked before the template sees it:
 
     guarded = outside.guard(messages)      # <|im_end|>  ->  <Zq7plain9V|im_end|>
     text = apply_chat_template(guarded)    # the template's own special tokens have no mark
     ids = outside.encode(text)             # what lies between those is encoded as plain text, without the marks
 
-Invariant: text without a special token's name, which is nearly all text, is encoded whole, exactly as the tokenizer does it;
-`encode` takes the other way only where it finds a mark. Special tokens are those that the tokenizer calls special; other
-added ones (such as `<think>` of Qwen3) are words that a model reads and writes, and stay what they are.
+Invariant: text without a special token's name, which is nearly all text, is encoded whole, exactly as the tokenizer
+does it; `encode` takes the other way only where it finds a mark. Special tokens are those that the tokenizer calls
+special; other added ones (such as `<think>` of Qwen3) are words that a model reads and writes, and stay what they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From a row to the token ids that the servers get: a raw template with solved examples, or the chat template.
 
 Invariant: every prompt that leaves this module is non-empty, at most `prompt.max_tokens` long, and made of ids of the
-model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts. Special tokens come from a
-template, never from a row (`OutsideText`).
+model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts. Special tokens come
+from a template, never from a row (`OutsideText`).
 """
 
 from __future__ import annotations

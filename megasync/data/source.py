@@ -2,9 +2,9 @@
 
 Invariant: for every prefix of a run, what was admitted by then, what `state()` remembers as drawn but not admitted, and
 what the cursor has not reached are together every prompt of every epoch exactly once. So restoring a state and
-requeueing the unfinished loses nothing and repeats nothing; nor does restoring any earlier state and skipping everything
-that was admitted, which is what a run does that has its ledger. `_skip` guarantees it: the cursor passes over uids that were
-admitted, or requeued, from beyond it.
+requeueing the unfinished loses nothing and repeats nothing; nor does restoring any earlier state and skipping
+everything that was admitted, which is what a run does that has its ledger. `_skip` guarantees it: the cursor passes
+over uids that were admitted, or requeued, from beyond it.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 class GymnasiumText:
     """`id` as in `gymnasium.make`, which gets the other `options`; `actions` names those of an id not in `ACTIONS`.
 
-    A row's `seed` column begins the episode; without one the row's prompt decides, so that the episodes of a group begin
-    alike. An answer without an action is answered with the list of them, costs a turn and moves nothing. Raises DataError
-    for an id or options that Gymnasium refuses.
+    A row's `seed` column begins the episode; without one the row's prompt decides, so that the episodes of a group
+    begin alike. An answer without an action is answered with the list of them, costs a turn and moves nothing. Raises
+    DataError for an id or options that Gymnasium refuses.
     """
 
     def __init__(self, id: str, actions: Sequence[str] | None = None, **options: Any) -> None:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class EnvironmentPool:
     """`factory` makes an environment; `deadline` is in seconds, of each call, and includes making one.
 
-    `isolation` says where sync environments run: thread, where one that hangs is left behind (at most `size` of them), or
-    process, where it is killed; then the factory must be picklable. Async environments run on the event loop.
+    `isolation` says where sync environments run: thread, where one that hangs is left behind (at most `size` of them),
+    or process, where it is killed; then the factory must be picklable. Async environments run on the event loop.
     """
 
     def __init__(self, factory: Factory, size: int, deadline: float, isolation: str = "thread") -> None:

@@ -27,8 +27,8 @@ class AgentWorkflow:
     """`rollout(client, sample)` for an agent, which is called with the keywords `base_url`, `api_key`, `sample`, `model`.
 
     It returns the sample's reward, None (the reward function scores the last answer), or a dictionary with "reward" and
-    metrics. `deadline` is in seconds, from the moment it begins to its return: a sync agent's wait for a thread does not
-    count. Raises ConfigError for one that does not take these.
+    metrics. `deadline` is in seconds, from the moment it begins to its return: a sync agent's wait for a thread does
+    not count. Raises ConfigError for one that does not take these.
     """
 
     def __init__(

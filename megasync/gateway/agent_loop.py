@@ -33,8 +33,8 @@ class AgentLoop:
     async def call(self, seconds: float, /, **arguments: Any) -> Any:
         """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone.
 
-        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when sync calls past their deadline
-        hold all threads.
+        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when sync calls past their
+        deadline hold all threads.
         """
         if not self._async:
             return await self._threads.call(self._function, self._name, seconds, **arguments)

@@ -1,6 +1,7 @@
 """Rewards: functions that score the responses to a prompt, how several become one number, and ready ones.
 
-`RewardRunner` (runner) calls them, `load_reward` (function) finds one by name; `math_reward` and `code_reward` are ready.
+`RewardRunner` (runner) calls them, `load_reward` (function) finds one by name; `math_reward` and `code_reward` are
+ready.
 """
 
 from megasync.rewards.function import READY, RewardFunction, load_reward, reward_functions

@@ -1,14 +1,14 @@
-"""Reward for programs: the share of tests that the program in a completion passes, or 1.0 only for all of them.
+"""Reward for programs: 1.0 if the program in a completion passes all tests, or the share of tests that it passes.
 
 The program is the last fenced code block of the completion; without one the score is 0.0. It runs in the sandbox
 (`sandbox`), once per test. A row's `tests` column is either
 
-- a list of {"input": text, "output": text}: the program reads the input and must print the output, where white space at
-  line ends and at the end does not count; or
-- Python text, such as assert statements, which uses what the program defines and must come to its end. It runs in a
-  sandbox of its own (`sandbox_link`).
+- a list of {"input": text, "output": text}: the program reads the input and must print the output; trailing white space of
+  lines and of the whole output is ignored; or
+- Python text, such as assert statements, which uses the program's names and must run to its end. It runs in a sandbox of
+  its own (`sandbox_link`).
 
-Invariant: no expected output, and no verdict, is ever where the program could read or change it.
+Invariant: the program can never read or change an expected output or a test result.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTAL
 class CodeReward:
     """Scores each completion against its row's `tests`; None for rows without any.
 
-    `partial` gives the share of tests passed instead of all or nothing. At most `parallel` programs run at once (default:
-    as many as there are cores). With `require_no_network` a kernel that cannot cut the network off is an error at start;
-    else it is a warning. The other options are the sandbox's limits. Raises DataError for rows whose tests have neither
-    form.
+    With `partial` the score is the share of tests passed instead of all or nothing. At most `parallel` programs run at
+    once (default: the number of cores). With `require_no_network`, a kernel that cannot isolate the network is an error
+    at start, otherwise a warning. The other options are the sandbox's `Limits`. Raises DataError for rows whose tests
+    have neither form.
     """
 
     __name__ = "code"
-    # Each program has its own; waiting for its turn must not count.
+    # Each program has its own deadline, which does not include the time in the queue.
     keeps_own_deadlines = True
 
     def __init__(
@@ -47,7 +47,7 @@ class CodeReward:
         partial: bool = False,
         parallel: int | None = None,
         require_no_network: bool = False,
-        **limits: float,
+        **limits: Any,
     ) -> None:
         self._partial = partial
         self._limits = Limits(**limits)
@@ -58,16 +58,16 @@ class CodeReward:
         if not network_is_cut():
             if require_no_network:
                 raise TypeError(
-                    "require_no_network=True, but this kernel lets no ordinary user make namespaces; allow it "
+                    "require_no_network=True, but this kernel does not allow unprivileged namespaces; enable them "
                     "(sysctl kernel.unprivileged_userns_clone=1 or user.max_user_namespaces), or run in a container "
                     "without network"
                 )
             log.warning(
-                "The code reward runs without namespaces, which this kernel refuses: programs have network, can read %s, and "
-                "are not limited in disk space. docs/rewards.md says what to do",
+                "The code reward runs without namespaces, which this kernel does not allow: programs have network access, can "
+                "read %s, and have no disk limit. See docs/rewards.md",
                 "what every user can read"
                 if isolation().own_user
-                else "all that you can, this process's memory included",
+                else "everything that you can, including this process's memory",
             )
 
     async def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
@@ -107,12 +107,12 @@ class CodeReward:
             if isinstance(check, str):
                 return await run_check(program, check, self._limits)
             stdin, wanted = check
-            outcome = await run_program(program, stdin, self._limits)
-        return outcome.code == 0 and _lines(outcome.stdout) == _lines(wanted)
+            result = await run_program(program, stdin, self._limits)
+        return result.code == 0 and _lines(result.stdout) == _lines(wanted)
 
 
 def _checks(tests: Any) -> list[str | tuple[str, str]]:
-    """A row's tests one by one; empty when it has none. Raises DataError for any other form."""
+    """The individual tests of a row; empty if it has none. Raises DataError for any other form."""
     if not tests:
         return []
     if isinstance(tests, str):

@@ -1,4 +1,4 @@
-"""A reward function with its name and weight, and how one is found by what the configuration calls it."""
+"""Reward functions with their names and weights, and how the configuration refers to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megasync.errors import ConfigError
 from megasync.importing import load_function
 
-# What ships with this package, under the names that a configuration may use.
+# Built-in rewards, by the names that a configuration may use.
 READY = {
     "math": "megasync.rewards.math_reward:math_reward",
     "code": "megasync.rewards.code_reward:CodeReward",
@@ -20,7 +20,7 @@ READY = {
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """`call(completions, **columns) -> list[float | None]`, sync or async; `name` stands in metrics and errors."""
+    """`call(completions, **columns) -> list[float | None]`, sync or async; `name` appears in metrics and errors."""
 
     name: str
     call: Callable[..., Any]
@@ -32,16 +32,20 @@ class RewardFunction:
 
     @property
     def keeps_own_deadlines(self) -> bool:
-        """Whether every wait inside it is bounded already, so that time in its own queue must not count against it."""
+        """Whether it bounds every wait itself, so that time in its own queue must not count against it."""
         return bool(getattr(self.call, "keeps_own_deadlines", False))
 
 
 def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The reward of a ready name or of "package.module:function". A class is made with `options`. Raises ConfigError."""
+    """The reward of a built-in name or of "package.module:function". Instantiates a class with `options`.
+
+    Raises ConfigError.
+    """
     found = load_function(READY.get(reference, reference))
     if inspect.isclass(found):
+        made: Any = found
         try:
-            return found(**(options or {}))
+            return made(**(options or {}))
         except TypeError as error:
             raise ConfigError(f"the reward {reference!r} refuses its options {dict(options or {})}: {error}") from error
     if options:
@@ -55,7 +59,7 @@ def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Cal
 def reward_functions(
     given: Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction] | None,
 ) -> tuple[RewardFunction, ...]:
-    """One function, several with their weights, or none. Raises ConfigError for a weight or name that cannot be used."""
+    """Normalises one function, several with weights, or none. Raises ConfigError for an invalid weight or name."""
     if given is None:
         found = ()
     elif isinstance(given, Mapping):
@@ -72,7 +76,9 @@ def reward_functions(
             )
     for name, count in Counter(function.name for function in found).items():
         if count > 1:
-            raise ConfigError(f"{count} reward functions are called {name!r}, so their metrics would mix; rename some")
+            raise ConfigError(
+                f"{count} reward functions are called {name!r}, so their metrics would collide; rename some"
+            )
     return found
 
 

@@ -2,8 +2,9 @@
 
 Needs the package math-verify (`pip install 'megasync[math]'`). Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} agree.
 
-Some answers keep the symbolic engine busy for ever. The package stops those with an alarm signal, which works on a main
-thread only; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can stop it.
+Some answers keep the symbolic engine busy forever. The package interrupts it with an alarm signal, which works only on
+a main thread; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can
+stop it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
-# It warns on every call that timeouts are off, which they are outside a main thread.
+# Outside a main thread timeouts are off, and it would warn about that on every call.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# For reading one text as mathematics, and for comparing two. An answer that takes longer counts as a wrong one.
+# Seconds for parsing one text as mathematics, and for comparing two. An answer that takes longer counts as wrong.
 TIMEOUT_SECONDS = 5
 
 
@@ -31,7 +33,7 @@ def math_reward(
 ) -> list[float | None]:
     """Scores each completion against its row's `answer` column, or `solution` where rows have no `answer`.
 
-    None (not scored, the response is left out) where the reference itself cannot be parsed; that is logged. Raises
+    None (the response is left out) where the reference itself cannot be parsed, which is logged. Raises
     DataError when rows have neither column, or when math-verify is not installed.
     """
     references = answer if answer is not None else solution
@@ -45,9 +47,10 @@ def _score(completion: str, reference: str) -> float | None:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
         raise DataError("math_reward needs the package math-verify: pip install 'megasync[math]'") from error
-    timeout = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+    # The package takes None for no timeout, but declares int.
+    timeout: Any = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
     gold = parse(f"${reference}$", parsing_timeout=timeout)
     if not gold:
-        log.warning("the reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
+        log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
     return float(verify(gold, parse(completion, parsing_timeout=timeout), timeout_seconds=timeout))

@@ -1,7 +1,7 @@
-"""Asks the servers of one reward model: bounded, the least busy server first, and again elsewhere when one fails.
+"""Sends requests to the servers of one reward model: bounded, to the least busy server, and to another when one fails.
 
-Invariant: a failure of a server reaches the caller as a ServerError only, after `timeout` seconds of tries; it never looks
-like a fault of the text that was to be scored.
+Invariant: a server failure reaches the caller only as a ServerError, after `timeout` seconds of retries. It never looks
+like a fault of the text to be scored.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds before a second attempt after a failure, doubled for each further one up to the second number.
+# Seconds of backoff after a failure, doubled for each further one up to the second number.
 _FAILURE_WAIT = (0.2, 5.0)
-# Statuses with which a server says that it is the request that is wrong.
+# Statuses that mean that the request itself is wrong.
 _BAD_REQUEST = frozenset({400, 413, 422})
 
 
 class RewardModelClient:
-    """`servers` come and go by `add_server` and `remove_server`; while there is none, requests wait."""
+    """Servers come and go by `add_server` and `remove_server`; requests wait while there is none."""
 
     def __init__(self, name: str, max_inflight: int, timeout: float) -> None:
-        """`timeout` is in seconds, per request; waiting for one of `max_inflight` places does not count."""
+        """`timeout` is in seconds, per request; it excludes the wait for one of `max_inflight` places."""
         self._name = name
         self._timeout = timeout
         self._places = asyncio.Semaphore(max_inflight)
@@ -48,7 +48,7 @@ class RewardModelClient:
             self._some.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Requests answered, attempts that a server failed, and requests under way."""
+        """Numbers of answered requests, failed attempts and requests in flight."""
         return {
             "requests": float(self._requests),
             "retries": float(self._retries),
@@ -56,9 +56,9 @@ class RewardModelClient:
         }
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` makes of the answer of any server; a ServerError of it is a failure of that server.
+        """The result of `read` on a server's answer. If `read` raises ServerError, that server has failed.
 
-        Raises DataError when one calls the request wrong, else ServerError after a while.
+        Raises DataError when a server rejects the request, and ServerError after `timeout` seconds.
         """
         failures: list[str] = []
         async with self._places:

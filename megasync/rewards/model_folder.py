@@ -1,4 +1,4 @@
-"""The model folder of a reward model."""
+"""Reads the model folder of a reward model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a reward model reads of a response: token ids, rendered with its own tokenizer and chat template.
+"""The prompt of a reward model: prompt and response as token ids of its own tokenizer and chat template.
 
-Special tokens come from templates, never from the prompt or the response (`OutsideText`): a response must not end its own
-judgement and begin another.
+Special tokens come from templates, never from the prompt or the response (`OutsideText`). Otherwise a response could
+end its own judgement and begin another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Is this a good and correct response to the prompt? Answer {yes} or {no}."""
 
 
 class ModelPrompt:
-    """`key` is the model's section. Raises ConfigError when the tokenizer lacks the chat template that is asked for."""
+    """`key` is the model's configuration section. Raises ConfigError if a required chat template is missing."""
 
     def __init__(self, key: str, config: RewardModelConfig, tokenizer: Any) -> None:
         self._key = key
@@ -52,16 +52,18 @@ class ModelPrompt:
             )
 
     def ids(self, row: Mapping[str, Any], completion: str) -> list[int]:
-        """Token ids, [tokens]. Raises DataError for a template that names a column which the row lacks."""
+        """Token ids, [tokens]. Raises DataError for a template that names a column that the row lacks."""
         row, completion = self._outside.guard(dict(row)), self._outside.guard(completion)
         if not self._chat:
-            prompt = _text(row["prompt"])
-            # Guarded once more: the end of one and the beginning of the other may make a name.
-            text = self._outside.guard(prompt + completion) if self._template is None else self._fill(row, completion)
+            if self._template is None:
+                # Guarded again: the end of one and the start of the other may form the name of a special token.
+                text = self._outside.guard(_text(row["prompt"]) + completion)
+            else:
+                text = self._fill(self._template, row, completion)
             return self._outside.encode(text, add_special_tokens=True)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         if self._template is not None:
-            messages.append({"role": "user", "content": self._fill(row, completion)})
+            messages.append({"role": "user", "content": self._fill(self._template, row, completion)})
         else:
             prompt = row["prompt"]
             messages += list(prompt) if is_messages(prompt) else [{"role": "user", "content": prompt}]
@@ -72,20 +74,20 @@ class ModelPrompt:
         # The template writes its own special tokens.
         return self._outside.encode(text)
 
-    def _fill(self, row: Mapping[str, Any], completion: str) -> str:
+    def _fill(self, template: str, row: Mapping[str, Any], completion: str) -> str:
         shown = self._words | dict(row) | {"prompt": _text(row["prompt"]), "completion": completion}
         try:
-            return self._template.format_map(shown)
+            return template.format_map(shown)
         except KeyError as error:
             raise DataError(
-                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks: it has {sorted(row)}"
+                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks; it has {sorted(row)}"
             ) from None
         except (ValueError, IndexError, AttributeError) as error:
             raise DataError(f"{self._key}.template={self._template!r} is not a valid format string: {error}") from None
 
 
 def _text(prompt: Any) -> str:
-    """A prompt as plain text; of a chat, what each said."""
+    """A prompt as plain text; a chat as lines of role and content."""
     if not is_messages(prompt):
         return str(prompt)
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,7 +1,7 @@
-"""A reward model as a reward function like any other: `f(completions, **columns) -> list[float | None]`.
+"""A reward model as a reward function: `f(completions, **columns) -> list[float | None]`.
 
-None stands for a response that the model was asked about in vain: its answer held no score, or prompt and response do not
-fit into its context. Both are counted.
+A response is scored None when the model's answer contains no score, or when prompt and response exceed the model's
+context. Both are counted.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from megasync.errors import ConfigError
 from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.model_folder import read_reward_model
 from megasync.rewards.model_prompt import ModelPrompt
-from megasync.rewards.verdict import Verdict, verdict_of
+from megasync.rewards.score_reader import ScoreReader, score_reader
+from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
 
 
 class ModelReward:
-    """`client` is told of the servers by their owner; until then calls wait."""
+    """Scores responses with the model's servers. Calls wait until their owner has added a server to `client`."""
 
-    # Each request has its own; waiting for its turn must not count.
+    # Each request has its own deadline, which does not include the time in the queue.
     keeps_own_deadlines = True
 
     def __init__(
-        self, name: str, prompt: ModelPrompt, verdict: Verdict, client: RewardModelClient, context_length: int
+        self, name: str, prompt: ModelPrompt, reader: ScoreReader, client: RewardModelClient, context_length: int
     ) -> None:
         self.__name__ = name
         self.client = client
         self._prompt = prompt
-        self._verdict = verdict
+        self._reader = reader
         self._context_length = context_length
         self._unread = 0
         self._too_long = 0
 
-    def add_server(self, server: Any) -> None:
+    def add_server(self, server: ServerControl) -> None:
         self.client.add_server(server)
 
     def remove_server(self, url: str) -> None:
         self.client.remove_server(url)
 
     def metrics(self) -> dict[str, float]:
-        """The client's, and responses without a score: `unread` and `too_long`."""
+        """The client's metrics, and the numbers of responses without a score: `unread` and `too_long`."""
         return self.client.metrics() | {"unread": float(self._unread), "too_long": float(self._too_long)}
 
     async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
@@ -64,20 +65,19 @@ class ModelReward:
 
     async def _score(self, row: Mapping[str, Any], completion: str) -> float | None:
         ids = self._prompt.ids(row, completion)
-        if len(ids) + self._verdict.room > self._context_length:
+        if len(ids) + self._reader.answer_tokens > self._context_length:
             self._too_long += 1
             return None
-        score = await self.client.ask(self._verdict.path, self._verdict.body(ids), self._verdict.read)
+        score = await self.client.ask(self._reader.path, self._reader.body(ids), self._reader.read)
         if score is None:
             self._unread += 1
         return score
 
 
 def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> ModelReward:
-    """The reward function of `reward_models.<name>`, checked but not connected yet. Raises ConfigError for what its
-    tokenizer lacks.
+    """The reward function of `reward_models.<name>`, not connected yet. `timeout` is in seconds, per request.
 
-    `timeout` is in seconds, per request.
+    Raises ConfigError when the tokenizer cannot be loaded or lacks what the configuration requires.
     """
     from transformers import AutoTokenizer
 
@@ -85,7 +85,7 @@ def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> M
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(config.path).expanduser(), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}.path={config.path!r} has no tokenizer that can be loaded: {error}") from error
+        raise ConfigError(f"{key}.path={config.path!r} has no loadable tokenizer: {error}") from error
     limit = config.context_length or read_reward_model(key, config)["max_position_embeddings"]
     client = RewardModelClient(name, config.max_inflight, timeout)
-    return ModelReward(name, ModelPrompt(key, config, tokenizer), verdict_of(key, config, tokenizer), client, limit)
+    return ModelReward(name, ModelPrompt(key, config, tokenizer), score_reader(key, config, tokenizer), client, limit)

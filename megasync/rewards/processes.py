@@ -1,7 +1,7 @@
-"""Worker processes for reward functions that burn CPU, or that need a main thread for their own timeouts.
+"""Worker processes for reward functions that are CPU-bound, or that need a main thread for their own timeouts.
 
-Invariant: a call has its process to itself. One that runs past its deadline, or ends its process, costs no other call
-anything, and no call's deadline runs while it waits for a process.
+Invariant: a call has a process to itself. A call that exceeds its deadline, or ends its process, affects no other call,
+and a call's deadline does not include the wait for a process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RewardProcesses:
     """Runs `function(completions, **arguments)` in one of `processes` processes, on its main thread."""
 
     def __init__(self, processes: int) -> None:
-        # Pools of one process each. One of several would end the calls of all when one dies; and CPython 3.11 starts
-        # them one by one, without seeing the later ones die until something else happens in the pool.
+        # Pools of one process each. In a pool of several, the death of one process ends all calls, and CPython 3.11
+        # starts processes one by one without noticing that later ones die until something else happens in the pool.
         self._idle: list[ProcessPoolExecutor] = []
         self._busy: set[ProcessPoolExecutor] = set()
         self._free = asyncio.Semaphore(processes)
@@ -33,16 +33,16 @@ class RewardProcesses:
     async def call(
         self, function: Callable[..., Any], completions: list[str], arguments: dict[str, list], timeout: float
     ) -> Any:
-        """Raises TimeoutError after `timeout` seconds of the call's own, BrokenProcessPool when it ends its process."""
+        """Raises TimeoutError `timeout` seconds after the call began, BrokenProcessPool when it ends its process."""
         async with self._free:
             if self._idle:
-                # A process that was there before may have died of something else: whose fault it is shows in a new one.
+                # An idle process may have died for another reason; a new process shows whether the call is the cause.
                 with contextlib.suppress(BrokenProcessPool):
                     return await self._call_in(self._idle.pop(), timeout, function, completions, arguments)
             return await self._call_in(_pool(), timeout, function, completions, arguments)
 
     def close(self) -> None:
-        """Ends the processes, also those in the middle of a call."""
+        """Ends the processes, including those in the middle of a call."""
         for pool in [*self._idle, *self._busy]:
             kill_pool(pool)
         self._idle.clear()
@@ -55,7 +55,7 @@ class RewardProcesses:
         completions: list[str],
         arguments: dict[str, list],
     ) -> Any:
-        """Afterwards the process is idle, or gone."""
+        """Runs the call in `pool`. Afterwards the pool is idle or killed."""
         call: Future | None = None
         self._busy.add(pool)
         try:
@@ -63,10 +63,10 @@ class RewardProcesses:
             return await asyncio.wait_for(asyncio.wrap_future(call), seconds)
         finally:
             self._busy.discard(pool)
-            if call is not None and _left_its_process(call):
+            if call is not None and _process_is_idle(call):
                 self._idle.append(pool)
             else:
-                # What still runs cannot be taken back from its process.
+                # A running call cannot be cancelled inside its process.
                 kill_pool(pool)
 
 
@@ -82,12 +82,12 @@ def check_picklable(function: Callable[..., Any]) -> None:
 
 
 def _pool() -> ProcessPoolExecutor:
-    # spawn: a fork of this process would copy its threads' locks and its sockets.
+    # spawn, because a fork would copy the locks of this process's threads and its sockets.
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def _left_its_process(call: Future) -> bool:
-    """Whether the process is there and has nothing to do any more."""
+def _process_is_idle(call: Future) -> bool:
+    """Whether the call's process is alive and idle."""
     return call.cancelled() or (call.done() and not isinstance(call.exception(), BrokenProcessPool))
 
 

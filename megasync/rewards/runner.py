@@ -1,6 +1,6 @@
-"""Calls the reward functions once per group and puts the combined reward on each trajectory.
+"""Calls the reward functions once per group and sets the combined reward of each trajectory.
 
-Invariant: a score that reaches a trajectory is a finite number or None; anything else (an exception, NaN, a wrong
+Invariant: a score that reaches a trajectory is a finite number or None. Anything else (an exception, NaN, a wrong
 number of scores, no answer in time) is a DataError that names the function and the prompt.
 """
 
@@ -26,7 +26,7 @@ from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 
-# A call in the controller's own process holds up everything else; above this it is worth a word.
+# A call in the driver's process blocks everything else; one that takes longer than this is logged.
 SLOW_SECONDS = 1.0
 
 Given = Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction]
@@ -35,14 +35,14 @@ Given = Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[Rewar
 class RewardRunner:
     """Scores groups with functions `f(completions, **columns) -> list[float | None]`, sync or async.
 
-    `functions` is one of them, several with their weights, or None when every workflow scores its own trajectories; what a
-    workflow has scored keeps its reward. The columns are repeated once per completion; "completion_ids" (token ids) and
-    "finish_reasons" come with them. How scores become one reward: `combine`. Each trajectory's metrics get
-    `reward/<name>`, absent where the function gave None, and `reward/<name>/none`, 1.0 there and else 0.0.
+    `functions` is one function, several with weights, or None if every workflow scores its own trajectories. A reward
+    that a workflow has set is kept. Columns are repeated once per completion, and "completion_ids" (token ids) and
+    "finish_reasons" are added. `combine` turns several scores into one reward. Each trajectory's metrics get
+    `reward/<name>`, absent if the function returned None, and `reward/<name>/none`, 1.0 in that case and 0.0 otherwise.
 
-    With `processes` > 0 sync functions run in that many worker processes; otherwise they run in this one, where no
-    deadline can be kept. `timeout` is in seconds, per call. Raises ConfigError when a function cannot be sent to another
-    process.
+    With `processes` > 0, sync functions run in that many worker processes; otherwise they run in this one, where their
+    deadline cannot be enforced. `timeout` is in seconds, per call. Raises ConfigError when a function cannot be sent to
+    another process.
     """
 
     def __init__(self, functions: Given | None, processes: int = 0, timeout: float = 60.0) -> None:
@@ -67,13 +67,13 @@ class RewardRunner:
         return [next(scored) if t.reward is None else self._own(t, uid) for t in trajectories]
 
     async def close(self) -> None:
-        """Ends the worker processes, also those in the middle of a call."""
+        """Ends the worker processes, including those in the middle of a call."""
         if self._processes:
             self._processes.close()
 
     async def _scored(self, trajectories: list[Trajectory], columns: dict[str, Any], uid: str) -> list[Trajectory]:
         calls = [self._scores(function, trajectories, columns, uid) for function in self._functions]
-        # All of them end before the first error is raised: none is left behind running.
+        # All of them end before the first error is raised, so that none keeps running.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -103,7 +103,7 @@ class RewardRunner:
         try:
             answer = await self._call(function, [t.text for t in trajectories], arguments)
         except ServerError:
-            # No fault of the function or the responses: whoever asked waits for the servers.
+            # Not the fault of the function or the responses: the caller backs off and retries.
             raise
         except TimeoutError as error:
             problem = f"did not answer within {self._timeout:g} s; raise timeouts.reward, or make it faster"
@@ -132,14 +132,14 @@ class RewardRunner:
         if (seconds := time.monotonic() - started) > SLOW_SECONDS and not self._warned:
             self._warned = True
             log.warning(
-                "the reward function %s took %.1f s and held up the run meanwhile; set rollout.reward_processes",
+                "Reward function %s took %.1f s and blocked the driver meanwhile; set rollout.reward_processes",
                 name_of(function.call),
                 seconds,
             )
         return answer
 
     def _own(self, trajectory: Trajectory, uid: str) -> Trajectory:
-        """A reward that the workflow set itself; it must be a number too."""
+        """Checks a reward that the workflow set."""
         return replace(trajectory, reward=_number(trajectory.reward, uid, "the workflow"))
 
 

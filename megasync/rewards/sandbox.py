@@ -1,21 +1,22 @@
-"""Runs Python programs that nobody has read, each in a process of its own with limits on what it can use up.
+"""Runs untrusted Python programs, each in a process of its own with resource limits.
 
-    run_program    a program reads its input and prints; whoever called compares the output
+    run_program    a program reads its input and prints; the caller compares the output
     run_check      Python text, such as asserts, runs against a program: two sandboxes, joined by a socket
 
 Invariants:
 
-- What a verdict depends on never is where the program is. Expected outputs stay in this process; a check runs in a sandbox
-  of its own, to which the program can send plain data only (`sandbox_link`), and its text is in no file, argument or
-  environment.
-- When a call returns or is cancelled, what the program started has been killed and its folder is gone; `_Sandbox.end`
-  guarantees it. Neither holds up the event loop, whatever the program left behind.
+- The result never depends on anything that the program can reach. Expected outputs stay in this process. A check runs in a
+  sandbox of its own, to which the program can send only plain data (`sandbox_link`), and its text is in no file,
+  argument or environment.
+- When a call returns or is cancelled, everything that the program started has been killed and its folder is gone;
+  `_Sandbox.end` guarantees it. Neither blocks the event loop, whatever the program left behind.
 
-How far a program is set apart depends on what the kernel permits; `isolation` asks once. With namespaces it sees the
-interpreter, shared libraries and nothing else of this machine. Without them it is an ordinary process: of a user without
-rights where this process is root's, else of the same user, who can read and signal what that user can. Memory and processor
-time of all its processes together are not limited, but by `processes` times the limits of one, and by `wall_seconds`. The
-kernel itself is the same: against code that attacks it, run the whole training in a virtual machine.
+The degree of isolation depends on what the kernel permits; `isolation` probes once. With namespaces a program sees the
+interpreter, shared libraries and nothing else of this machine. Without them it is an ordinary process: of an
+unprivileged user if this process runs as root, otherwise of the same user, with that user's rights to read files and
+signal processes. Total memory and CPU time of all its processes are limited only by `processes` times the limits of
+one, and by `wall_seconds`. The kernel is shared: against code that attacks it, run the whole training in a virtual
+machine.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ log = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _LINK = Path(__file__).with_name("sandbox_link.py")
-# Isolated from this environment (-I), standard library only (-S), and writing no bytecode (-B).
+# Isolated from this environment (-I), standard library only (-S), no bytecode files (-B).
 _OPTIONS = ["-I", "-S", "-B"]
-# The one of a virtual environment reads a file of it that a program does not see.
+# Not the interpreter of the virtual environment, which reads a file there that a program cannot see.
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 # The exit status of a check that ran to its end, as in `sandbox_child`.
 _PASSED = 42
-# Seconds that a sandbox has to put itself away before it is killed; it needs them only without namespaces.
+# Seconds that a sandbox has to clean up before it is killed; needed only without namespaces.
 _END_SECONDS = 8.0
 _REMOVE_SECONDS = 120.0
 # Seconds that a program has to end once its check has failed.
-_PLAYER_SECONDS = 1.0
+_PROGRAM_SECONDS = 1.0
 _PROBE_SECONDS = 30.0
-# A folder says who made it: process id and start, in clock ticks since the machine's.
+# A folder's name identifies its owner: process id, and start in clock ticks since boot.
 _FOLDER = re.compile(r"megasync-sandbox-(\d+)-(\d+)-")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`cpu_seconds`, `memory_mb` (address space) and `open_files` are of one process, `file_mb` of one file.
+    """`cpu_seconds`, `memory_mb` (address space) and `open_files` apply per process, `file_mb` per file.
 
-    `disk_mb` and `files` (folders too) are of all that it writes together, `processes` (threads too) of all that run at
-    once; these three need namespaces, the last one at least a user id of its own. `wall_seconds` ends everything.
+    `disk_mb` and `files` (with folders) apply to everything written, `processes` (with threads) to everything that runs
+    at once. These three need namespaces; for `processes` a user id of its own is enough. `wall_seconds` ends
+    everything.
     """
 
     cpu_seconds: int = 4
@@ -78,11 +80,11 @@ class Limits:
             value = getattr(self, name)
             whole = name != "wall_seconds"
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
-                raise TypeError(f"{name}={value!r} must be a {'whole ' if whole else ''}number above 0")
+                raise TypeError(f"{name}={value!r} must be {'an integer' if whole else 'a number'} above 0")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramResult:
     """`code` is the exit status, 128 + n after signal n, None past the deadline. Outputs are cut at 1 MiB each."""
 
     code: int | None
@@ -92,54 +94,58 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """`namespaces` is how they are made: by root's rights ("root"), by an ordinary user's ("user"), or not at all ("").
+    """`namespaces` is how they are created: as root ("root"), as an ordinary user ("user"), or not at all ("").
 
-    With `own_user` a program has a user id that nothing else has.
+    With `own_user` a program has a user id of its own.
     """
 
     namespaces: str
     own_user: bool
 
 
-async def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+async def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
     """Runs Python source to its end, or kills it after `limits.wall_seconds`. Raises OSError when it cannot be started.
 
-    Standard library only. The working folder is empty, temporary and the program's own.
+    Only the standard library is available. The working folder is empty, temporary and private to the program.
     """
     limits = limits or Limits()
     order = {"files": {"program.py": source, "stdin": stdin}, "command": [_PYTHON, *_OPTIONS, "{root}/program.py"]}
     async with _Sandbox(order, limits) as sandbox:
         try:
-            return await asyncio.wait_for(sandbox.outcome(), limits.wall_seconds)
+            return await asyncio.wait_for(sandbox.result(), limits.wall_seconds)
         except TimeoutError:
-            return Outcome(None, "", "")
+            return ProgramResult(None, "", "")
 
 
 async def run_check(source: str, check: str, limits: Limits | None = None) -> bool:
-    """Whether Python text comes to its end with the names that a program defines, within `limits.wall_seconds`.
+    """Whether a check runs to its end with the names that a program defines, within `limits.wall_seconds`.
 
-    The two run in sandboxes of their own; see `sandbox_link` for what a check can do with a program. Raises OSError when
+    Each runs in a sandbox of its own; see `sandbox_link` for what a check can do with a program. Raises OSError when
     one cannot be started.
     """
     limits = limits or Limits()
     code = _link_code()
-    player_order = {"files": {"program.py": source, "link.py": code}, "command": [_PYTHON, *_OPTIONS, "{root}/link.py"]}
+    program_order = {
+        "files": {"program.py": source, "link.py": code},
+        "command": [_PYTHON, *_OPTIONS, "{root}/link.py"],
+    }
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with (
-            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as referee,
-            _Sandbox(player_order, limits, theirs) as player,
+            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as checking,
+            _Sandbox(program_order, limits, theirs) as playing,
         ):
-            # They have them now: as long as this process held one, neither would see the end of the other.
+            # Both processes have inherited them. While this process held one, neither would notice the end of the
+            # other.
             ours.close()
             theirs.close()
             try:
-                outcome = await asyncio.wait_for(referee.outcome(), limits.wall_seconds)
-                if not (passed := outcome.code == _PASSED):
-                    log.debug("a check failed: %s", outcome.stderr)
-                    # It ends with the other; where it never began, that is no verdict on the program.
+                result = await asyncio.wait_for(checking.result(), limits.wall_seconds)
+                if not (passed := result.code == _PASSED):
+                    log.debug("Check failed: %s", result.stderr)
+                    # The program ends with its check. If it never started, raise OSError: the program is not at fault.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(player.outcome(), _PLAYER_SECONDS)
+                        await asyncio.wait_for(playing.result(), _PROGRAM_SECONDS)
             except TimeoutError:
                 return False
             return passed
@@ -147,16 +153,17 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
 
 @cache
 def isolation() -> Isolation:
-    """The strongest that works here: each is tried with a program. Raises OSError when none does."""
+    """The strongest isolation that works here: each is tried with a program. Raises OSError when none works."""
     root = os.geteuid() == 0
     kinds = (
         [Isolation("root", True), Isolation("user", False), Isolation("", True)] if root else [Isolation("user", False)]
     )
+    problem = ""
     for kind in [*kinds, Isolation("", False)]:
         problem = _probe(kind)
         if not problem:
             return kind
-        log.debug("programs cannot be run with %s: %s", kind, problem)
+        log.debug("Sandbox does not work with %s: %s", kind, problem)
     raise OSError(f"a sandbox cannot be started: {problem}")
 
 
@@ -166,14 +173,14 @@ def _link_code() -> str:
 
 
 def network_is_cut() -> bool:
-    """Whether programs run without network, and without sight of this machine's files and processes."""
+    """Whether programs have no network and cannot see this machine's files and processes."""
     return bool(isolation().namespaces)
 
 
 async def sweep() -> None:
-    """Removes the folders of sandboxes whose process was killed. Never those of one that lives."""
+    """Removes the folders of sandboxes whose owner process is gone."""
     for path in await asyncio.to_thread(_abandoned):
-        log.info("removing the sandbox %s, whose process has ended", path)
+        log.info("Removing the abandoned sandbox %s", path)
         await _remove(path)
 
 
@@ -182,8 +189,8 @@ class _Sandbox:
 
     def __init__(self, order: dict[str, Any], limits: Limits, link: socket.socket | None = None) -> None:
         self._order = order | {"limits": asdict(limits), "link": link.fileno() if link else None}
-        self._process: asyncio.subprocess.Process | None = None
-        self._talk: asyncio.Task[tuple[bytes, bytes]] | None = None
+        # The process, and the exchange of the order for the result.
+        self._run: tuple[asyncio.subprocess.Process, asyncio.Task[tuple[bytes, bytes]]] | None = None
         self._folder: Path | None = None
 
     async def __aenter__(self) -> Self:
@@ -194,7 +201,7 @@ class _Sandbox:
                 self._folder.chmod(0o711)
         self._order |= asdict(kind) | {"folder": str(self._folder)}
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *(_PYTHON, *_OPTIONS, str(_CHILD)),
                 cwd="/",
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
@@ -207,11 +214,11 @@ class _Sandbox:
         except BaseException:
             await self.end()
             raise
-        self._talk = asyncio.create_task(self._process.communicate(json.dumps(self._order).encode()))
+        self._run = process, asyncio.create_task(process.communicate(json.dumps(self._order).encode()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # To its end, also where whoever waits is cancelled.
+        # Runs to its end even if the caller is cancelled.
         ending = asyncio.ensure_future(self.end())
         try:
             await asyncio.shield(ending)
@@ -219,40 +226,42 @@ class _Sandbox:
             await asyncio.wait({ending})
             raise
 
-    async def outcome(self) -> Outcome:
-        """What became of the program. Raises OSError when it was not started."""
-        out, err = await asyncio.shield(self._talk)
+    async def result(self) -> ProgramResult:
+        """Waits for the program to end. Raises OSError when it was not started."""
+        if self._run is None:
+            raise OSError("a sandbox was not started")
+        process, talk = self._run
+        out, err = await asyncio.shield(talk)
         if out:
-            return Outcome(**json.loads(out))
-        code = self._process.returncode
-        if code < 0:
-            return Outcome(128 - code, "", "")
+            return ProgramResult(**json.loads(out))
+        code = process.returncode
+        if code is not None and code < 0:
+            return ProgramResult(128 - code, "", "")
         raise OSError(f"a sandbox could not be set up (exit status {code}): {err.decode(errors='replace')[-2000:]}")
 
     async def end(self) -> None:
-        """Kills the program with all that it started, and removes its folder."""
-        if self._process is not None:
-            if self._folder is not None and self._process.returncode is None:
-                # It alone knows what has left its group.
-                self._signal(signal.SIGTERM, group=False)
+        """Kills the program and everything that it started, and removes its folder."""
+        if self._run is not None:
+            process, talk = self._run
+            if self._folder is not None and process.returncode is None:
+                # Only this process knows which descendants have left its process group.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), _END_SECONDS)
-            self._signal(signal.SIGKILL, group=True)
-            await self._process.wait()
+                    await asyncio.wait_for(process.wait(), _END_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
             # A descendant that survived would hold its pipes open.
-            self._talk.cancel()
-            await asyncio.wait({self._talk})
-            self._process._transport.close()
+            talk.cancel()
+            await asyncio.wait({talk})
+            process._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - asyncio has no public way
         if self._folder is not None:
             await _remove(self._folder)
 
-    def _signal(self, number: int, *, group: bool) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            (os.killpg if group else os.kill)(self._process.pid, number)
-
 
 async def _remove(folder: Path) -> None:
-    """Removes a folder of any depth and size, in another process: Python's own way recurses, and takes this one's time."""
+    """Removes a folder of any depth and size, in another process: shutil.rmtree recurses, and would block this one."""
     remover = await asyncio.create_subprocess_exec(
         *("rm", "-rf", "--one-file-system", "--", str(folder)),
         stdin=subprocess.DEVNULL,
@@ -265,7 +274,7 @@ async def _remove(folder: Path) -> None:
         remover.kill()
         await remover.wait()
     if folder.exists():
-        log.warning("the sandbox %s could not be removed within %g s; remove it by hand", folder, _REMOVE_SECONDS)
+        log.warning("Sandbox %s could not be removed within %g s; remove it manually", folder, _REMOVE_SECONDS)
 
 
 def _prefix() -> str:
@@ -273,7 +282,7 @@ def _prefix() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine's start; None when there is none."""
+    """Start time of a process in clock ticks since boot; None if it does not exist."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except OSError:
@@ -290,7 +299,7 @@ def _abandoned() -> list[Path]:
 
 
 def _probe(kind: Isolation) -> str:
-    """Why programs cannot be run in this way; empty when they can."""
+    """Why programs cannot run with this isolation; empty if they can."""
     with tempfile.TemporaryDirectory(prefix=_prefix()) as folder:
         if kind.own_user:
             os.chmod(folder, 0o711)

@@ -1,19 +1,20 @@
-"""What runs between this package and a sandboxed program: takes rights away, then starts the program and watches it.
+"""The process between this package and a sandboxed program: drops privileges, starts the program and supervises it.
 
-Started as a script; standard library only. It reads one JSON order from its standard input and writes one JSON result,
+Runs as a script; standard library only. It reads one JSON order from its standard input and writes one JSON result,
 `{"code", "stdout", "stderr"}`, to its standard output:
 
     driver -> this (outer) -> first process of new namespaces -> program      with namespaces
     driver -> this                                           -> program      without
 
-With namespaces the program has a root folder of its own in memory (limited in bytes and in files; of the host it holds the
-interpreter and shared libraries, read-only), no network, and process ids of its own; the kernel ends all of its processes
-with the first one. Without them it works in `folder`, and this process, to which the kernel hands over what the program
-leaves behind, kills that. Where this is run by root the program has a user id of its own, without any rights.
+With namespaces the program has a root folder of its own in memory (limited in bytes and files; from the host it
+contains the interpreter and shared libraries, read-only), no network, and process ids of its own; the kernel ends all
+of its processes with the first one. Without them it works in `folder`, and this process kills the descendants that the
+program leaves behind, because the kernel re-parents them to it. As root, the program gets an unprivileged user id of
+its own.
 
 An order has `limits`, `namespaces` ("root", "user" or ""), `own_user`, `files` (name to text), `link` (a socket's
-descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python text
-that this process runs itself, against the program at the other end of the link: it is never written to a file).
+descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python
+text that this process runs itself against the program at the other end of the link; it is never written to a file).
 """
 
 import ctypes
@@ -23,6 +24,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -40,18 +42,18 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# User ids of sandboxes: this and the process id, so that no two sandboxes have the same one. Nobody gives these out.
+# User ids of sandboxes: this plus the process id, so that no two sandboxes share one. No system assigns ids this high.
 FIRST_USER = 1_900_000_000
 INSIDE_USER = 1000
-# What the root folder needs beyond the program's own files.
+# Inodes that the root folder needs beyond the program's own files.
 OWN_FILES = 128
-# What a program prints beyond this is not looked at.
+# Output beyond this is ignored.
 OUTPUT_BYTES = 2**20
 # The exit status of a check that ran to its end.
 PASSED = 42
 # Seconds for killing what a program left behind.
 KILL_SECONDS = 5.0
-# Where the new root is put together: a folder that every Linux has and no interpreter lives in.
+# Mount point of the new root: a folder that every Linux has and no interpreter is installed in.
 PLACE = "/sys"
 
 
@@ -67,14 +69,14 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 def unshare(kind):
-    """Makes namespaces; the children of this process are in them."""
+    """Creates namespaces, which the children of this process join."""
     flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if kind == "root":
         call(LIBC.unshare, flags)
         return
     user, group = os.geteuid(), os.getegid()
     call(LIBC.unshare, flags | CLONE_NEWUSER)
-    # Whose memory nobody may look into, cannot write its own files in /proc either.
+    # A process that is not dumpable cannot write its own files in /proc.
     LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     for name, text in (
         ("setgroups", "deny"),
@@ -87,7 +89,7 @@ def unshare(kind):
 
 
 def shown():
-    """Folders and files of the host that a program sees, and may read only."""
+    """Folders and files of the host that a program sees, read-only."""
     prefix = sys.base_prefix
     own = [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
     system = ["/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
@@ -114,7 +116,7 @@ def show(source, root):
 
 
 def new_root(limits, room):
-    """A root folder in memory, in which nothing of the host can be changed, and most of it not be seen."""
+    """A root folder in memory, from which the host cannot be changed, and most of it not be seen."""
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
     options = f"size={limits['disk_mb'] * 2**20 + room},nr_inodes={limits['files'] + OWN_FILES},mode=755"
     mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -125,7 +127,7 @@ def new_root(limits, room):
     try:
         mount("proc", f"{PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     except OSError:
-        pass  # some containers refuse it; a program can do without
+        pass  # some containers forbid it, and a program works without
     os.mkdir(f"{PLACE}/tmp")
     os.chmod(f"{PLACE}/tmp", 0o1777)
     os.chdir(PLACE)
@@ -144,7 +146,7 @@ def limit(order):
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_CORE, 0, 0),
     ]
-    # Counted by user id; before Linux 5.14 a namespace did not make the id another one.
+    # Counted per user id; before Linux 5.14 a user namespace did not separate the counts.
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if order["own_user"] or (order["namespaces"] and release >= (5, 14)):
         wanted.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
@@ -160,7 +162,7 @@ def become(user):
         os.setresuid(user, user, user)
 
 
-def play(order, root, user):
+def enter(order, root, user):
     """In the child: becomes the program, or runs the check."""
     names = ("stdin", "stdout", "stderr")
     for number, name in enumerate(names):
@@ -175,11 +177,12 @@ def play(order, root, user):
     become(user)
     limit(order)
     if "check" in order:
-        # Of another user or not: nobody may look into the memory of this process.
+        # No process of any user may read the memory of this one.
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         space = {"__name__": "sandbox_link"}
         exec(compile(order["code"], "sandbox_link", "exec"), space)
-        os._exit(PASSED if space["passes"](link, order["check"]) else 1)
+        passes = space["passes"]
+        os._exit(PASSED if callable(passes) and passes(link, order["check"]) else 1)
     command = [part.replace("{root}", root) for part in order["command"]]
     home = f"{root}/work"
     os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"})
@@ -199,10 +202,10 @@ def children():
 
 
 def kill_rest(user):
-    """Kills what the program left behind, until the kernel knows of no child of this process."""
+    """Kills the descendants that the program left behind, until this process has no child."""
     deadline = time.monotonic() + KILL_SECONDS
     if user is not None:
-        # All processes of one user at once, so that none escapes by starting another.
+        # All processes of the user at once, so that none escapes by forking.
         if not (killer := os.fork()):
             become(user)
             os.kill(-1, signal.SIGKILL)
@@ -238,14 +241,14 @@ def watch(order, root, user, answer):
     os.mkdir(f"{root}/work")
     if user is not None:
         os.chown(f"{root}/work", user, user)
-    # Before the program can remove them.
+    # Opened before the program can remove them.
     with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as told:
         if not (program := os.fork()):
             try:
-                play(order, root, user)
+                enter(order, root, user)
             finally:
-                # Only where something above raised: its traceback went to the program's own stderr.
-                sys.excepthook(*sys.exc_info())
+                # Reached only after an exception. The traceback goes to the program's own stderr.
+                traceback.print_exc()
                 os._exit(127)
         code = status_of(program)
         if not order["namespaces"]:
@@ -257,12 +260,12 @@ def main():
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     order = json.load(sys.stdin)
     user = FIRST_USER + os.getpid() if order["own_user"] else None
-    # The program must not get at it, by whatever way.
+    # The program must never reach this descriptor.
     answer = os.dup(1)
     os.dup2(2, 1)
     if not order["namespaces"]:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # Should the driver die, nobody else would be left to end the program.
+        # If the driver dies, nothing else would be left to end the program.
         signal.signal(signal.SIGTERM, lambda *_: (kill_rest(user), os._exit(128 + signal.SIGTERM)))
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         watch(order, order["folder"], user, answer)

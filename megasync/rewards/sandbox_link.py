@@ -1,20 +1,26 @@
-"""How a check in one process uses a program in another: names of the program stand for objects over there.
+"""The link between a check and the program that it tests, which run in two processes.
 
-    check (referee)    asks the program to call, to read attributes, to add, ...; holds the asserts and decides
-    program (player)   answers with plain data, or with the number of an object that stays over there
+    check side      sends operations (call, getattr, add, ...); runs the asserts and decides
+    program side    performs them; answers with plain data, or with the number of an object that stays there
 
-Standard library only; both sides run it without this package. As a script it is the player: it runs `program.py` and then
-answers. Frames are JSON behind their length.
+Standard library only; both sides run this file without the package. As a script it is the program side: it runs
+`program.py` and then serves operations. Frames are JSON, preceded by their length. Both sides stand in one file because
+the file is the protocol: each sandbox receives this text alone, and every kind of value is packed by one side and
+unpacked by the other.
 
-Invariant: the program never decides a comparison with a value of the check. Plain data is rebuilt here as Python's own exact
-types. An object of the program's own that is compared with such a value is unequal to it; it is not asked, unless for the
-value of its built-in base (an enum's number, a named tuple's items). `Remote` guarantees it.
+Invariant: the program never decides a comparison with a value of the check. Plain data is rebuilt on the check side as
+Python's own exact types. A program object that is compared with such a value is unequal to it; the program is asked for
+nothing but the value of the object's built-in base (an enum's number, a named tuple's items). `ProgramObject`
+guarantees it.
 
-What a check can do: call functions, make and use instances of the program's classes, iterate, catch exceptions, pass
-functions and iterators of its own (they are called back here), see arguments changed in place and what is printed. What it
-cannot: change the program's own lists and dictionaries through a returned copy, pass instances of its own classes, await
-coroutines, see a global change after the program was loaded.
+A check can call functions, create and use instances of the program's classes, iterate, catch exceptions, pass functions
+and iterators of its own (the program calls them back), and see arguments changed in place and what is printed. It
+cannot change the program's own lists and dictionaries through a returned copy, pass instances of its own classes, await
+coroutines, or see a global that changes after the program was loaded.
 """
+
+# What is unpacked comes from the other process, so no type is known here.
+# pyright: reportCallIssue=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 
 import builtins
 import io
@@ -28,7 +34,7 @@ FRAME_BYTES = 16 * 2**20
 PRINTED_CHARACTERS = 2**20
 CONTAINERS = (list, dict, set, bytearray)
 WHOLE = slice(None)
-# The built-in base that an object of a subclass is taken for, and how its value is had without asking the subclass.
+# Built-in bases, and how to read the value of a subclass instance without calling code of the subclass.
 BASES = {
     int: int.__pos__,
     float: float.__pos__,
@@ -42,7 +48,7 @@ BASES = {
     set: lambda value: {*set.__iter__(value)},
     frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
 }
-# Exact types of the standard library that travel as what makes them.
+# Exact types of the standard library that are sent as the arguments that construct them.
 MADE = {
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
@@ -57,7 +63,7 @@ MADE = {
     "builtins.range": lambda value: [value.start, value.stop, value.step],
     "builtins.slice": lambda value: [value.start, value.stop, value.step],
 }
-# Modules that a check may use because the program imported them; the check gets the real ones.
+# Modules that a check may use if the program imported them. The check gets the real modules.
 SHARED_MODULES = frozenset(
     {
         "bisect",
@@ -114,15 +120,15 @@ OPERATIONS = {
 }
 
 
-class Broken(BaseException):
-    """The other side has ended, or sends what nobody asked for; no `except Exception` of a check hides it."""
+class LinkBroken(BaseException):
+    """The other side ended or broke the protocol. A BaseException, so that no `except Exception` of a check hides it."""
 
 
-class Wire:
-    """Frames over a socket, and values in them. The sides differ in `give` and `take`: objects that are not data."""
+class Link:
+    """Frames over a socket, and the values in them. The sides differ in `give` and `take`: objects that are not data."""
 
-    # What Python has under a name of its own travels by it. A check may pass functions; it takes types alone, as a function
-    # would be called on its side.
+    # Built-in objects are sent by name. A check may send built-in functions, but accepts types only, because it would
+    # call a function on its own side.
     by_name = taken_by_name = (type,)
 
     def __init__(self, descriptor):
@@ -157,16 +163,24 @@ class Wire:
             self.fail("no message")
         return message
 
+    def give(self, value):
+        """The message for a value that is not data."""
+        raise NotImplementedError
+
+    def take(self, kind, data):
+        """The object for such a message of the other side."""
+        raise NotImplementedError
+
     def fail(self, problem):
         self.broken = True
-        raise Broken(problem)
+        raise LinkBroken(problem)
 
     def pack(self, value, seen=None):
-        """`seen` maps ids of the containers in this call to (number, container): the same one is known again."""
+        """The message for a value. `seen` maps ids of this call's containers to (number, container)."""
         kind = type(value)
         if value is None or kind in (bool, float, str) or (kind is int and -(2**63) < value < 2**63):
             return value
-        if kind is Remote:
+        if kind is ProgramObject:
             return self.give(value)
         if seen is not None and kind in CONTAINERS:
             if id(value) in seen:
@@ -192,11 +206,11 @@ class Wire:
         return self.give(value)
 
     def unpack(self, packed, seen=None):
-        """`seen` is the list of containers in this call so far, by number; None where they are not counted."""
+        """The value of a message. `seen` lists this call's containers by number; None where they are not numbered."""
         if packed is None or isinstance(packed, bool | int | float | str):
             return packed
         kind, data = packed
-        if kind == "same":
+        if kind == "same" and seen is not None:
             return seen[data]
         if kind == "int":
             return int(data, 16)
@@ -237,7 +251,7 @@ class Wire:
         if kind == "builtin":
             found = getattr(builtins, data)
             if type(found) not in self.taken_by_name:
-                raise ValueError(f"{data} is not data")
+                raise ValueError(f"the built-in {data} is not accepted from the program")
             return found
         return self.take(kind, data)
 
@@ -247,7 +261,7 @@ class Wire:
             seen.append(container)
 
     def raised(self, error):
-        """An exception as a message: what it is to Python, and its data."""
+        """The message for an exception: its class, its built-in bases, and its arguments."""
         own = type(error)
         known = [kind.__name__ for kind in own.__mro__ if getattr(builtins, kind.__name__, None) is kind]
         return ["raised", self.pack_plain(own), known, [self.pack_plain(part) for part in error.args]]
@@ -259,11 +273,11 @@ class Wire:
             return repr(value)[:200]
 
 
-# The check's side
+# The check side
 
 
 def remote(operation, position=0):
-    """A method that has the program do an operation; `position` is where the object itself stands among the operands."""
+    """A method that sends an operation to the program; `position` is the index of the object among the operands."""
 
     def method(self, *operands):
         operands = list(operands)
@@ -274,7 +288,7 @@ def remote(operation, position=0):
 
 
 def converted(operation, kind):
-    """As `remote`, where Python requires a type: it must be that one exactly."""
+    """As `remote`, for methods whose result must have exactly the type `kind`."""
     ask = remote(operation)
 
     def method(self, *operands):
@@ -287,29 +301,29 @@ def converted(operation, kind):
 
 
 def plain(value):
-    """What a program's object is as a value of its built-in base; the object itself where it has none."""
-    if isinstance(value, Remote):
+    """A program object as a value of its built-in base; the object itself if it has none."""
+    if isinstance(value, ProgramObject):
         return value._remote_wire.ask("plain", [value])
     return value
 
 
 def compared(operation, otherwise):
-    """A comparison, which the program decides only where both are its own."""
+    """A comparison, which the program decides only between two of its own objects."""
 
     def method(self, other):
-        if isinstance(other, Remote):
+        if isinstance(other, ProgramObject):
             found = self._remote_wire.ask(operation, [self, other])
             if type(found) is not bool:
                 raise TypeError(f"{operation} of the program gave a {type(found).__name__}")
             return found
         own = plain(self)
-        return otherwise if isinstance(own, Remote) else getattr(operator, operation)(own, other)
+        return otherwise if isinstance(own, ProgramObject) else getattr(operator, operation)(own, other)
 
     return method
 
 
-class Remote:
-    """An object of the program."""
+class ProgramObject:
+    """An object that lives in the program; operations on it are sent there."""
 
     __slots__ = ("_remote_number", "_remote_wire")
 
@@ -330,17 +344,17 @@ class Remote:
         return self._remote_wire.ask("call", [self, list(positional), named])
 
     def __instancecheck__(self, value):
-        return isinstance(value, Remote) and self._remote_wire.ask("isinstance", [value, self]) is True
+        return isinstance(value, ProgramObject) and self._remote_wire.ask("isinstance", [value, self]) is True
 
     def __subclasscheck__(self, value):
-        return isinstance(value, Remote) and self._remote_wire.ask("issubclass", [value, self]) is True
+        return isinstance(value, ProgramObject) and self._remote_wire.ask("issubclass", [value, self]) is True
 
     def __iter__(self):
         found = self._remote_wire.ask("iter", [self])
-        return found if isinstance(found, Remote) else iter(found)
+        return found if isinstance(found, ProgramObject) else iter(found)
 
     def __contains__(self, value):
-        # By the items, which are compared here.
+        # Iterates, so that the items are compared on this side.
         return any(item is value or item == value for item in self)
 
     def __ne__(self, other):
@@ -348,7 +362,7 @@ class Remote:
 
     def __hash__(self):
         own = plain(self)
-        return hash(self._remote_number) if isinstance(own, Remote) else hash(own)
+        return hash(self._remote_number) if isinstance(own, ProgramObject) else hash(own)
 
     def __exit__(self, *error):
         self._remote_wire.ask("exit", [self])
@@ -380,12 +394,12 @@ for _name in (
     "and_",
     "or_",
 ):
-    setattr(Remote, f"__{_name.strip('_')}__", remote(_name))
-    setattr(Remote, f"__r{_name.strip('_')}__", remote(_name, 1))
+    setattr(ProgramObject, f"__{_name.strip('_')}__", remote(_name))
+    setattr(ProgramObject, f"__r{_name.strip('_')}__", remote(_name, 1))
 
 
-class Referee(Wire):
-    """Asks, and answers the functions that it has passed."""
+class CheckSide(Link):
+    """Sends operations, and runs its own functions when the program calls them back."""
 
     by_name = (type, type(len))
 
@@ -395,7 +409,7 @@ class Referee(Wire):
         self.errors = {}
 
     def give(self, value):
-        if isinstance(value, Remote):
+        if isinstance(value, ProgramObject):
             return ["own", value._remote_number]
         for number, error in self.errors.items():
             if error is value:
@@ -410,7 +424,7 @@ class Referee(Wire):
 
     def take(self, kind, data):
         if kind == "object":
-            return Remote(self, int(data))
+            return ProgramObject(self, int(data))
         if kind == "error":
             number, name, base = data
             if number not in self.errors:
@@ -424,7 +438,7 @@ class Referee(Wire):
         return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
 
     def ask(self, operation, operands):
-        """What the program answers; raises what it raises. Arguments that it changed are changed here too."""
+        """The result of an operation. Raises what the program raises, and applies its changes to the arguments."""
         if self.broken:
             self.fail("the other side has ended")
         seen = {}
@@ -445,7 +459,7 @@ class Referee(Wire):
         raise error
 
     def error(self, own, known, arguments):
-        """What the program raised, as an exception of the same class where the check can know it."""
+        """The exception that the program raised, of the same class if the check knows that class."""
         own, arguments = self.unpack(own), [self.unpack(part) for part in arguments]
         made = own if isinstance(own, type) and issubclass(own, BaseException) else self.builtin_error(known[0])
         try:
@@ -461,7 +475,7 @@ class Referee(Wire):
             return self.raised(error)
 
     def names(self):
-        """What the check may use of the program. Nothing of Python's own is replaced."""
+        """The program's names that the check may use. Built-in names are never replaced."""
         given = {}
         for name, value in self.ask("names", []):
             if type(name) is str and name.isidentifier() and not hasattr(builtins, name) and not name.startswith("__"):
@@ -483,8 +497,8 @@ def replace(container, value):
 
 
 def passes(descriptor, check):
-    """Whether the check comes to its end, with the program still there."""
-    wire = Referee(descriptor)
+    """Whether the check runs to its end while the program is still there."""
+    wire = CheckSide(descriptor)
     try:
         exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})
         wire.ask("bool", [True])
@@ -494,11 +508,11 @@ def passes(descriptor, check):
     return not wire.broken
 
 
-# The program's side
+# The program side
 
 
-class Player(Wire):
-    """Answers. Whatever the program does to it, it can only say other data."""
+class ProgramSide(Link):
+    """Performs operations. Whatever the program does to it, it can only send other data."""
 
     taken_by_name = (type, type(len))
 
@@ -523,8 +537,8 @@ class Player(Wire):
     def take(self, kind, data):
         if kind == "own":
             return self.objects[data]
-        lent = Lent(self, data)
-        return lent if kind == "function" else LentIterator(lent)
+        lent = CheckFunction(self, data)
+        return lent if kind == "function" else CheckIterator(lent)
 
     def serve(self, space):
         while True:
@@ -538,7 +552,7 @@ class Player(Wire):
             before = [self.pack(each) for each in passed]
             value = self.result(operation, operands, space)
             answer = ["value", self.pack(value, self.known(passed))]
-        except Broken:
+        except LinkBroken:
             raise
         except BaseException as error:  # noqa: BLE001 - handed to the check
             answer = self.raised(error)
@@ -546,8 +560,8 @@ class Player(Wire):
         for number, (each, was) in enumerate(zip(passed, before)):
             if self.pack(each) != was:
                 known = self.known(passed)
-                # It is sent whole, and what it contains by number.
-                known[None] = known.pop(id(each))
+                # The container itself is sent in full, the containers in it by number.
+                known[0] = known.pop(id(each))
                 changes.append([number, self.pack(each, known)])
         text = self.printed.getvalue()[:PRINTED_CHARACTERS]
         self.printed.seek(0)
@@ -583,8 +597,8 @@ class Player(Wire):
         raise getattr(builtins, known[0])(*map(self.unpack, arguments))
 
 
-class Lent:
-    """A function of the check, to be called by the program."""
+class CheckFunction:
+    """A function of the check, for the program to call."""
 
     def __init__(self, player, number):
         self.player, self.number = player, number
@@ -593,7 +607,7 @@ class Lent:
         return self.player.back(self.number, positional, named)
 
 
-class LentIterator:
+class CheckIterator:
     """An iterator of the check."""
 
     def __init__(self, ask):
@@ -607,7 +621,7 @@ class LentIterator:
 
 
 def main():
-    player = Player(3)
+    player = ProgramSide(3)
     folder = os.path.dirname(os.path.abspath(__file__))
     path = os.path.join(folder, "program.py")
     with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Who scores what: from the rewards that a configuration names, reward models among them, to what calls them."""
+"""Builds the reward runners of a configuration, including those of reward models."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from megasync.rewards.runner import Given
 
 
 class Scoring:
-    """`models` are the reward models' functions by name; their servers are not there yet."""
+    """`models` are the functions of the reward models by name; their servers are added later."""
 
     def __init__(self, config: Config, own: Callable | Mapping[Callable, float] | None = None) -> None:
-        """`own` is what a Python caller brought instead. Raises ConfigError for a reward that cannot be loaded or
-        would never be asked."""
+        """`own` are functions given from Python, which replace those of the configuration.
+
+        Raises ConfigError for a reward that cannot be loaded or would never be used.
+        """
         if own is not None and config.reward_models:
             raise ConfigError(
                 f"reward= from Python replaces the rewards of the configuration, so its reward_models "
-                f"({', '.join(config.reward_models)}) would never be asked; remove one of them"
+                f"({', '.join(config.reward_models)}) would never be used; remove one of them"
             )
         self._rollout = config.rollout
         self._timeout = config.timeouts.reward
@@ -33,7 +35,7 @@ class Scoring:
         self._runners: list[tuple[Given | None, RewardRunner]] = []
 
     def runner(self, functions: Given | None) -> RewardRunner:
-        """What calls these functions; the same for the same ones, so that they share their processes."""
+        """The runner of these functions. Equal arguments return the same runner, so that they share processes."""
         for known, runner in self._runners:
             if known is functions:
                 return runner

@@ -1,7 +1,7 @@
 """A tokenizer's chat template: messages to text, text to token ids and back, and how it closes an answer.
 
-Rendered text is guarded (`OutsideText`): special tokens' names in messages and tools are marked, so that only the template's
-own are encoded as special tokens.
+Rendered text is guarded (`OutsideText`): special tokens' names in messages and tools are marked, so that only the
+template's own are encoded as special tokens.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 A generation survives interruptions. A request that was aborted, or whose server or router died, is sent again with the
 tokens so far as part of the prompt, within the remaining budget, and keeps the log-probs and versions of every request.
-With `stream_interval`, tokens arrive while they are sampled, so a dead server costs at most that many tokens per request.
-Transient failures are retried with exponential backoff until the generation's own deadline. The caller's arguments are
-never changed, and all sampling parameters are always sent. No token id outside the vocabulary leaves this module, because
-one would kill the server: `_checked` guarantees it. Answers are checked as strictly (`answers`): an invalid answer is
-discarded, counted, and requested again.
+With `stream_interval`, tokens arrive while they are sampled, so a dead server costs at most that many tokens per
+request. Transient failures are retried with exponential backoff until the generation's own deadline. The caller's
+arguments are never changed, and all sampling parameters are always sent. No token id outside the vocabulary leaves this
+module, because one would kill the server: `_checked` guarantees it. Answers are checked as strictly (`answers`): an
+invalid answer is discarded, counted, and requested again.
 
-Requests are never aborted by id. Closing the connection, when the caller is cancelled or a deadline passes, ends the request
-at its server, even if the router dies: at the next piece of a stream, otherwise within about a second.
+Requests are never aborted by id. Closing the connection, when the caller is cancelled or a deadline passes, ends the
+request at its server, even if the router dies: at the next piece of a stream, otherwise within about a second.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class RolloutClient:
         `servers` parse the answers of `chat`; `add_server` and `remove_server` change them. `stream_interval` is the
         servers' setting, in tokens; 0 if they were started without streaming. `tokenizer` is a Hugging Face tokenizer,
         needed only for `chat`. `api_key` authorises generation, if the servers require it; `trust` verifies a router
-        that serves https. `stop_ids` are the tokens that end every response. `quarantine` tracks prompts, by routing key,
-        that may kill servers. `on_invalid_answer` is called for each invalid answer.
+        that serves https. `stop_ids` are the tokens that end every response. `quarantine` tracks prompts, by routing
+        key, that may kill servers. `on_invalid_answer` is called for each invalid answer.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -150,14 +150,14 @@ class RolloutClient:
         """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
 
         With `seed`, a server started as deterministic returns the same tokens regardless of its load; other servers
-        ignore it. `max_new_tokens` is reduced to the room in the context. A stop string that straddles an interruption is
-        not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
+        ignore it. `max_new_tokens` is reduced to the room in the context. A stop string that straddles an interruption
+        is not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
         grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
         arrive. A `trained` response must be sampled from the distribution that the trainer scores.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, parameters that a trained response may not
-        have, and prompts that a server rejects; ContextLengthExceeded for a prompt that leaves no room; PoisonPrompt for a poison
-        prompt; ServerError when the servers fail otherwise, or do not answer within `request_timeout`.
+        have, and prompts that a server rejects; ContextLengthExceeded for a prompt that leaves no room; PoisonPrompt
+        for a poison prompt; ServerError when the servers fail otherwise, or do not answer within `request_timeout`.
         """
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)

@@ -1,9 +1,9 @@
 """One sample's turns, token in and token out: which turn continues which, and what the next prompt is made of.
 
-Turns are merged by prefix: a prompt that begins with all tokens of an earlier turn (its prompt and what the model wrote)
-continues that turn's line; any other begins a line, and with it a trajectory, of its own. A chat's next prompt is made of
-the tokens that are there already, and only what the template adds to them is tokenised. For that the rendered messages
-are held against what the server saw:
+Turns are merged by prefix: a prompt that begins with all tokens of an earlier turn (its prompt and what the model
+wrote) continues that turn's line; any other begins a line, and with it a trajectory, of its own. A chat's next prompt
+is made of the tokens that are there already, and only what the template adds to them is tokenised. For that the
+rendered messages are held against what the server saw:
 
     outcome    the template                                                         the next prompt
     ---------  -------------------------------------------------------------------  --------------------------------------
@@ -13,8 +13,8 @@ are held against what the server saw:
     forked     rewrites earlier turns (drops their reasoning); or the messages      the messages as rendered now, as a
                were edited                                                          line of its own
 
-Invariants: no sampled token is ever replaced by another tokenisation of its text; over `trajectories` each sampled token
-is trained exactly once. `record` and `Generation.trajectory` guarantee them.
+Invariants: no sampled token is ever replaced by another tokenisation of its text; over `trajectories` each sampled
+token is trained exactly once. `record` and `Generation.trajectory` guarantee them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Conversation:
     ) -> ChatPrompt:
         """The tokens to send for these messages. Raises DataError when the template refuses them.
 
-        With `realign_rewritten` a template that rewrites earlier turns forks nothing: the model goes on seeing what it saw.
+        With `realign_rewritten` a template that rewrites earlier turns forks nothing: the model goes on seeing what it
+        saw.
         """
         messages, tools = [dict(message) for message in messages], list(tools)
         rendered = template.render(messages, tools, answer=True)
@@ -134,8 +135,8 @@ class Conversation:
     def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
         """One trajectory for each line, in the order in which they ended; every sampled token is trained in one of them.
 
-        All of them get the reward and the last answer's text, so a reward function scores the sample and not its pieces.
-        The last one alone carries the metrics: means over trajectories are then means over samples.
+        All of them get the reward and the last answer's text, so a reward function scores the sample and not its
+        pieces. The last one alone carries the metrics: means over trajectories are then means over samples.
         """
         if not self.generations:
             raise DataError("the workflow asks for trajectories, but nothing was generated yet")

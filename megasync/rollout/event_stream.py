@@ -16,8 +16,8 @@ CONTENT_TYPE = "text/event-stream"
 async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
     """Yields the JSON of each object until the stream ends, complete or not; the last object says which.
 
-    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer for another content type and for a stream of more
-    than `most` bytes.
+    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer for another content type and for a stream of
+    more than `most` bytes.
     """
     if response.content_type != CONTENT_TYPE:
         raise InvalidAnswer(f"its content type is {response.content_type!r:.100}, not {CONTENT_TYPE}")

@@ -1,8 +1,8 @@
 """What one generation brought back: tokens with the log-prob and the weight version that each was sampled under.
 
 Generations of one conversation form lines: `parent` is the one whose prompt and response this one's prompt begins with,
-token for token. Invariant: in the trajectory of a line exactly the sampled tokens are trained, each with the log-prob and
-version of its own generation; what lies between two generations (tool output, template text) has a loss mask of 0.
+token for token. Invariant: in the trajectory of a line exactly the sampled tokens are trained, each with the log-prob
+and version of its own generation; what lies between two generations (tool output, template text) has a loss mask of 0.
 """
 
 from __future__ import annotations

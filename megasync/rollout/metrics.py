@@ -1,7 +1,7 @@
 """Metrics of the rollout: counts since the start, means over the latest groups, tokens per second.
 
-Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the trajectories that have it, so a
-key that is missing in some of them neither vanishes nor counts as zero.
+Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the trajectories that have it, so
+a key that is missing in some of them neither vanishes nor counts as zero.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Partial responses: what the requests of running samples have generated so far, by prompt, sample and turn.
 
-A response grows request by request, and piece by piece where a request is streamed. It outlives the request: a retry, or
-a resumed run, continues from it.
+A response grows request by request, and piece by piece where a request is streamed. It outlives the request: a retry,
+or a resumed run, continues from it.
 
 Invariants:
 
@@ -12,12 +12,12 @@ Invariants:
   that would be a different answer.
 - A response is reused only for the identical request (`request_digest`).
 
-A server reports the version of each token only at the end of a request (`weight_versions`). Until then each piece carries
-the version at the time it was sent, so the tokens of a piece that straddles a weight update get the older version. If a
-server dies mid-request, its last tokens may be labelled one version too old, never too new.
+A server reports the version of each token only at the end of a request (`weight_versions`). Until then each piece
+carries the version at the time it was sent, so the tokens of a piece that straddles a weight update get the older
+version. If a server dies mid-request, its last tokens may be labelled one version too old, never too new.
 
-A stream that continues without tokens is rejected. A server sends a piece when it has sampled something or when the request
-ends, and nothing while it is paused, has retracted the request or is busy with a prefill.
+A stream that continues without tokens is rejected. A server sends a piece when it has sampled something or when the
+request ends, and nothing while it is paused, has retracted the request or is busy with a prefill.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megasync.errors import InvalidAnswer
 from megasync.serving.answers import GeneratedPiece
 from megasync.trajectory import Partial
 
-# Tokens per batch of saved responses: a message of a few megabytes, which the buffer records in a fraction of a second. A
-# longer response is a batch of its own.
+# Tokens per batch of saved responses: a message of a few megabytes, which the buffer records in a fraction of a second.
+# A longer response is a batch of its own.
 BATCH_TOKENS = 2**18
 
 # Consecutive pieces with neither a token nor the end that make a stream invalid. SGLang sends none, except with

@@ -10,8 +10,9 @@
     ------  --------------------------  ----------------------------  -----------------------------------------------
     trials  suspects waiting in enter   exclusive use of one server   completed requests, the server's end, the clock
 
-After a cut nothing is sent again until the fleet had time to notice whether a server died. Otherwise a prompt that kills
-immediately would meanwhile kill the next server. Time spent in `enter` does not count against the request's deadline.
+After a cut nothing is sent again until the fleet had time to notice whether a server died. Otherwise a prompt that
+kills immediately would meanwhile kill the next server. Time spent in `enter` does not count against the request's
+deadline.
 
 Keys with the same prompt, such as two epochs of a small dataset in flight together, are one suspect under the first of
 these keys: a death near one of them counts for all of them, and all are held back together.
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 
 # Seconds after a cut in which nothing is sent again. Processes are polled every half second, but take a moment to die.
 VERDICT_SECONDS = 3.0
-# Seconds after which a trial ends in favour of its members. The time that the fleet takes to detect a hanging server comes
-# on top, because a prompt may also make a server hang.
+# Seconds after which a trial ends in favour of its members. The time that the fleet takes to detect a hanging server
+# comes on top, because a prompt may also make a server hang.
 TRIAL_SECONDS = 120.0
 # Seconds between two attempts to find a server for a trial.
 _SERVER_WAIT = 1.0
@@ -80,8 +81,8 @@ class Ticket:
 class Quarantine:
     """Holds suspects back, tries them, and rejects poison prompts.
 
-    `folder` receives a file for each poison prompt; None writes none. `hang_seconds` is the time that the fleet takes to
-    declare a hanging server dead. `close` ends the background task.
+    `folder` receives a file for each poison prompt; None writes none. `hang_seconds` is the time that the fleet takes
+    to declare a hanging server dead. `close` ends the background task.
     """
 
     def __init__(

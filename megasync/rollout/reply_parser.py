@@ -1,7 +1,7 @@
 """Tool calls and reasoning out of an answer's text, by SGLang's own parsers, asked of the servers.
 
-Each server has them behind endpoints of its own that touch neither scheduler nor weights, so they answer while a server is
-paused for a sync. Whichever server answers first is right: they all have the same parsers.
+Each server has them behind endpoints of its own that touch neither scheduler nor weights, so they answer while a server
+is paused for a sync. Whichever server answers first is right: they all have the same parsers.
 """
 
 from __future__ import annotations

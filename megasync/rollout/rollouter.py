@@ -11,9 +11,9 @@
     save        partial responses    saved partials       its own timer                   the clock
     limit       the servers' loads   the gate's limit     its own timer                   the clock
 
-Invariant: every admitted prompt ends in exactly one `commit` or `drop`, or is still live in the buffer when the run stops;
-`_work` guarantees it. A prompt that was drawn but not admitted stays with the source. Whose failure it is decides how it is
-handled (`failures`): server failures never cost a prompt, except the prompt that kills the servers.
+Invariant: every admitted prompt ends in exactly one `commit` or `drop`, or is still live in the buffer when the run
+stops; `_work` guarantees it. A prompt that was drawn but not admitted stays with the source. Whose failure it is
+decides how it is handled (`failures`): server failures never cost a prompt, except the prompt that kills the servers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from megasync.trajectory import Group, Partial, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each request
-# by then, until `timeouts.request`.
+# Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each
+# request by then, until `timeouts.request`.
 BACKOFF_SECONDS = (1.0, 30.0)
 # Seconds between two updates of the in-flight limit.
 LIMIT_SECONDS = 2.0
@@ -101,8 +101,8 @@ class FailurePolicy:
 class ServerLimits:
     """What the servers' state imposes on the rollout.
 
-    `cap` limits requests below what the buffer allows, by the loads of the `fleet`. `quarantine` is the client's: prompts
-    that it finds to kill servers are dropped.
+    `cap` limits requests below what the buffer allows, by the loads of the `fleet`. `quarantine` is the client's:
+    prompts that it finds to kill servers are dropped.
     """
 
     fleet: FleetLoads | None = None
@@ -270,8 +270,8 @@ class Rollouter:
     def _start(self, prompt: Prompt) -> None:
         """Works on one group in a task of its own, which holds a place until it ends.
 
-        Never two tasks work on one group: they would append to the same partial responses. The buffer may return a group
-        while its task still waits for the answer to a commit that was declined, lost on the way, and sent again.
+        Never two tasks work on one group: they would append to the same partial responses. The buffer may return a
+        group while its task still waits for the answer to a commit that was declined, lost on the way, and sent again.
         """
         if prompt.uid in self._groups:
             self._again[prompt.uid] = prompt

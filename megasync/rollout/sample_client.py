@@ -29,10 +29,10 @@ class Client(Protocol):
 class SampleClient:
     """The requests of one sample. Options that the workflow passes override the defaults.
 
-    All requests of a prompt carry the same routing key, so that the router can send them to the server that has the prompt
-    cached. With `seed`, request number t of the sample is sent with a seed derived from (seed, t), which makes a run
-    repeatable. With `responses`, a request continues the partial response that is there, and grows it. Requests of a
-    `trained` sample may only be sampled as the trainer scores them. `conversation` has all generations.
+    All requests of a prompt carry the same routing key, so that the router can send them to the server that has the
+    prompt cached. With `seed`, request number t of the sample is sent with a seed derived from (seed, t), which makes a
+    run repeatable. With `responses`, a request continues the partial response that is there, and grows it. Requests of
+    a `trained` sample may only be sampled as the trainer scores them. `conversation` has all generations.
     """
 
     def __init__(

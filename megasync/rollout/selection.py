@@ -1,8 +1,8 @@
 """Selects which of a prompt's scored responses become a group, or drops the group. Pure.
 
-Invariant: the result is either trajectories that can all be trained (a reward, at least one token in the loss, enough of
-them to compare) or a `Dropped` with a reason. The rollouter hands exactly one of the two to the buffer, so a rejected group
-frees its slot.
+Invariant: the result is either trajectories that can all be trained (a reward, at least one token in the loss, enough
+of them to compare) or a `Dropped` with a reason. The rollouter hands exactly one of the two to the buffer, so a
+rejected group frees its slot.
 
 The steps, in order: penalise over-long responses (`overlong: punish`); remove responses without a reward or a trained
 token; remove those that reached the length limit (`overlong: mask`); of more samples than needed, keep those with the

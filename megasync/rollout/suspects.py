@@ -7,12 +7,12 @@ A pure state machine; the clock is passed in.
       ▲                                                   │
       └──── its cut requests completed, there or on trial
 
-A *cut* is a request whose connection broke before its answer was complete. The router does not say which server a request
-went to, so cuts and deaths are matched by time: a death is held against every prompt with a request that was sent before
-the death and cut within `MATCH_SECONDS` of it. Quarantined prompts are sent only in *trials*: a few of them, alone on one
-server. If that server dies, at least one member of the trial is poison, so the members are tried again in halves, down to
-one; whatever completes is free. With `n` quarantined prompts and `k` poison ones among them, this costs at most
-k * (log2(n) + ALONE_DEATHS) deaths.
+A *cut* is a request whose connection broke before its answer was complete. The router does not say which server a
+request went to, so cuts and deaths are matched by time: a death is held against every prompt with a request that was
+sent before the death and cut within `MATCH_SECONDS` of it. Quarantined prompts are sent only in *trials*: a few of
+them, alone on one server. If that server dies, at least one member of the trial is poison, so the members are tried
+again in halves, down to one; whatever completes is free. With `n` quarantined prompts and `k` poison ones among them,
+this costs at most k * (log2(n) + ALONE_DEATHS) deaths.
 
 Invariant: a prompt is poison only after `ALONE_DEATHS` deaths of a server that ran it alone. So bystanders are never
 condemned, however many deaths they were near, and neither is a prompt that met one chance death in a trial.
@@ -26,14 +26,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Deaths in flight beside others before a prompt is quarantined. After a single death everything that the server ran would
-# have to be tried, and most deaths have other causes; two that hit the same prompt are rare unless it caused them.
+# Deaths in flight beside others before a prompt is quarantined. After a single death everything that the server ran
+# would have to be tried, and most deaths have other causes; two that hit the same prompt are rare unless it caused
+# them.
 CROWD_DEATHS = 2
-# Deaths of a server that ran nothing else before a prompt is poison. One may be chance: a pre-empted machine, an injected
-# fault. Two chance deaths in two trials of one prompt, after two in the crowd, are not to be expected.
+# Deaths of a server that ran nothing else before a prompt is poison. One may be chance: a pre-empted machine, an
+# injected fault. Two chance deaths in two trials of one prompt, after two in the crowd, are not to be expected.
 ALONE_DEATHS = 2
-# Seconds between a cut and the death that explains it. A crash cuts connections up to a few seconds before the exit of the
-# process is noticed. A hanging server is declared dead first, and its connections last until its process has been killed.
+# Seconds between a cut and the death that explains it. A crash cuts connections up to a few seconds before the exit of
+# the process is noticed. A hanging server is declared dead first, and its connections last until its process has been
+# killed.
 MATCH_SECONDS = 15.0
 # Seconds after which a death is no longer held against free prompts that were near it.
 REMEMBER_SECONDS = 3600.0

@@ -18,8 +18,8 @@ def tool_agent(
     """A workflow in which the model may call `functions`, for at most `max_turns` answers.
 
     `timeout` (seconds per call) and `max_output` (characters per result) are those of `Toolbox`. The reward function
-    scores the text of the last answer. A malformed or failed call costs the model a turn. The sample ends without a further
-    answer when the turns or the context are used up; the metrics `turn_limit` and `context_full` count these.
+    scores the text of the last answer. A malformed or failed call costs the model a turn. The sample ends without a
+    further answer when the turns or the context are used up; the metrics `turn_limit` and `context_full` count these.
 
     Raises ConfigError for a function that cannot be a tool.
     """

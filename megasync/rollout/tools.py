@@ -130,7 +130,8 @@ class Toolbox:
     async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
         """All calls at once; one message for each, in their order, and one for the malformed ones if there are any.
 
-        Raises the ServerError of a tool, or whatever it wrapped that in with `raise ... from`, once all calls have ended.
+        Raises the ServerError of a tool, or whatever it wrapped that in with `raise ... from`, once all calls have
+        ended.
         """
         texts = await asyncio.gather(*(self._observation(call) for call in calls), return_exceptions=True)
         for text in texts:

@@ -20,8 +20,8 @@ def test_ready_rewards_have_short_names():
     [
         ("math", {"partial": True}, "'math' is a function, which takes no options"),
         ("code", {"partly": True}, "'code' refuses its options .*partly"),
-        ("code", {"memory_mb": 0}, "memory_mb=0 must be a whole number above 0"),
-        ("code", {"cpu_seconds": 1.5}, "cpu_seconds=1.5 must be a whole number"),
+        ("code", {"memory_mb": 0}, "memory_mb=0 must be an integer above 0"),
+        ("code", {"cpu_seconds": 1.5}, "cpu_seconds=1.5 must be an integer"),
         ("code", {"parallel": 0}, "parallel=0 must be at least 1"),
         ("maths", {}, "'maths' does not name a function"),
     ],

@@ -18,7 +18,7 @@ from megasync.rewards import model_client as module
 from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
-from megasync.rewards.verdict import ClassifierScore, NumberWritten, YesOrNo, verdict_of
+from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability, score_reader
 
 TOKENIZER = byte_tokenizer()
 
@@ -66,7 +66,7 @@ def reward_of(client, context_length=1000, **settings):
 
 
 def read(text, **settings):
-    return NumberWritten(RewardModelConfig("generative", "m", **settings)).read({"text": text})
+    return WrittenNumber(RewardModelConfig("generative", "m", **settings)).read({"text": text})
 
 
 def shown(row, completion, **settings):
@@ -95,7 +95,7 @@ def test_a_pattern_says_which_number_and_the_scale_what_it_is_worth():
 @given(yes=st.floats(-50, 0), no=st.floats(-50, 0))
 def test_yes_or_no_is_the_share_of_yes(yes, no):
     config = RewardModelConfig("generative", "m", read="yes_no", yes_token="Y", no_token="N")
-    verdict = verdict_of("key", config, TOKENIZER)
+    verdict = score_reader("key", config, TOKENIZER)
     y, n = (TOKENIZER(word)["input_ids"][0] for word in "YN")
     answer = {"meta_info": {"output_token_ids_logprobs": [[[yes, y, None], [no, n, None]]]}}
     assert verdict.read(answer) == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), rel=1e-6)
@@ -105,11 +105,11 @@ def test_yes_or_no_is_the_share_of_yes(yes, no):
 def test_a_word_of_several_tokens_is_refused():
     config = RewardModelConfig("generative", "m", read="yes_no")
     with pytest.raises(ConfigError, match=r"reward_models.j.yes_token='Yes' is 3 tokens"):
-        verdict_of("reward_models.j", config, TOKENIZER)
+        score_reader("reward_models.j", config, TOKENIZER)
 
 
 @pytest.mark.parametrize(
-    "verdict", [ClassifierScore(1), NumberWritten(RewardModelConfig("generative", "m")), YesOrNo(3, 4)]
+    "verdict", [ClassifierScore(1), WrittenNumber(RewardModelConfig("generative", "m")), YesProbability(3, 4)]
 )
 @pytest.mark.parametrize(
     "answer",

@@ -34,8 +34,8 @@ class Yes:
 # Everything that this process can get at of the machinery around it.
 MACHINERY = """
 import gc, json, os, socket, sys
-def players():
-    return [o for o in gc.get_objects() if type(o).__name__ == "Player"]
+def sides():
+    return [o for o in gc.get_objects() if type(o).__name__ == "ProgramSide"]
 """
 
 PORTABLE = {
@@ -92,22 +92,22 @@ PORTABLE = {
     ),
     "answers what nobody asked": (
         MACHINERY + "def solve(x):\n"
-        "    for p in players():\n"
+        "    for p in sides():\n"
         "        for _ in range(100): p.send(['value', True, [], ''])\n"
         "    os._exit(0)",
         SQUARE,
     ),
     "sends a frame without an end": (
-        MACHINERY + "def solve(x):\n    for p in players(): p.socket.sendall(b'\\xff' * 9)\n    return 4",
+        MACHINERY + "def solve(x):\n    for p in sides(): p.socket.sendall(b'\\xff' * 9)\n    return 4",
         SQUARE,
     ),
     "sends no JSON": (
-        MACHINERY + "def solve(x):\n    for p in players(): p.socket.sendall(b'\\0\\0\\0\\4evil')\n    return 4",
+        MACHINERY + "def solve(x):\n    for p in sides(): p.socket.sendall(b'\\0\\0\\0\\4evil')\n    return 4",
         SQUARE,
     ),
     "sends deep JSON": (
         MACHINERY + "def solve(x):\n"
-        "    for p in players():\n"
+        "    for p in sides():\n"
         "        data = b'[' * 200000\n"
         "        p.socket.sendall(len(data).to_bytes(4, 'big') + data)\n"
         "    return 4",
@@ -115,11 +115,17 @@ PORTABLE = {
     ),
     "asks for functions of the other side": (
         MACHINERY + "def solve(x):\n"
-        "    for p in players():\n"
+        "    for p in sides():\n"
         "        p.send(['value', ['builtin', 'exit'], [], ''])\n"
         "        p.send(['back', 0, ['list', []], ['dict', []]])\n"
         "    return 4",
         SQUARE,
+    ),
+    "has the other side run a built-in function": (
+        MACHINERY + "for p in sides(): type(p).by_name = (type, type(len))\n"
+        "decode = eval\n"
+        "def encode(text): return '__import__(\"os\")._exit(42)'",
+        "assert decode(encode('text')) == 'text'",
     ),
     "names itself a module of the other side": (
         MACHINERY + "import types\nm = types.ModuleType('os')\nos = m\ndef solve(x): return 1",

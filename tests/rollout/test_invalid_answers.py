@@ -12,7 +12,7 @@ from megasync.config.schema import RewardModelConfig, SamplingConfig
 from megasync.errors import InvalidAnswer, ServerError
 from megasync.rewards import model_client
 from megasync.rewards.model_client import RewardModelClient
-from megasync.rewards.verdict import ClassifierScore, NumberWritten, YesOrNo
+from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
 from megasync.rollout.client import RolloutClient
@@ -123,8 +123,8 @@ READERS = {
     "plugin's layout": lambda liar, tmp_path: EngineControl(liar.control).trace([("w", (4, 3))]),
     "kind of a server": lambda liar, tmp_path: DiskServer(liar.control, "abort", 5.0).ask_kind(),
     "classifier": reward(ClassifierScore(1)),
-    "number": reward(NumberWritten(RewardModelConfig("generative", "m"))),
-    "yes or no": reward(YesOrNo(3, 4)),
+    "number": reward(WrittenNumber(RewardModelConfig("generative", "m"))),
+    "yes or no": reward(YesProbability(3, 4)),
 }
 
 

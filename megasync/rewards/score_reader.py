@@ -1,4 +1,4 @@
-"""How a score is read from a reward model's answer. Pure: what to ask for, and what the answer says."""
+"""Score readers: the request that asks a reward model for a score, and how the score is read from the answer. Pure."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from megasync.errors import ConfigError, InvalidAnswer
 from megasync.serving.answers import parse_as
 
 
-class Verdict(Protocol):
-    """`path` is the endpoint, `room` the tokens that the answer takes beyond those of the question."""
+class ScoreReader(Protocol):
+    """`path` is the endpoint; `answer_tokens` is how many tokens the answer needs beyond those of the prompt."""
 
-    path: str
-    room: int
+    @property
+    def path(self) -> str: ...
+    @property
+    def answer_tokens(self) -> int: ...
 
     def body(self, ids: list[int]) -> dict[str, Any]: ...
 
     def read(self, answer: Any) -> float | None:
-        """None when the model's answer holds no score. Raises InvalidAnswer for one of another form."""
+        """The score; None when the model wrote none. Raises InvalidAnswer for an answer of another form."""
+        ...
 
 
-class _Classified(msgspec.Struct):
+class _ClassifierAnswer(msgspec.Struct):
     embedding: list[float]
 
 
-class _Written(msgspec.Struct):
+class _TextAnswer(msgspec.Struct):
     text: str
 
 
-class _WeighedMeta(msgspec.Struct):
-    # By token of the answer: log-prob, id and text of each that was asked for.
+class _TokenLogprobs(msgspec.Struct):
+    # By token of the answer: log-prob, id and text of each requested token.
     output_token_ids_logprobs: list[list[tuple[float, int, Any]]]
 
 
-class _Weighed(msgspec.Struct):
-    meta_info: _WeighedMeta
+class _JudgeAnswer(msgspec.Struct):
+    meta_info: _TokenLogprobs
 
 
 class ClassifierScore:
-    """One of the outputs of a classification head, as it is."""
+    """One output of a classification head, unchanged."""
 
-    path, room = "/classify", 0
+    path, answer_tokens = "/classify", 0
 
     def __init__(self, label: int) -> None:
         self._label = label
@@ -54,19 +57,19 @@ class ClassifierScore:
         return {"input_ids": ids}
 
     def read(self, answer: Any) -> float | None:
-        outputs = parse_as(answer, _Classified, "/classify").embedding
+        outputs = parse_as(answer, _ClassifierAnswer, "/classify").embedding
         if len(outputs) <= self._label or not math.isfinite(outputs[self._label]):
             raise InvalidAnswer(f"/classify gave no output number {self._label}: {answer!r:.200}")
         return outputs[self._label]
 
 
-class NumberWritten:
-    """The last number that a judge writes, scaled from `low`..`high` to 0..1; one outside is none."""
+class WrittenNumber:
+    """The last number that a judge writes, scaled from [`low`, `high`] to [0, 1]; None outside that range."""
 
     path = "/generate"
 
     def __init__(self, config: RewardModelConfig) -> None:
-        self.room = config.max_new_tokens
+        self.answer_tokens = config.max_new_tokens
         self._pattern = re.compile(config.pattern)
         self._low, self._high = config.low, config.high
         self._sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
@@ -75,7 +78,7 @@ class NumberWritten:
         return {"input_ids": ids, "sampling_params": self._sampling}
 
     def read(self, answer: Any) -> float | None:
-        text = parse_as(answer, _Written, "/generate").text
+        text = parse_as(answer, _TextAnswer, "/generate").text
         found = list(self._pattern.finditer(text))
         if not found:
             return None
@@ -87,13 +90,13 @@ class NumberWritten:
         return (number - self._low) / (self._high - self._low) if self._low <= number <= self._high else None
 
 
-class YesOrNo:
-    """How likely the judge's next token is yes, of yes and no together."""
+class YesProbability:
+    """The probability that the judge's next token is yes, given that it is yes or no."""
 
-    path, room = "/generate", 1
+    path, answer_tokens = "/generate", 1
 
     def __init__(self, yes: int, no: int) -> None:
-        """Token ids."""
+        """`yes` and `no` are token ids."""
         self._yes, self._no = yes, no
 
     def body(self, ids: list[int]) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class YesOrNo:
         }
 
     def read(self, answer: Any) -> float | None:
-        tokens = parse_as(answer, _Weighed, "/generate").meta_info.output_token_ids_logprobs
+        tokens = parse_as(answer, _JudgeAnswer, "/generate").meta_info.output_token_ids_logprobs
         found = {token: logprob for logprob, token, _ in tokens[0]} if tokens else {}
         yes, no = found.get(self._yes, math.nan), found.get(self._no, math.nan)
         if not (math.isfinite(yes) and math.isfinite(no)):
@@ -113,20 +116,20 @@ class YesOrNo:
         return 1 / (1 + math.exp(min(700.0, no - yes)))
 
 
-def verdict_of(key: str, config: RewardModelConfig, tokenizer: Any) -> Verdict:
-    """The one that the configuration asks for. Raises ConfigError for a word that is no single token."""
+def score_reader(key: str, config: RewardModelConfig, tokenizer: Any) -> ScoreReader:
+    """The score reader of a configuration. Raises ConfigError for a yes or no word that is not a single token."""
     if config.kind == "classifier":
         return ClassifierScore(config.label)
     if config.read == "number":
-        return NumberWritten(config)
-    return YesOrNo(*(_token(key, name, getattr(config, name), tokenizer) for name in ("yes_token", "no_token")))
+        return WrittenNumber(config)
+    return YesProbability(*(_token(key, name, getattr(config, name), tokenizer) for name in ("yes_token", "no_token")))
 
 
 def _token(key: str, name: str, word: str, tokenizer: Any) -> int:
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise ConfigError(
-            f"{key}.{name}={word!r} is {len(ids)} tokens of the tokenizer of {key}.path={tokenizer.name_or_path!r}; choose "
-            f"a word that is one token, perhaps with a space before it"
+            f"{key}.{name}={word!r} is {len(ids)} tokens for the tokenizer of {key}.path={tokenizer.name_or_path!r}; choose "
+            f"a word that is a single token, perhaps with a leading space"
         )
     return ids[0]
