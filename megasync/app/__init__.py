@@ -1,1 +1,1 @@
-"""Builds a run, or an evaluation, from a configuration, and takes it down again. `AsyncTrainer` is the Python entry point."""
+"""Builds a run or an evaluation from a configuration and shuts it down. `AsyncTrainer` is the Python entry point."""

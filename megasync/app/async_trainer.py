@@ -1,4 +1,5 @@
-"""`AsyncTrainer`: the Python door. Takes a configuration and, where wanted, functions and rows of the caller's own."""
+"""`AsyncTrainer`: the Python entry point. Takes a configuration and, optionally, the caller's own functions and
+rows."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from megasync.app.continuing import has_begun, name_run, named_run
+from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
 from megasync.app.workload import Custom, prepare_workload
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
@@ -27,9 +29,9 @@ class AsyncTrainer:
     """Trains asynchronously as the configuration says.
 
     `reward` has the signature `f(completions, **columns) -> list[float | None]`, or is a dictionary from such functions
-    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`, instead
-    of it, is `def agent(base_url, api_key, sample, model)`, sync or async; `train_dataset` and `eval_dataset` are
-    sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
+    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`,
+    instead of it, is `def agent(base_url, api_key, sample, model)`, sync or async; `train_dataset` and `eval_dataset`
+    are sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
 
     Raises ConfigError for a configuration that contradicts itself, its model or an argument.
     """
@@ -47,12 +49,12 @@ class AsyncTrainer:
     ) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         if rollout is not None and agent is not None:
-            raise ConfigError("rollout= and agent= would both play a sample; pass one of them")
+            raise ConfigError("rollout= and agent= exclude each other; pass one of them")
         self._custom = Custom(reward, rollout, agent, train_dataset, eval_dataset)
         self._run_dir: Path | None = None
         self._checkpoint: Path | None = None
-        # Gets the run directory's name when the run begins.
-        self._name_file: Path | None = None
+        # The run directory is written to it when the run starts.
+        self._resume_file: Path | None = None
         check_config(
             self.config,
             own_rows=train_dataset is not None,
@@ -63,27 +65,27 @@ class AsyncTrainer:
             check_machine(self.config.cluster.device, trains=True)
 
     @classmethod
-    def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: object) -> AsyncTrainer:
-        """Goes on with a run from its newest complete checkpoint, or from its start, in the same run directory.
+    def resume(cls, run_dir: str | Path, overrides: Sequence[str] = (), **custom: Any) -> AsyncTrainer:
+        """Resumes a run from its newest complete checkpoint, or from its start, in the same run directory.
 
-        Keyword arguments are those of the constructor; what the first start was given from Python must be given again.
+        Keyword arguments are those of the constructor; what the first start got from Python must be passed again.
         Raises ConfigError where it is not, for an override that cannot change in the middle of a run
         (`config.changes`), and for a folder that is no run's; CheckpointError where there is nothing to go on from.
         """
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
-        if not has_begun(run_dir):
+        if not is_resumable(run_dir):
             raise CheckpointError(
-                f"{run_dir} ended before the run began: it has neither a complete checkpoint nor a ledger to resume from; "
+                f"{run_dir} ended before the run began: it has no complete checkpoint and no ledger; "
                 f"start the run again"
             )
         try:
             needed = json.loads((run_dir / CUSTOM_FILE).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{run_dir / CUSTOM_FILE} cannot be read: {error}; it lists what the run was given from Python: write [] "
-                f"into it when that was nothing"
+                f"{run_dir / CUSTOM_FILE} cannot be read: {error}; it lists what the run got from Python; write [] "
+                f"into it if that was nothing"
             ) from None
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
@@ -91,22 +93,23 @@ class AsyncTrainer:
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
             )
         trainer = cls(run_dir / CONFIG_FILE, overrides, **custom)
-        trainer._go_on(run_dir)
+        trainer._resume_from(run_dir)
         return trainer
 
     @classmethod
     def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
-        """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins and
-        is named there. For schedulers that start a job again with the same command; `continuing.settings` has ``config``.
+        """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins
+        and is named there. For schedulers that start a job again with the same command; `resume_file.resolve_config`
+        has ``config``.
         """
         trainer = cls(config)
-        trainer._name_file = Path(file)
-        if (run_dir := named_run(trainer._name_file)) is not None:
-            trainer._go_on(run_dir)
+        trainer._resume_file = Path(file)
+        if (run_dir := read_resume_file(trainer._resume_file)) is not None:
+            trainer._resume_from(run_dir)
         return trainer
 
-    def _go_on(self, run_dir: Path) -> None:
-        """Raises ConfigError where the run cannot go on with this configuration."""
+    def _resume_from(self, run_dir: Path) -> None:
+        """Raises ConfigError when the run cannot resume with this configuration."""
         from megasync.trainer.checkpoint import latest, step_of
 
         self._run_dir, self._checkpoint = run_dir, latest(run_dir)
@@ -114,20 +117,20 @@ class AsyncTrainer:
         check_changes(load_config(run_dir / CONFIG_FILE), self.config, step)
 
     def train(self) -> RunResult:
-        """Runs to the end and returns. Ctrl-C once finishes the step, saves and ends; twice ends at once.
+        """Runs to the end. Ctrl-C once finishes the step, saves and ends; twice ends immediately.
 
-        Raises ConfigError or DataError for data or a function that cannot be used, before any process starts; another
-        MegasyncError, with its cause, for what ended the run; KeyboardInterrupt after a second Ctrl-C.
+        Raises ConfigError or DataError for unusable data or functions before any process starts; another MegasyncError,
+        with its cause, for what ended the run; KeyboardInterrupt after a second Ctrl-C.
         """
         return asyncio.run(self.run())
 
     async def run(self) -> RunResult:
-        """`train` for callers who already have an event loop."""
-        # Before the run directory is made: a refused dataset or function should leave nothing behind.
+        """`train` for callers with an event loop."""
+        # Before the run directory is created: a refused dataset or function leaves nothing behind.
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
         run_dir = self._run_dir or self._new_run_dir()
-        if self._name_file is not None:
-            await asyncio.to_thread(name_run, self._name_file, run_dir)
+        if self._resume_file is not None:
+            await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
@@ -139,7 +142,7 @@ class AsyncTrainer:
             run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
             try:
                 run_dir.mkdir(parents=True)
-                # Before the configuration: a folder with that is a run directory, and has both.
+                # Before the configuration, which makes the folder a run directory: a run directory has both.
                 atomic_write(run_dir / CUSTOM_FILE, json.dumps(self._custom.names()))
                 save_config(self.config, run_dir / CONFIG_FILE)
             except FileExistsError:
@@ -147,14 +150,14 @@ class AsyncTrainer:
             except OSError as error:
                 raise ConfigError(f"run_root={self.config.run_root!r} cannot be written: {error}") from error
             return run_dir
-        raise ConfigError(f"could not make a new run directory like {stem}")
+        raise ConfigError(f"cannot create a run directory: {stem} and 99 names like it exist")
 
 
 @contextlib.contextmanager
 def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. SIGUSR1: tell what everybody waits for.
+    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. SIGUSR1: log what every part waits for.
 
-    Only where signals can be handled at all.
+    Does nothing outside the main thread, where signals cannot be handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -164,7 +167,7 @@ def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
 
     def on_signal(name: str) -> None:
         if task.cancelling():
-            return  # on the way out already; a further cancellation would only break the cleaning up
+            return  # leaving already: another cancellation would only interrupt the cleanup
         seen.append(name)
         if len(seen) > 1 or not run.request_stop(name):
             task.cancel(f"{name}, told to leave now")

@@ -1,7 +1,7 @@
-"""`megasync eval`: the held-out sets of a configuration, answered by a checkpoint. Servers only, no trainer.
+"""`megasync eval`: evaluates a checkpoint on the held-out sets of a configuration. Starts servers, no trainer.
 
-The parts are those of a run (`servers`, `workload`); the weights come from a folder, so a server that is started again
-serves at once.
+The parts are those of a run (`servers`, `workload`). The weights come from a folder, so a restarted server serves at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megasync.app.servers import Servers, reserve
+from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Task, prepare_task
 from megasync.cluster.roles import check_capabilities
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
@@ -34,9 +34,9 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
 from megasync.preflight.check import check_config
 
-# Seconds between two looks at the servers.
+# Seconds between two checks of the servers.
 WATCH_SECONDS = 1.0
-# Where a training checkpoint is written as a Hugging Face folder for the servers, for as long as they run.
+# Below the output folder: a training checkpoint as a Hugging Face folder, while the servers run.
 EXPORT_FOLDER = "model"
 
 
@@ -55,8 +55,9 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
         brought = json.loads(custom.read_text()) if custom.is_file() else []
         if missing := [name for name in brought if name != "train_dataset"]:
             raise ConfigError(
-                f"{target} was started from Python with its own {', '.join(missing)}, which `megasync eval` cannot know; "
-                f"name them in a configuration (rollout.reward, rollout.workflow, eval.sets) and evaluate that with --model"
+                f"{target} was started from Python with its own {', '.join(missing)}, which `megasync eval` lacks; "
+                f"name them in a configuration (rollout.reward, rollout.workflow, eval.sets) and evaluate it with "
+                f"--model"
             )
     config.trainer = TrainerConfig()
     return config
@@ -64,9 +65,9 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
 
 @contextmanager
 def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Path]:
-    """Makes the output folder: `out`, or a new one in the run's directory or below run_root. Gone again if it stays empty.
+    """Creates the output folder: `out`, or a new one in the run directory or below run_root. Removes it if still empty.
 
-    Raises ConfigError when it holds something already, or cannot be made.
+    Raises ConfigError when the folder is not empty, or cannot be created.
     """
     stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
     folder = out or (
@@ -77,7 +78,7 @@ def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Pa
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty; name another folder with --out")
     except OSError as error:
-        raise ConfigError(f"the output folder {folder} cannot be made: {error}") from error
+        raise ConfigError(f"the output folder {folder} cannot be created: {error}") from error
     try:
         yield folder
     finally:
@@ -89,10 +90,10 @@ def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Pa
 def model_folder(
     target: Path, config: Config, out: Path, model: Path | None, checkpoint: Path | None
 ) -> Iterator[tuple[Path, str]]:
-    """The Hugging Face folder that is served, and what it is in words.
+    """The Hugging Face folder to serve, and a name for it.
 
-    `model` itself; else the training checkpoint, a run's newest one when none is given, written out below `out` and removed
-    at the end; else the configuration's own model. Raises CheckpointError for a checkpoint that cannot be read.
+    That is `model`, else the training checkpoint (by default a run's newest), exported below `out` and removed at the
+    end, else the configuration's model. Raises CheckpointError for an unreadable checkpoint.
     """
     if model is None and checkpoint is None and not target.is_dir():
         model = Path(config.model.path)
@@ -116,9 +117,9 @@ def model_folder(
 def run_evaluation(
     config: Config, out: Path, served: Path, name: str, only: Collection[str], console: Console
 ) -> list[HeldOutScores]:
-    """Starts servers of the folder `served`, asks, and ends them. `only` names the sets that are wanted; none means all.
+    """Starts servers of the folder `served`, evaluates, and shuts them down. `only` names the sets; empty means all.
 
-    Raises ConfigError or DataError before any process starts, KeyboardInterrupt on Ctrl-C once all have ended.
+    Raises ConfigError or DataError before any process starts, KeyboardInterrupt after Ctrl-C once all have ended.
     """
     config.model.path = str(served)
     _drop_unused_rewards(config, only)
@@ -129,20 +130,20 @@ def run_evaluation(
     save_config(config, out / CONFIG_FILE)
     handler = log_to_file(out / "logs" / "evaluation.log")
     try:
-        return asyncio.run(_interruptible(_Evaluating(config, out, name, task, console)))
+        return asyncio.run(_interruptible(_CheckpointEvaluation(config, out, name, task, console)))
     finally:
         handler.close()
 
 
 def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
-    """Reward models need not be started for sets that all have a reward of their own."""
+    """Starts no reward model when every set has a reward of its own."""
     named = [held_out.reward for name, held_out in config.eval.sets.items() if not only or name in only]
     unnamed = config.data.eval is not None and (not only or UNNAMED_SET in only)
     if named and all(named) and not unnamed:
         config.rollout.rewards, config.reward_models = {}, {}
 
 
-class _Evaluating:
+class _CheckpointEvaluation:
     def __init__(self, config: Config, out: Path, name: str, task: Task, console: Console) -> None:
         self._config = config
         self._out = out
@@ -153,7 +154,7 @@ class _Evaluating:
             for each in task.eval_sets
             for temperature in each.temperatures
         ]
-        self._view = EvaluationProgress(out, parts, console)
+        self._progress = EvaluationProgress(out, parts, console)
 
     async def run(self) -> list[HeldOutScores]:
         check_capabilities()
@@ -162,26 +163,26 @@ class _Evaluating:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(task.close)
             await task.open()
-            self._view.message(f"starting {config.rollout.servers} server(s) of {self._name}")
-            pools = await reserve(stack, config, pool_specs(config, training=False), device)
-            servers = Servers.of(stack, config, self._out, device, pools, task)
+            self._progress.message(f"starting {config.rollout.servers} server(s) of {self._name}")
+            pools = await reserve_pools(stack, config, pool_specs(config, training=False), device)
+            servers = InferenceServers.build(stack, config, self._out, device, pools, task)
             await servers.start()
             controls = servers.fleet.joiners()
             client = servers.client(stack, config, task, controls)
             await servers.fleet.joined([control.url for control in controls])
             start = time.monotonic()
             seed = config.seed if config.rollout.deterministic else None
-            with self._view:
-                asking = evaluate(
-                    *(client, task.eval_sets, task.workflow, config.eval.max_inflight, seed), self._view.answer
+            with self._progress:
+                evaluating = evaluate(
+                    *(client, task.eval_sets, task.workflow, config.eval.max_inflight, seed), self._progress.answer
                 )
-                found = await _unless(_care(servers), asking)
+                found = await _result_while(evaluating, _watch_servers(servers))
             write_scores(self._out, self._name, found, time.monotonic() - start)
             return found
 
 
-async def _care(servers: Servers) -> None:
-    """Lets servers that were started again serve: they hold the weights already. Raises when too few are left."""
+async def _watch_servers(servers: InferenceServers) -> None:
+    """Lets restarted servers serve: they hold the weights already. Raises when too few servers are left."""
     while True:
         await servers.fleet.watch()
         await servers.reward_models.watch()
@@ -190,22 +191,25 @@ async def _care(servers: Servers) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _unless(care: Coroutine[Any, Any, None], asking: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
-    """The result of `asking`, unless `care` raises first."""
-    tasks = [asyncio.create_task(care, name="servers"), asyncio.create_task(asking, name="evaluation")]
+async def _result_while(
+    evaluating: Coroutine[Any, Any, list[HeldOutScores]], watching: Coroutine[Any, Any, None]
+) -> list[HeldOutScores]:
+    """The result of `evaluating`, unless `watching` raises first."""
+    watch = asyncio.create_task(watching, name="servers")
+    evaluation = asyncio.create_task(evaluating, name="evaluation")
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        return tasks[1].result()
+        done, _ = await asyncio.wait([watch, evaluation], return_when=asyncio.FIRST_COMPLETED)
+        if watch in done:
+            watch.result()
+        return evaluation.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        watch.cancel()
+        evaluation.cancel()
+        await asyncio.gather(watch, evaluation, return_exceptions=True)
 
 
-async def _interruptible(evaluating: _Evaluating) -> list[HeldOutScores]:
-    """Ctrl-C or SIGTERM ends it cleanly: servers are put away first."""
+async def _interruptible(evaluating: _CheckpointEvaluation) -> list[HeldOutScores]:
+    """Ctrl-C or SIGTERM ends the evaluation cleanly: the servers are shut down first."""
     task = asyncio.create_task(evaluating.run(), name="evaluating")
     if threading.current_thread() is not threading.main_thread():
         return await task
@@ -213,7 +217,7 @@ async def _interruptible(evaluating: _Evaluating) -> list[HeldOutScores]:
     seen: list[str] = []
 
     def on_signal(name: str) -> None:
-        # Once: a further cancellation would only break the cleaning up.
+        # Once: a second cancellation would only interrupt the cleanup.
         if not seen:
             task.cancel()
         seen.append(name)

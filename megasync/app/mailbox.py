@@ -1,7 +1,7 @@
-"""Asks a run that is going on to do something, through files in its directory: `control/<id>.ask`, then `<id>.answer`.
+"""Requests to a live run, through files in its directory: `control/<id>.ask`, answered in `control/<id>.answer`.
 
-A run holds the lock of its directory while it goes on, so that asking a run that has ended, or was killed, fails at once
-and not after a wait. Files are written atomically: whoever reads one reads all of it.
+A live run holds the lock of its directory, so a request to a run that has ended or was killed fails immediately. Files
+are written atomically, so a reader never sees a part of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.3
 _FOLDER = "control"
 
-# Does what is asked, given the request's values; what it returns, or the MegasyncError it raises, is the answer.
+# Called with the request's values. Its result, or the MegasyncError that it raises, is the answer.
 Handler = Callable[..., Awaitable[str]]
 
 
@@ -36,14 +36,14 @@ class Mailbox:
         self._folder = run_dir / _FOLDER
 
     def open(self) -> None:
-        """Throws away what an earlier process of this run was asked and did not answer."""
+        """Removes unanswered requests to an earlier process of this run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer"), *self._folder.glob(f".*{PART}")):
             old.unlink(missing_ok=True)
 
     @asynccontextmanager
     async def answering(self, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
-        """Answers requests, one after the other, by the handler of their name."""
+        """Answers requests one at a time, each with the handler of its name."""
         task = asyncio.create_task(self._serve(handlers), name="mailbox")
         try:
             yield
@@ -59,25 +59,25 @@ class Mailbox:
 
     async def _answer(self, ask: Path, handlers: Mapping[str, Handler]) -> None:
         try:
-            request = json.loads(ask.read_text())
+            request = json.loads(await asyncio.to_thread(ask.read_text))
             answer = {"done": await handlers[request["name"]](*request["values"])}
         except MegasyncError as error:
             answer = {"refused": str(error)}
-        except Exception as error:  # whatever was asked for, the run goes on
-            log.warning("the request in %s failed", ask, exc_info=error)
+        except Exception as error:  # a failed request must not end the run
+            log.warning("Request %s failed", ask, exc_info=error)
             answer = {"refused": f"{type(error).__name__}: {error}"}
         try:
-            ask.unlink(missing_ok=True)
-            _write(ask.with_suffix(".answer"), answer)
+            await asyncio.to_thread(ask.unlink, missing_ok=True)
+            await asyncio.to_thread(_write, ask.with_suffix(".answer"), answer)
         except OSError as error:
-            log.warning("%s could not be answered: %s", ask, error)
+            log.warning("Cannot answer request %s: %s", ask, error)
 
 
 def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
-    """Hands a request to the run and waits for its answer, `timeout` seconds at most.
+    """Sends a request to the run and waits for its answer, at most `timeout` seconds.
 
-    Raises ConfigError for a directory of no run or of one that is not going on, MegasyncError with the run's reason when
-    it refuses, and when no answer comes.
+    Raises ConfigError for a directory without a live run, MegasyncError with the run's reason when it refuses, and when
+    no answer comes.
     """
     folder = run_dir / _FOLDER
     if not (run_dir / CONFIG_FILE).is_file():

@@ -1,8 +1,8 @@
-"""One run, whole: builds every part from the configuration, hands them to the controller, and puts them away again.
+"""One run: builds every part from the configuration, hands them to the controller, and shuts them down.
 
-What is opened is pushed on one exit stack the moment it exists, so any way out (the end, an error, Ctrl-C once or
-twice, at any point of the start) closes exactly what was opened, in reverse order. The workload was prepared before, so
-whatever can be refused has been refused when the first process starts.
+Whatever is opened is pushed on one exit stack immediately, so every way out (the end, an error, Ctrl-C once or twice,
+at any point of the start) closes exactly what was opened, in reverse order. The workload is prepared before, so
+whatever can be refused is refused before the first process starts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 import logging
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megasync.app.mailbox import Mailbox
 from megasync.app.run_lock import RunLock
-from megasync.app.servers import Servers, reserve
+from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Workload
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.fleet import Fleet
@@ -25,7 +25,7 @@ from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.tasks import gather_or_cancel
-from megasync.config import Config, remember
+from megasync.config import CONFIG_FILE, Config, remember
 from megasync.config.pools import pool_specs
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
@@ -54,12 +54,25 @@ from megasync.trainer.checkpoint import latest
 
 log = logging.getLogger(__name__)
 
-# Prompts whose log-probs trainer and servers must agree on after a sync.
+# Prompts on whose log-probs trainer and servers must agree after a sync.
 PARITY_PROBES = 4
 EXPORT_FOLDER = "export"
 
 
+@dataclass(frozen=True, slots=True)
+class StartedRun:
+    """Every process of a run, and the client of its servers. `controls` are the servers that the run started with."""
+
+    trainer: TrainerGroup
+    servers: InferenceServers
+    buffer: RemoteBuffer
+    controls: list[ServerControl]
+    client: RolloutClient
+
+
 class Run:
+    """A run in `run_dir`, new or resumed. `checkpoint` is the one that it resumes from, if any."""
+
     def __init__(self, config: Config, run_dir: Path, workload: Workload, checkpoint: Path | None = None) -> None:
         self.config = config
         self.run_dir = run_dir
@@ -69,7 +82,7 @@ class Run:
         self._controller: Controller | None = None
 
     def request_stop(self, reason: str) -> bool:
-        """Asks for a clean end. False when the run is not far enough for one: then it can only be left."""
+        """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
         if self._controller is None:
             return False
         self._controller.request_stop(reason)
@@ -80,9 +93,9 @@ class Run:
             return await self._execute()
 
     async def dump(self) -> None:
-        """Writes to the log what each part of the run waits for."""
+        """Logs what each part of the run waits for."""
         parts = describe_tasks() if self._controller is None else await self._controller.dump()
-        log.warning("asked for by a signal, the run stands so:\n%s", parts)
+        log.warning("State of the run, requested by a signal:\n%s", parts)
 
     async def _execute(self) -> RunResult:
         handler = log_to_file(self.run_dir / "logs" / "controller.log")
@@ -93,7 +106,7 @@ class Run:
                 async with AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
-                    observer.message("putting servers and ranks away")
+                    observer.message("shutting down servers and trainer ranks")
                 export_dir = await asyncio.to_thread(self._export, observer)
             return RunResult(
                 run_dir=self.run_dir,
@@ -107,119 +120,129 @@ class Run:
             handler.close()
 
     async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
-        """Starts every process of the run, both pools at the same time, and wires the controller."""
+        """Restores progress, starts every process, brings the weights to the servers, and wires the controller."""
         device = resolve_device(self.config.cluster.device)
-        # The ranks are told what was found here, on a machine that may be another kind than theirs.
+        # The driver resolves the device: the ranks may run on another kind of machine.
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
-        schedule, workload = config.schedule, self._workload
         ledger = self.run_dir / LEDGER_FILE
         progress = await asyncio.to_thread(
-            restore, self._checkpoint, ledger, schedule, workload.source, observer.message
+            restore, self._checkpoint, ledger, config.schedule, self._workload.source, observer.message
         )
+        started = await self._start_processes(stack, config, device, ledger, observer)
+        client, fleet = started.client, started.servers.fleet
+        client.newest_version = fleet.newest_version = lambda: progress.claimed
+        client.published_version = lambda: progress.version
+        publisher = await self._build_publisher(stack, device, started, observer)
+        seed = config.seed if config.rollout.deterministic else None
+        parts = ControlledParts(
+            trainer=started.trainer,
+            publisher=publisher,
+            buffer=started.buffer,
+            rollouter=self._build_rollouter(config, started, seed),
+            fleet=fleet,
+            reward_models=started.servers.reward_models,
+            evaluate=self._build_evaluation(config, client, observer, seed) if self._workload.eval_sets else None,
+            cursor=self._workload.source.state,
+            observer=observer,
+        )
+        await self._first_weights(publisher, progress, fleet, observer)
+        await started.buffer.publish(progress.version)
+        await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
+        await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
+        return Controller(config, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
+
+    async def _start_processes(
+        self, stack: AsyncExitStack, config: Config, device: Device, ledger: Path, observer: RunObserver
+    ) -> StartedRun:
+        """Starts trainer ranks and servers at the same time."""
+        workload, schedule = self._workload, config.schedule
         stack.push_async_callback(workload.close)
         await workload.open()
         observer.message("starting Ray, trainer ranks and servers")
-        pools = await reserve(stack, config, pool_specs(config), device)
-        servers = Servers.of(stack, config, self.run_dir, device, pools, workload)
-        fleet = servers.fleet
-        ranks = TrainerGroup(config, self.run_dir, pools)
-        stack.push_async_callback(ranks.stop)
-        total_groups = schedule.total_steps * schedule.groups_per_step
-        buffer = RemoteBuffer(schedule, total_groups, ledger=ledger)
+        pools = await reserve_pools(stack, config, pool_specs(config), device)
+        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload)
+        trainer = TrainerGroup(config, self.run_dir, pools)
+        stack.push_async_callback(trainer.stop)
+        buffer = RemoteBuffer(schedule, schedule.total_steps * schedule.groups_per_step, ledger=ledger)
         stack.callback(buffer.kill)
-        await gather_or_cancel(ranks.start(self._checkpoint), servers.start())
+        await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
+        controls = servers.fleet.joiners()
+        return StartedRun(trainer, servers, buffer, controls, servers.client(stack, config, workload, controls))
 
-        controls = fleet.joiners()
-        client = servers.client(stack, config, workload, controls)
-        client.newest_version = fleet.newest_version = lambda: progress.claimed
-        client.published_version = lambda: progress.version
-        seed = config.seed if config.rollout.deterministic else None
-        publisher = await self._publisher(stack, device, ranks, controls, client, observer)
-        fleet.follow(publisher.add, publisher.remove, known=controls)
-        pressure = config.rollout.kv_pressure
-        selection = Selection(config.rollout.groups, schedule.samples_per_group, config.rollout.sampling.max_new_tokens)
-        rollouter = Rollouter(
-            client,
-            workload.source,
-            buffer,
-            GroupSpec(workload.workflow, workload.rewards, selection, seed),
-            schedule,
-            failures=FailurePolicy(config.rollout.max_attempts, config.rollout.max_drop_share),
-            servers=ServerLimits(
-                fleet, None if pressure is None else InflightCap(len(controls), pressure), servers.quarantine
-            ),
-            save_seconds=config.rollout.save_partials_seconds,
-        )
-        held_out = PeriodicEvaluation(
-            client,
-            workload.eval_sets,
-            workload.workflow,
-            config.eval.max_inflight,
-            observer.answers,
-            config.observe.samples,
-            seed,
-        )
-        try:
-            await self._first_weights(publisher, progress, observer)
-        except ServerParityError as found:
-            observer.message(f"starting servers again that alone disagree with the trainer: {found}")
-            await fleet.disagreed(found.reasons)
-        await buffer.publish(progress.version)
-        await fleet.joined([control.url for control in fleet.joiners() if control in controls])
-        await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
-        parts = ControlledParts(
-            trainer=ranks,
-            publisher=publisher,
-            buffer=buffer,
-            rollouter=rollouter,
-            fleet=fleet,
-            reward_models=servers.reward_models,
-            evaluate=held_out if workload.eval_sets else None,
-            cursor=workload.source.state,
-            observer=observer,
-        )
-        return Controller(config, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
-
-    async def _scale(self, fleet: Fleet, servers: int) -> str:
-        """Also for a run that is resumed later."""
-        done = await fleet.resize(servers)
-        try:
-            remember(self.run_dir, "rollout.servers", servers)
-        except OSError as error:
-            return f"{done}; it could not be written down for a resumed run: {error}"
-        return done
-
-    async def _publisher(
-        self,
-        stack: AsyncExitStack,
-        device: Device,
-        ranks: TrainerGroup,
-        controls: list[ServerControl],
-        client: RolloutClient,
-        observer: RunObserver,
+    async def _build_publisher(
+        self, stack: AsyncExitStack, device: Device, started: StartedRun, observer: RunObserver
     ) -> VersionPublisher:
-        config = self.config
+        config, controls = self.config, started.controls
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
-        sync, why = await choose_sync(config, self.run_dir, layout, ranks, controls, device)
+        sync, why = await choose_sync(config, self.run_dir, layout, started.trainer, controls, device)
         stack.push_async_callback(sync.close)
         observer.message(why)
-        return VersionPublisher(
+        publisher = VersionPublisher(
             sync,
             config=config.sync,
             dtype=config.model.dtype,
             probes=self._workload.probes(PARITY_PROBES),
             servers=controls,
-            trainer_logprobs=ranks.logprobs,
-            server_logprobs=client.score,
+            trainer_logprobs=started.trainer.logprobs,
+            server_logprobs=started.client.score,
+        )
+        started.servers.fleet.follow(publisher.add, publisher.remove, known=controls)
+        return publisher
+
+    def _build_rollouter(self, config: Config, started: StartedRun, seed: int | None) -> Rollouter:
+        rollout, schedule, servers = config.rollout, config.schedule, started.servers
+        selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
+        pressure = rollout.kv_pressure
+        cap = None if pressure is None else InflightCap(len(started.controls), pressure)
+        return Rollouter(
+            started.client,
+            self._workload.source,
+            started.buffer,
+            GroupSpec(self._workload.workflow, self._workload.rewards, selection, seed),
+            schedule,
+            failures=FailurePolicy(rollout.max_attempts, rollout.max_drop_share),
+            servers=ServerLimits(servers.fleet, cap, servers.quarantine),
+            save_seconds=rollout.save_partials_seconds,
         )
 
-    async def _first_weights(self, publisher: VersionPublisher, progress: Progress, observer: RunObserver) -> None:
-        """Trainer and servers agree before the first prompt: same folder (a new run), or a publish (a resumed one)."""
-        if self._checkpoint is None and progress.version == 0:
-            await publisher.check_parity(progress.version)
-            return
-        observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
-        await publisher.publish(progress.version)
+    def _build_evaluation(
+        self, config: Config, client: RolloutClient, observer: RunObserver, seed: int | None
+    ) -> PeriodicEvaluation:
+        return PeriodicEvaluation(
+            client,
+            self._workload.eval_sets,
+            self._workload.workflow,
+            config.eval.max_inflight,
+            observer.answers,
+            config.observe.samples,
+            seed,
+        )
+
+    async def _first_weights(
+        self, publisher: VersionPublisher, progress: Progress, fleet: Fleet, observer: RunObserver
+    ) -> None:
+        """Makes trainer and servers agree before the first prompt.
+
+        In a new run both loaded the same folder; in a resumed one the weights are published.
+        """
+        try:
+            if self._checkpoint is None and progress.version == 0:
+                await publisher.check_parity(progress.version)
+                return
+            observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
+            await publisher.publish(progress.version)
+        except ServerParityError as error:
+            observer.message(f"restarting servers that alone disagree with the trainer: {error}")
+            await fleet.disagreed(error.reasons)
+
+    async def _scale(self, fleet: Fleet, servers: int) -> str:
+        """Changes the number of servers, also for a later resume of the run."""
+        done = await fleet.resize(servers)
+        try:
+            remember(self.run_dir, "rollout.servers", servers)
+        except OSError as error:
+            return f"{done}; a resumed run will not know it, because {CONFIG_FILE} cannot be written: {error}"
+        return done
 
     def _export(self, observer: RunObserver) -> Path | None:
         """Writes the newest checkpoint as a Hugging Face folder."""
@@ -228,7 +251,7 @@ class Run:
             return None
         out = self.run_dir / EXPORT_FOLDER
         if out.exists():
-            # Of this run before it was resumed: derived from an older checkpoint, so nothing is lost with it.
+            # Exported from an older checkpoint, before the run was resumed: nothing is lost.
             shutil.rmtree(out)
         export_checkpoint(newest, Path(self.config.model.path), out)
         observer.message(f"Hugging Face checkpoint: {out}")

@@ -1,7 +1,8 @@
-"""One driver to a run directory: a second one would train the same groups again and overwrite the first one's checkpoints.
+"""One driver per run directory: a second one would train the same groups again and overwrite the first one's
+checkpoints.
 
-The lock is the operating system's (`flock`), held as long as the process lives. A killed driver therefore leaves no lock
-behind, and the file's text only tells people who holds it.
+The lock is the operating system's (`flock`) and lives as long as the process, so a killed driver leaves none behind.
+The file's text only names the holder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import IO, Self
 from megasync.errors import ConfigError
 
 FILE = "driver.lock"
-# Whoever asks whether the lock is held holds it for a moment; only a driver holds it longer than this.
+# A check whether the lock is held takes it for a moment; only a driver holds it longer than this.
 PATIENCE_SECONDS = 1.0
 RETRY_SECONDS = 0.05
 
@@ -41,7 +42,7 @@ class RunLock:
                 raise ConfigError(f"{self._path.parent} is being run by {who}; wait for it to end, or end it")
             time.sleep(RETRY_SECONDS)
         self._file = file
-        # Unbuffered, and not needed for the lock: a full disk costs only the holder's name.
+        # Unbuffered, and not needed for the lock: a full disk loses only the holder's name.
         with suppress(OSError):
             os.truncate(file.fileno(), 0)
             os.write(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -56,7 +57,7 @@ class RunLock:
 
 
 def holder(run_dir: Path) -> dict | None:
-    """Who drives the run, or drove it last: {"pid", "host"}; None when nobody ever did."""
+    """The run's current or last driver as {"pid", "host"}; None when there never was one."""
     try:
         return json.loads((Path(run_dir) / FILE).read_text())
     except (OSError, ValueError):
@@ -73,7 +74,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def _lock(file: IO[str], kind: int) -> bool:
-    """Takes the lock if nobody has it now."""
+    """Takes the lock if it is free. Returns whether it was."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
-"""The serving side of a run or an evaluation: devices, rollout servers, reward models, and the client that asks them.
+"""The serving side of a run or an evaluation: devices, rollout servers, reward models, and the client of the servers.
 
-What is opened is pushed on the caller's exit stack the moment it exists.
+Whatever is opened is pushed on the caller's exit stack immediately.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.quarantine import Quarantine
 from megasync.serving.control import ServerControl
 
-# Below the run directory: a file for each prompt that kills servers.
+# Below the run directory: one file for each prompt that kills servers.
 POISON_FOLDER = "poison"
 
 
-async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
+async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
     """Starts or joins Ray and reserves the pools. Raises MegasyncError when the cluster has no room for them."""
     cluster = RayCluster(config, sum(spec.total_devices for spec in specs.values()))
-    # A thread cannot be cancelled: whoever leaves now waits until Ray is up, and then takes it down again.
+    # A thread cannot be cancelled: after a cancellation, `disconnect` waits until Ray is up and shuts it down.
     connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
 
     async def disconnect() -> None:
@@ -49,18 +49,20 @@ async def reserve(stack: AsyncExitStack, config: Config, specs: Mapping[str, Poo
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class InferenceServers:
+    """The rollout servers and reward models of one run or evaluation."""
+
     fleet: Fleet
     reward_models: RewardServers
     keys: Keys
-    # Of prompts that kill the fleet's servers.
+    # Isolates prompts that kill the fleet's servers.
     quarantine: Quarantine
 
     @classmethod
-    def of(
+    def build(
         cls, stack: AsyncExitStack, config: Config, run_dir: Path, device: Device, pools: Pools, task: Task
-    ) -> Servers:
-        """Nothing is started yet, and all that will be is put away by the stack."""
+    ) -> InferenceServers:
+        """Starts nothing yet. The stack shuts down whatever is started later."""
         keys = Keys.draw(config.cluster)
         fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
         stack.push_async_callback(fleet.stop)
@@ -74,7 +76,10 @@ class Servers:
         return cls(fleet, reward_models, keys, quarantine)
 
     async def start(self) -> None:
-        """All of them; those that share devices with the rollout servers after these. Raises MegasyncError."""
+        """Starts all servers. Reward models that share devices with the rollout servers start after those.
+
+        Raises MegasyncError.
+        """
         await gather_or_cancel(self._start_rollout_pool(), self.reward_models.start_own())
 
     async def _start_rollout_pool(self) -> None:
@@ -84,7 +89,7 @@ class Servers:
     def client(
         self, stack: AsyncExitStack, config: Config, task: Task, controls: Sequence[ServerControl]
     ) -> RolloutClient:
-        """For requests through the router; it hears of servers that come and go."""
+        """A client that sends requests through the router and follows the servers that come and go."""
         client = RolloutClient(
             self.fleet.router_url,
             controls,

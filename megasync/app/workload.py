@@ -1,5 +1,6 @@
-"""What a run works on: rendered prompts, the reward, the rollout function. Everything a person can get wrong about data
-is refused here, before the first process starts.
+"""The workload of a run: rendered prompts, the reward, the rollout function.
+
+Every mistake in data or functions that can be detected early is refused here, before the first process starts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megasync.rollout.workflow import single_turn
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """What the caller brought from Python instead of naming it in the configuration."""
+    """What the caller passed from Python instead of naming it in the configuration."""
 
     reward: Callable | Mapping[Callable, float] | None = None
     rollout: Callable | None = None
@@ -43,7 +44,7 @@ class Custom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What evaluation and training both need. `eval_sets` is empty without a held-out set."""
+    """What evaluation and training both need."""
 
     tokenizer: Any
     vocab_size: int
@@ -56,12 +57,12 @@ class Task:
     stop_ids: frozenset[int] = frozenset()
 
     async def open(self) -> None:
-        """Opens what can be refused before any process starts: the gateway's port."""
+        """Opens the gateway's port, which may be refused, before any process starts."""
         if isinstance(self.workflow, AgentWorkflow):
             await self.workflow.open()
 
     async def close(self) -> None:
-        """Ends what the rollout function and the rewards keep open: an environment's pool, an agent's gateway, processes."""
+        """Closes what the rollout function and the rewards keep open: environments, an agent's gateway, processes."""
         if isinstance(self.workflow, (Play, AgentWorkflow)):
             await self.workflow.close()
         await self.scoring.close()
@@ -69,11 +70,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Task):
+    """What training needs besides: the prompts and their rewards."""
+
     source: PromptSource
     rewards: RewardRunner
 
     def probes(self, count: int) -> list[list[int]]:
-        """Token ids of a few prompts that can be scored: at least two tokens each."""
+        """Token ids of up to `count` prompts with at least two tokens each, whose log-probs can be compared."""
         prompts = self.eval_sets[0].prompts if self.eval_sets else None
         prompts = prompts or [self.source.get(f"0:{row}") for row in range(min(count, len(self.source)))]
         return [list(p.prompt_ids) for p in prompts if len(p.prompt_ids) > 1][:count]
@@ -89,9 +92,9 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
     reward = scoring.named or verifier
     if reward is None and not _scores_itself(config, custom):
         raise ConfigError(
-            "there is no reward: the training data brings no verifier of its own. Name one in rollout.reward as math, "
-            "code or 'package.module:function', pass reward= from Python, give the rows an \"answer\" column, or use a "
-            "rollout function that scores its trajectories itself"
+            "there is no reward: the training data has no verifier. Name a reward in rollout.reward as math, code or "
+            "'package.module:function', pass reward= from Python, add an \"answer\" column to the rows, or use a "
+            "rollout function that scores its own trajectories"
         )
     return Workload(
         tokenizer=tokenizer,
@@ -109,14 +112,14 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
 
 
 def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
-    """What an evaluation without a trainer needs, of the held-out sets named in `only`, or all. Raises as above."""
+    """The task of an evaluation without a trainer. `only` names the held-out sets; empty means all. Raises as above."""
     custom = Custom()
     tokenizer, vocab_size, context_length = _model(config)
     examples: list[dict] = []
     if config.data.prompt.examples:
         if config.data.train is None:
             raise ConfigError(
-                f"data.prompt.examples={config.data.prompt.examples} are shown from data.train, which is not set; name it"
+                f"data.prompt.examples={config.data.prompt.examples} takes examples from data.train; set that"
             )
         examples, _ = split_examples(_rows(config.data.train, None)[0], config.data.prompt)
     renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
@@ -124,7 +127,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
     itself = _scores_itself(config, custom)
     sets = held_out_sets(config, renderer, scoring, only=only, scores_itself=itself)
     if not sets:
-        raise ConfigError("there is nothing to evaluate: name a held-out set in data.eval or eval.sets")
+        raise ConfigError("nothing to evaluate: name a held-out set in data.eval or eval.sets")
     return Task(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -149,7 +152,7 @@ def _model(config: Config) -> tuple[Any, int, int]:
 
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
-    """The tokens at which SGLang ends a response of this model: of its configurations, and of its tokenizer."""
+    """The tokens that end a response of this model in SGLang, from its configuration files and its tokenizer."""
     found = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
     for name in ("config.json", "generation_config.json"):
         if (file := Path(path) / name).exists():
@@ -172,7 +175,7 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
     if (agent := _agent(config, custom)) is not None:
         if not tokenizer.chat_template:
             raise ConfigError(
-                f"agents talk in chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
+                f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
             )
         name = Path(config.model.path).name
         return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)

@@ -83,11 +83,11 @@ def train(
     to finish the current step, save a checkpoint and stop; press it twice to stop
     immediately.
     """
-    from megasync.app.continuing import settings
+    from megasync.app.resume_file import resolve_config
     from megasync.config import load_config
     from megasync.preflight.check import check_config
 
-    source, changes = settings(config, overrides or (), continue_file)
+    source, changes = resolve_config(config, overrides or (), continue_file)
     if source != config:
         typer.echo(f"resuming with the configuration {source}", err=True)
     loaded = load_config(source, changes)

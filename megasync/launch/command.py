@@ -50,7 +50,7 @@ def launch(
     twice to stop immediately. Under Slurm, SIGUSR1 saves a checkpoint and requeues
     the job.
     """
-    from megasync.app.continuing import settings
+    from megasync.app.resume_file import resolve_config
     from megasync.config import load_config
     from megasync.launch.hosts import read_hosts
     from megasync.launch.launcher import Job
@@ -62,7 +62,7 @@ def launch(
         raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
     if slurm and continue_file is None:
         continue_file = run_file(load_config(config, overrides or ()).run_root)
-    source, changes = settings(config, overrides or (), continue_file)
+    source, changes = resolve_config(config, overrides or (), continue_file)
     if source != config:
         typer.echo(f"resuming with the configuration {source}", err=True)
     loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])

@@ -33,7 +33,7 @@ def test_a_run_says_what_it_waits_for_cannot_be_driven_twice_and_saves_on_one_si
     run = launch("train", miniature(schedule=ENDLESS))
     run.wait_for("step 2/")
     run.signal(signal.SIGUSR1)
-    run.wait_for("the run stands so")
+    run.wait_for("State of the run")
     run.wait_for("x training: ")
     second = launch("resume", the_run_dir())
     assert second.wait() == 2, second.output

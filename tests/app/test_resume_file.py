@@ -7,7 +7,7 @@ import pytest
 from killed import cut_short
 
 from megasync.app.async_trainer import AsyncTrainer
-from megasync.app.continuing import name_run, settings
+from megasync.app.resume_file import resolve_config, write_resume_file
 from megasync.buffer.durable import begin_ledger
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
@@ -33,10 +33,10 @@ def name(config: Config, tmp_path: Path) -> Path:
 
 def test_without_the_file_a_new_run_begins(config: Config, config_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "this.run"
-    assert settings(config_file, ["seed=3"], file) == settings(config_file, ["seed=3"], None)
-    assert settings(config_file, ["seed=3"], file) == (config_file, ["seed=3"])
+    assert resolve_config(config_file, ["seed=3"], file) == resolve_config(config_file, ["seed=3"], None)
+    assert resolve_config(config_file, ["seed=3"], file) == (config_file, ["seed=3"])
     trainer = AsyncTrainer.begin_or_resume(config, file)
-    assert trainer._run_dir is None and trainer._name_file == file
+    assert trainer._run_dir is None and trainer._resume_file == file
 
 
 def test_a_named_run_with_a_ledger_goes_on(config: Config, name: Path, tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_a_named_run_that_never_began_is_begun_anew_and_told_so(
     if empty:
         (tmp_path / "mini" / LEDGER_FILE).touch()
     assert AsyncTrainer.begin_or_resume(config, name)._run_dir is None
-    assert f"names {tmp_path / 'mini'}, which ended before it began: beginning a new run" in caplog.text
+    assert "Starting a new run" in caplog.text and f"names {tmp_path / 'mini'}, which ended before" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "is empty, so it names no run"),
-        (b" \n", "is empty, so it names no run"),
+        (b"", "is empty and names no run"),
+        (b" \n", "is empty and names no run"),
         (b"\xff\xfe", "cannot be read"),
         (b"/nowhere/mini\n", "names '/nowhere/mini', which is not a run directory"),
         (b"/now\x00here", "which is not a run directory"),
@@ -70,8 +70,8 @@ def test_a_file_that_names_no_run_is_an_error_and_never_a_new_run(
     config: Config, config_file: Path, name: Path, content: bytes, why: str
 ) -> None:
     name.write_bytes(content)
-    for start in (lambda: settings(config_file, [], name), lambda: AsyncTrainer.begin_or_resume(config, name)):
-        with pytest.raises(ConfigError, match=f"--continue .*{why}.*remove .* to begin a new run"):
+    for start in (lambda: resolve_config(config_file, [], name), lambda: AsyncTrainer.begin_or_resume(config, name)):
+        with pytest.raises(ConfigError, match=f"--continue .*{why}.*remove .* to start a new run"):
             start()
 
 
@@ -85,21 +85,21 @@ def test_a_run_whose_folder_is_gone_is_an_error(config: Config, name: Path, tmp_
 def test_a_full_disk_leaves_the_name_of_the_run_as_it_was(tmp_path: Path, name: Path) -> None:
     setup = """
 from pathlib import Path
-from megasync.app.continuing import name_run
+from megasync.app.resume_file import write_resume_file
 
 def begin(folder):
     (folder / "name").write_text("/runs/one\\n")
 
 def work(folder):
-    name_run(folder / "name", Path("/runs/another"))
+    write_resume_file(folder / "name", Path("/runs/another"))
 """
     (tmp_path / "cases").mkdir()
-    for case in cut_short(setup, tmp_path / "cases", ("megasync/app/continuing.py", "megasync/files.py"), (0, 5)):
+    for case in cut_short(setup, tmp_path / "cases", ("megasync/app/resume_file.py", "megasync/files.py"), (0, 5)):
         assert (case.folder / "name").read_text() in ("/runs/one\n", "/runs/another\n")
         if case.ended == "failed":
             assert "ConfigError: --continue" in case.error and "free some space" in case.error
     before = name.stat().st_ino
-    name_run(name, tmp_path / "mini")
+    write_resume_file(name, tmp_path / "mini")
     assert name.stat().st_ino == before, "a file that names the run already is left alone"
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file
     run_dir = tmp_path / "half"
     run_dir.mkdir()
     (run_dir / CONFIG_FILE).write_bytes(config_file.read_bytes())
-    with pytest.raises(CheckpointError, match="nor a ledger to resume from"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint and no ledger"):
         AsyncTrainer.resume(run_dir)
 
 
@@ -146,7 +146,7 @@ def test_a_run_saved_under_old_names_of_keys_is_resumed(name: Path, tmp_path: Pa
 
 def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--continue .* is a folder"):
-        settings(config_file, [], tmp_path)
+        resolve_config(config_file, [], tmp_path)
     with pytest.raises(ConfigError, match="--continue .* is a folder"):
         AsyncTrainer.begin_or_resume(config, tmp_path)
 
@@ -155,9 +155,9 @@ def test_a_run_goes_on_as_it_was_last_and_only_its_place_is_new(config_file: Pat
     remember(tmp_path / "mini", "rollout.servers", 5)
     edited = tmp_path / "edited.yaml"
     edited.write_text(f"base: {config_file}\nrollout: {{servers: 3}}\ncluster: {{devices_per_node: 2}}\n")
-    source, changes = settings(edited, ["rollout.servers=4", "cluster.address=10.0.0.1:7000"], name)
+    source, changes = resolve_config(edited, ["rollout.servers=4", "cluster.address=10.0.0.1:7000"], name)
     loaded = load_config(source, changes)
     assert source == tmp_path / "mini" / CONFIG_FILE
     assert loaded.rollout.servers == 5
     assert (loaded.cluster.address, loaded.cluster.devices_per_node) == ("10.0.0.1:7000", 2)
-    assert settings(source, changes, name) == (source, changes), "the driver of a launch asks once more"
+    assert resolve_config(source, changes, name) == (source, changes), "the driver of a launch asks once more"
