@@ -28,6 +28,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megasync.buffer.state import BufferCounters, BufferCounts, FailedStep
 from megasync.cluster.actors import ActorGroup, kill_process
 from megasync.cluster.roles import ROLES
 from megasync.config.schema import ScheduleConfig
@@ -103,7 +104,7 @@ class RemoteBuffer:
     async def ack(self, step: int) -> None:
         await self._call("ack", step)
 
-    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> dict[str, Any]:
+    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
         return await self._call("step_failed", step, attempts, most_in_a_row)
 
     async def publish(self, version: int) -> None:
@@ -118,10 +119,10 @@ class RemoteBuffer:
     async def close(self, reason: str) -> None:
         await self._call("close", reason)
 
-    async def counts(self) -> dict[str, Any]:
+    async def counts(self) -> BufferCounts:
         return await self._call("counts")
 
-    async def counters(self) -> dict[str, Any]:
+    async def counters(self) -> BufferCounters:
         return await self._call("counters")
 
     async def live_uids(self) -> list[str]:

@@ -13,7 +13,14 @@ import pytest
 from megasync.app.run_lock import RunLock, holder
 from megasync.errors import ConfigError
 
-HOLD = "import sys, time; from megasync.app.run_lock import RunLock; lock = RunLock(sys.argv[1]); lock.__enter__(); print('held', flush=True); time.sleep(600)"
+HOLD = """
+import sys, time
+from megasync.app.run_lock import RunLock
+lock = RunLock(sys.argv[1])
+lock.__enter__()
+print('held', flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.mark.processes
