@@ -40,7 +40,7 @@ class Trainer(Protocol):
         ...
 
 
-class VersionPublisher(Protocol):
+class WeightPublisher(Protocol):
     """Moves the trainer's weights into the servers, verified, as one version."""
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
@@ -152,7 +152,7 @@ class ControlledParts:
     """
 
     trainer: Trainer
-    publisher: VersionPublisher
+    publisher: WeightPublisher
     buffer: TrainingBuffer
     rollouter: RolloutLoop
     fleet: ServerFleet
