@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+    from megasync.layout.engine_layout import EngineRank
+    from megasync.sync.messages import SendReport, SendRequest, WriteReport
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +147,10 @@ class TrainerRank:
     def shard_listen(self, timeout: float) -> Address | None:
         return self._shards.listen(timeout)
 
-    def shard_prepare(self, kind: str, engine: Sequence[Mapping[str, Any]]) -> str:
+    def shard_prepare(self, kind: str, engine: Sequence[EngineRank]) -> str:
         return self._shards.prepare(kind, engine)
 
-    def shard_send(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def shard_send(self, request: SendRequest) -> SendReport:
         return self._shards.send(request)
 
     def shard_leave(self) -> None:
@@ -159,7 +162,7 @@ class TrainerRank:
     def disk_join(self, name: str, addresses: Sequence[Address | None], timeout: float) -> None:
         self._disk.join(name, addresses, timeout)
 
-    def disk_write(self, folder: str, version: int, timeout: float) -> dict[str, Any]:
+    def disk_write(self, folder: str, version: int, timeout: float) -> WriteReport:
         return self._disk.write(folder, version, timeout)
 
     def disk_leave(self) -> None:
