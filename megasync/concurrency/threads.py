@@ -128,7 +128,7 @@ class DaemonThreads:
                     raise
 
     def _leave(self, name: str, call: _Call) -> int:
-        """Removes a call from the queue, or abandons it if it runs. Returns the number of abandoned calls in its lane."""
+        """Dequeues a call, or abandons it if it runs. Returns the number of abandoned calls in its lane."""
         with self._lock:
             lane = self._lanes.get(name)
             if lane is None or call.ended:
