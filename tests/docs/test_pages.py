@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from megasync.app.async_trainer import AsyncTrainer
 from megasync.cli.commands import app
 from megasync.config.load import schema_keys
+from megasync.models import fetch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(chain(ROOT.glob("*.md"), *(ROOT.glob(f"{place}/**/*.md") for place in ("docs", "examples", "patches"))))
@@ -120,3 +122,19 @@ def test_the_page_of_the_design_has_every_room():
         if not place.name.startswith("_") and (place.is_dir() or place.suffix == ".py")
     }
     assert {room for room in rooms if f"`{room}" not in text} == set()
+
+
+def test_the_complete_example_of_the_readme_starts(tmp_path, monkeypatch):
+    """Everything but the training itself: names, arguments, the configuration, reward and rows."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = [block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    fetch("digits", tmp_path / "models" / "digits")
+    started = []
+    monkeypatch.setattr(AsyncTrainer, "train", lambda trainer: started.append(trainer))
+    names: dict = {"__name__": "__main__"}
+    exec(compile(program, "README.md", "exec"), names)
+    assert len(started) == 1 and started[0].config.name == "complement"
+    row = names["rows"][0]
+    assert names["reward"]([row["answer"], ""], answer=[row["answer"]] * 2) == [1.0, 0.0]
