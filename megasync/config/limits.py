@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasync.config import builtin
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
@@ -188,16 +189,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-REWARD = re.compile(rf"math|code|{FUNCTION.pattern}")
-ENVIRONMENT = re.compile(rf"reasoning_gym|gymnasium|{FUNCTION.pattern}")
+REWARD = re.compile("|".join([*builtin.REWARDS, FUNCTION.pattern]))
+ENVIRONMENT = re.compile("|".join([*builtin.ENVIRONMENTS, FUNCTION.pattern]))
+REWARD_FORMS = f"{', '.join(builtin.REWARDS)} or package.module:function"
 # Keys whose text has a form of its own: the pattern, and how a person would write it.
 PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "name": (re.compile(r"[\w.-]+"), "letters, digits, '.', '_' and '-' only (it names the run's folder)"),
     "rollout.workflow": (FUNCTION, "package.module:function"),
     "rollout.agent": (FUNCTION, "package.module:function"),
     "rollout.gateway.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
-    "rollout.reward": (REWARD, "math, code or package.module:function"),
-    "rollout.environment.kind": (ENVIRONMENT, "reasoning_gym, gymnasium or package.module:Class"),
+    "rollout.reward": (REWARD, REWARD_FORMS),
+    "rollout.environment.kind": (ENVIRONMENT, f"{', '.join(builtin.ENVIRONMENTS)} or package.module:Class"),
     "cluster.address": (re.compile(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+"), "auto or host:port"),
     "cluster.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
 }

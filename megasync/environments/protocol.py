@@ -7,14 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from megasync.config.builtin import ENVIRONMENTS
 from megasync.errors import ConfigError
 from megasync.importing import load_function
-
-# What ships with this package, under the names that a configuration may use.
-READY = {
-    "reasoning_gym": "megasync.environments.reasoning_gym_task:ReasoningGymTask",
-    "gymnasium": "megasync.environments.gymnasium_text:GymnasiumText",
-}
 
 
 class Step(NamedTuple):
@@ -42,7 +37,7 @@ class Environment(Protocol):
 
 def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """Makes environments of a ready kind or of "package.module:Class". Raises ConfigError, also for refused options."""
-    found = load_function(READY.get(kind, kind))
+    found = load_function(ENVIRONMENTS.get(kind, kind))
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(found, name, None))]
     if missing:
         raise ConfigError(f"the environment {kind!r} has no {', '.join(missing)}; it needs reset, step and close")

@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 
 from megasync.config.host import is_wildcard
-from megasync.config.limits import FUNCTION, REWARD
+from megasync.config.limits import FUNCTION, REWARD, REWARD_FORMS
 from megasync.config.schema import Config, GatewayConfig, GroupConfig, TimeoutConfig, ToolsConfig
 from megasync.errors import ConfigError
 from megasync.rollout.reply_formats import check_formats
@@ -102,7 +102,7 @@ def check_rewards(config: Config) -> None:
                         f"(reward_models.{reward.model} defines the model's input)"
                     )
         elif not REWARD.fullmatch(function):
-            raise ConfigError(f"{key}.function={function!r} must be math, code or package.module:function")
+            raise ConfigError(f"{key}.function={function!r} must be {REWARD_FORMS}")
         if not 0 < reward.weight < math.inf:
             raise ConfigError(
                 f"{key}.weight={reward.weight:g} must be above 0; a penalty is a function whose scores are negative"

@@ -4,7 +4,7 @@
 ready.
 """
 
-from megasync.rewards.function import READY, RewardFunction, load_reward, reward_functions
+from megasync.rewards.function import RewardFunction, load_reward, reward_functions
 from megasync.rewards.runner import RewardRunner
 
-__all__ = ["READY", "RewardFunction", "RewardRunner", "load_reward", "reward_functions"]
+__all__ = ["RewardFunction", "RewardRunner", "load_reward", "reward_functions"]

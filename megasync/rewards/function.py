@@ -8,14 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megasync.config.builtin import REWARDS
 from megasync.errors import ConfigError
 from megasync.importing import load_function
-
-# Built-in rewards, by the names that a configuration may use.
-READY = {
-    "math": "megasync.rewards.math_reward:math_reward",
-    "code": "megasync.rewards.code_reward:CodeReward",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Cal
 
     Raises ConfigError.
     """
-    found = load_function(READY.get(reference, reference))
+    found = load_function(REWARDS.get(reference, reference))
     if inspect.isclass(found):
         made: Any = found
         try:

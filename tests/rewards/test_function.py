@@ -3,16 +3,19 @@
 import pytest
 
 from megasync.errors import ConfigError
-from megasync.rewards import READY, RewardFunction, load_reward, reward_functions
+from megasync.rewards import RewardFunction, load_reward, reward_functions
 from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.math_reward import math_reward
 
 
-def test_ready_rewards_have_short_names():
-    assert set(READY) == {"math", "code"}
+def test_built_in_rewards_have_short_names():
     assert load_reward("math") is math_reward
-    assert isinstance(load_reward("code", {"partial": True, "wall_seconds": 2.5}), CodeReward)
     assert load_reward("megasync.rewards.math_reward:math_reward") is math_reward
+
+
+@pytest.mark.processes
+def test_a_class_is_instantiated_with_options():
+    assert isinstance(load_reward("code", {"partial": True, "wall_seconds": 2.5}), CodeReward)
 
 
 @pytest.mark.parametrize(
