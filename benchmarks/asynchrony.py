@@ -2,12 +2,12 @@
 
     python benchmarks/asynchrony.py CONFIG [--staleness 0 1 2] [--steps 8] [--rounds 3] [--pools shared] [key=value ...]
 
-Every run is `megasync train` with real ranks, servers and weight syncs, in turns, without evaluations in between. The first steps of a
-run are not counted: until the buffer has come to its steady state they live on groups that were generated before.
-`--pools apart` gives the trainer's processes one half of the cores and the servers' the other, as on separate GPUs;
-`shared` lets both use all cores, so that `max_staleness: 0` is what a colocated synchronous run is: each phase has the
-whole machine. With `apart` a last line says what overlap alone would give: both sides' seconds of the synchronous run over
-those of the busier side.
+Every run is `megasync train` with real ranks, servers and weight syncs, in turns, without evaluations in between. The
+first steps of a run are not counted: until the buffer has come to its steady state they live on groups that were
+generated before. `--pools apart` gives the trainer's processes one half of the cores and the servers' the other, as on
+separate GPUs; `shared` lets both use all cores, so that `max_staleness: 0` is what a colocated synchronous run is: each
+phase has the whole machine. With `apart` a last line says what overlap alone would give: both sides' seconds of the
+synchronous run over those of the busier side.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python benchmarks/buffer.py --bookkeeping
 
 Every way takes the same groups (8 responses, random ids and log-probs) through its whole life, 8 groups a step: for
-megasync admit, commit, lease, ack and publish; for the queue put and get of pickled groups; for SQLite a transaction per
-group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s count pickled bytes for all. Rounds
+megasync admit, commit, lease, ack and publish; for the queue put and get of pickled groups; for SQLite a transaction
+per group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s count pickled bytes for all. Rounds
 alternate; the table has medians, and ratios to the queue within one round.
 """
 

@@ -1,10 +1,11 @@
 """Generation through megasync (client and router) against raw calls to the same SGLang servers, same prompts, same run.
 
-    python benchmarks/generation.py MODEL [--servers 2] [--concurrency 1 16 64] [--tokens 5 64] [--repeats 5] [--stream 16]
+    python benchmarks/generation.py MODEL [--servers 2] [--concurrency 1 16 64] [--tokens 5 64] [--repeats 5] \
+        [--stream 16]
 
-Raw calls go straight to the servers, in turn, over one connection pool, and keep nothing but a count of the tokens; that
-is the upper bound. With `--stream` a third way has the client take tokens as they come. Rounds alternate, so that whatever else the machine does meets all; the table has medians,
-and client CPU in milliseconds per request.
+Raw calls go straight to the servers, in turn, over one connection pool, and keep nothing but a count of the tokens;
+that is the upper bound. With `--stream` a third way has the client take tokens as they come. Rounds alternate, so that
+whatever else the machine does meets all; the table has medians, and client CPU in milliseconds per request.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def null_server():
 
 @asynccontextmanager
 async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
-    """The gateway, and a process of agents: each plays a session that it is told of by a line, and says when it is done."""
+    """The gateway, and a process of agents: each reads a session from a line, plays it, and reports when it is done."""
     gateway = Gateway(GatewayConfig(), bench.sampling, "null")
     await gateway.start()
     process = await asyncio.create_subprocess_exec(

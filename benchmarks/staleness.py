@@ -1,6 +1,7 @@
 """How much staleness learning stands, with and without the off-policy correction: a picture and a table.
 
-    python benchmarks/staleness.py OUT_FOLDER [--config configs/quickstart.yaml] [--steps 120] [--lags 0 1 4] [--seeds 0 1]
+    python benchmarks/staleness.py OUT_FOLDER [--config configs/quickstart.yaml] [--steps 120] [--lags 0 1 4] \
+        [--seeds 0 1]
 
 Every run is `plain_loop.py` on the real engine and a real server, with batches trained exactly so many versions after
 they were sampled. Finished runs are kept in OUT_FOLDER and not run again.

@@ -3,9 +3,10 @@
     agent = SearchAgent(RetrieveClient([url]), RefineClient([url]), Rules(max_turns=4))
     megasync.AsyncTrainer(config, rollout=agent.rollout, ...)
 
-A sample ends with the first marked answer, or when turns or context are used up. Its reward is the answer's F1 (0 without
-an answer), less a penalty for each call that was made before, and for each turn or call that cannot be read. While no
-retriever answers there are no samples: the ServiceFailed of a search goes through to megasync, which tries again.
+A sample ends with the first marked answer, or when turns or context are used up. Its reward is the answer's F1 (0
+without an answer), less a penalty for each call that was made before, and for each turn or call that cannot be read.
+While no retriever answers there are no samples: the ServiceFailed of a search goes through to megasync, which tries
+again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Automatic batching: single requests gather until there are `max_batch` of them or the first has waited `max_wait`.
 
-One batch is worked on at a time, and the next gathers meanwhile: under load batches grow by themselves. Invariant: every
-item that was taken ends in its own result or its own error; `_answer` guarantees it, trying a failed batch item by item,
-so that one bad request costs the others nothing but time.
+One batch is worked on at a time, and the next gathers meanwhile: under load batches grow by themselves. Invariant:
+every item that was taken ends in its own result or its own error; `_answer` guarantees it, trying a failed batch item
+by item, so that one bad request costs the others nothing but time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Batcher(Generic[Item, Result]):
         return batch
 
     async def _next(self, batch: Sequence[_Waiting[Item, Result]]) -> _Waiting[Item, Result] | None:
-        """What is in the queue already, or comes before the first of the batch has waited long enough (TimeoutError)."""
+        """The next item. Raises TimeoutError once the first item of the batch has waited long enough."""
         if not batch or not self._queue.empty():
             return await self._queue.get()
         left = batch[0].arrived + self._max_wait - asyncio.get_running_loop().time()

@@ -10,8 +10,8 @@ from urllib.parse import quote
 from deepresearch.http_pool import DEFAULT_LIMITS, HttpPool, Limits, ServiceFailed
 
 NOTES = (
-    "Copy from the passages what helps to answer the query, in at most {sentences} short sentences. Add nothing of your "
-    "own.\n\nQuery: {query}\n\nPassages:\n{passages}"
+    "Copy from the passages what helps to answer the query, in at most {sentences} short sentences. Add nothing of "
+    "your own.\n\nQuery: {query}\n\nPassages:\n{passages}"
 )
 
 

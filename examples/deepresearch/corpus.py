@@ -1,7 +1,7 @@
 """An encyclopaedia of a country that does not exist, and questions about it, all drawn from one seed.
 
-Every name is made up, so no model can know an answer: it has to be found. Invariant: a question belongs to the training or
-to the held-out split by the hash of what it asks about, so the two never ask for the same fact.
+Every name is made up, so no model can know an answer: it has to be found. Invariant: a question belongs to the training
+or to the held-out split by the hash of what it asks about, so the two never ask for the same fact.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _mountain(name: str, names: dict, chance: random.Random) -> dict:
     return {
         "title": name,
         "text": f"{name} is a mountain of Vessaly, {height} metres high. Its summit was first reached in "
-        f"{chance.randint(1720, 1890)}. A hut below the north face is open in summer, and snow lies on the upper slopes "
-        f"until June.",
+        f"{chance.randint(1720, 1890)}. A hut below the north face is open in summer, and snow lies on the upper "
+        f"slopes until June.",
     }
 
 
@@ -145,8 +145,9 @@ def _river(name: str, names: dict, chance: random.Random) -> dict:
     return {
         "title": name,
         "source": source,
-        "text": f"The {name} is a river of Vessaly, {chance.randint(40, 380)} kilometres long. It rises on the slopes of "
-        f"{source}. Barges carry timber and salt on its lower course. In dry years the upper {name} can be crossed on foot.",
+        "text": f"The {name} is a river of Vessaly, {chance.randint(40, 380)} kilometres long. It rises on the slopes "
+        f"of {source}. Barges carry timber and salt on its lower course. In dry years the upper {name} can be crossed "
+        "on foot.",
     }
 
 
@@ -156,9 +157,10 @@ def _town(name: str, names: dict, chance: random.Random) -> dict:
         "title": name,
         "river": river,
         "founded": str(founded),
-        "text": f"{name} is a town in Vessaly. It lies on the river {river} and was founded in {founded}. For a long time the "
-        f"people of {name} lived by {chance.choice(CRAFTS)}. A fair is held on the market square every autumn, and the old "
-        f"town wall is still standing. About {chance.randint(2, 60)} thousand people live there today.",
+        "text": f"{name} is a town in Vessaly. It lies on the river {river} and was founded in {founded}. For a long "
+        f"time the people of {name} lived by {chance.choice(CRAFTS)}. A fair is held on the market square every "
+        f"autumn, and the old town wall is still standing. About {chance.randint(2, 60)} thousand people live "
+        "there today.",
     }
 
 
@@ -168,9 +170,9 @@ def _person(name: str, names: dict, chance: random.Random) -> dict:
         "title": name,
         "birthplace": town,
         "born": str(born),
-        "text": f"{name} was {chance.choice(CALLINGS)} from Vessaly. {name} was born in the town of {town} in {born}, the "
-        f"{chance.choice(['first', 'second', 'third', 'fourth'])} child of a family of shopkeepers. Letters to friends "
-        f"abroad tell of long travels and of poor health. A street in the capital has been named after {name}.",
+        "text": f"{name} was {chance.choice(CALLINGS)} from Vessaly. {name} was born in the town of {town} in {born}, "
+        f"the {chance.choice(['first', 'second', 'third', 'fourth'])} child of a family of shopkeepers. Letters to "
+        f"friends abroad tell of long travels and of poor health. A street in the capital has been named after {name}.",
     }
 
 
@@ -180,8 +182,8 @@ def _book(name: str, names: dict, chance: random.Random) -> dict:
         "title": name,
         "author": author,
         "text": f"{name} is a novel in {chance.randint(2, 5)} parts. It was written by {author} and was printed in "
-        f"{chance.randint(1760, 1930)}. Critics praised its portraits of country life. A play was made of it, which was "
-        f"never put on stage.",
+        f"{chance.randint(1760, 1930)}. Critics praised its portraits of country life. A play was made of it, which "
+        f"was never put on stage.",
     }
 
 

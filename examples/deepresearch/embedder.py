@@ -14,7 +14,7 @@ MAX_TOKENS = 256
 
 
 class Embedder:
-    """Loaded with plain transformers: the mean over tokens and the unit length are all that sentence-transformers adds."""
+    """Loaded with plain transformers: sentence-transformers adds only the mean over tokens and the unit length."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` holds a BERT-like encoder with its tokenizer; the package's own is the default."""

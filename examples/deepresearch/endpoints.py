@@ -1,8 +1,8 @@
 """Several servers that do the same: which one to ask next, and which one to leave alone for a while.
 
-No I/O and no clock of its own. The least busy server that is awake is asked. One that fails rests, and longer each time it
-fails again: `rest`, twice, four times, up to `LONGEST_REST`. When all rest, the one that has rested longest is asked, for
-a wrong guess about a server costs less than giving up.
+No I/O and no clock of its own. The least busy server that is awake is asked. One that fails rests, and longer each time
+it fails again: `rest`, twice, four times, up to `LONGEST_REST`. When all rest, the one that has rested longest is
+asked, for a wrong guess about a server costs less than giving up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """JSON requests to several servers that do the same, with deadlines, retries and failover.
 
 A failure (no connection, no answer in time, status 429 or 5xx) is tried again: at once where another endpoint is awake,
-else after a pause that doubles. What an endpoint refuses (any other status) is the caller's fault and is not tried again.
+else after a pause that doubles. What an endpoint refuses (any other status) is the caller's fault and is not tried
+again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ META, PASSAGES = "meta.json", "passages.jsonl"
 
 
 class StaleIndex(RuntimeError):
-    """An index that does not belong to this corpus or embedder, or is damaged: says which, and how to build it again."""
+    """The index is damaged or belongs to another corpus or embedder. Says which, and how to build it again."""
 
 
 def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_words: int) -> None:

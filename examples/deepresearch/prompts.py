@@ -1,6 +1,7 @@
 """What the agent is told. No name of the solved questions is in the corpus."""
 
-SYSTEM = """You answer questions about the country of Vessaly. You know nothing about it: search first, always, like this:
+SYSTEM = """You answer questions about the country of Vessaly. You know nothing about it: search first, always, like \
+this:
 <tool_call>{"name": "search", "arguments": {"query": "Ada Morrow born"}}</tool_call>
 When you have read the answer, write it alone, like this: <answer>Highcombe</answer>"""
 

@@ -42,7 +42,8 @@ class RefineResponse(BaseModel):
 def extract(embedder: Any, query: str, passages: Sequence[tuple[str, str]], max_sentences: int) -> str:
     """The `max_sentences` sentences closest to the query, in the order in which they stand in the passages.
 
-    `passages` are pairs of title and text. A sentence is compared and shown with its title: it may call its subject "it".
+    `passages` are pairs of title and text. A sentence is compared and shown with its title, because it may call its
+    subject "it".
     """
     # A dictionary, for passages may share sentences.
     found = list(dict.fromkeys(f"{title}: {sentence}" for title, text in passages for sentence in sentences(text)))

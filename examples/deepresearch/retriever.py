@@ -52,7 +52,7 @@ class RetrieveResponse(BaseModel):
 def create_app(
     searcher: Searcher, documents: Mapping[str, Document], max_batch: int, max_wait_ms: float, max_queue: int = 1024
 ) -> FastAPI:
-    """Queries of all requests that arrive within `max_wait_ms` are embedded and searched together, `max_batch` at most."""
+    """Embeds and searches the queries of requests that arrive within `max_wait_ms` together, up to `max_batch`."""
     stats = Stats()
     batcher: Batcher[Query, list[Hit]] = Batcher(searcher, max_batch, max_wait_ms / 1000, max_queue, stats.batch)
 

@@ -1,4 +1,4 @@
-"""What both services share: on loopback unless told otherwise, ended gracefully by SIGTERM or Ctrl-C, clear refusals."""
+"""What both services share: loopback by default, a graceful end on SIGTERM or Ctrl-C, clear refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """SGLang servers on CPUs as a rollout of verl, named sglang_cpu: verl's own replicas need GPUs.
 
-verl finds them when this module is imported with it (VERL_USE_EXTERNAL_MODULES=cpu_servers). A replica is one stock server,
-started by an actor that also passes verl's requests on. Weights travel as a Hugging Face folder on this machine's disk.
+verl finds them when this module is imported with it (VERL_USE_EXTERNAL_MODULES=cpu_servers). A replica is one stock
+server, started by an actor that also passes verl's requests on. Weights travel as a Hugging Face folder on this
+machine's disk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CpuServer:
         return self._control.url
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict, request_id: str, **_: Any) -> Any:
-        """As of verl's own servers. What `abort_all_requests` ends returns the tokens that it has; verl asks for the rest."""
+        """As verl's own servers do it. An aborted request returns the tokens that it has; verl asks for the rest."""
         room = self._config.prompt_length + self._config.response_length - len(prompt_ids)
         params = {name: value for name, value in sampling_params.items() if name not in ("logprobs", "max_tokens")}
         wanted = sampling_params.get("max_tokens", self._config.response_length)
@@ -95,7 +96,7 @@ class CpuReplica(replica.RolloutReplica):
 
 
 class CpuAdapter(base.BaseRollout):
-    """What hands weights to a server, in each rank of a trainer or in workers of their own beside it (``replica_rank``).
+    """Hands weights to a server, in each rank of a trainer or in separate workers beside it (``replica_rank``).
 
     Every rank takes every tensor; the first of a replica's ranks passes them on.
     """

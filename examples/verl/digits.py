@@ -1,4 +1,4 @@
-"""The digit tasks of megasync's quickstart as verl takes them: `digits.py FOLDER` writes the model and two parquet files.
+"""The digit tasks of megasync's quickstart for verl: `digits.py FOLDER` writes the model and two parquet files.
 
 `compute_score` is the reward, named by verl's `reward.custom_reward_function`.
 """
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """1 for the right answer, less for a part of it. What is as long as the answer has ended, as there is room for more."""
+    """1 for the right answer, less for a part of it. There is room for more tokens, so each response has ended."""
     return digit_reward([solution_str], answer=[ground_truth], finish_reasons=["stop"])[0]
 
 

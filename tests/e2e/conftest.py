@@ -1,4 +1,4 @@
-"""The whole stack in miniature: two Megatron ranks, two SGLang servers, the router, Ray, and a model of 132k weights."""
+"""The whole stack in miniature: two Megatron ranks, two SGLang servers, the router, Ray and a model of 132k weights."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Launched:
         assert self.survivors() == []
 
     def survivors(self) -> list[str]:
-        """Processes of the run that are still there after a while: Ray's agents look for a dead parent only now and then."""
+        """Processes of the run that are still alive after a while, because Ray's agents poll for a dead parent."""
         _, alive = psutil.wait_procs(self.family(), timeout=90)
         return [command_line(p) for p in living(alive)]
 

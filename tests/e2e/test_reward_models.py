@@ -1,5 +1,7 @@
-"""A run whose responses are scored by a classifier beside the rollout server and by a judge in a pool of its own, with two
-held-out sets; then `megasync eval` of what it has trained."""
+"""A run scored by a classifier beside the rollout server and by a judge in its own pool, then `megasync eval` of it.
+
+The run has two held-out sets.
+"""
 
 from __future__ import annotations
 

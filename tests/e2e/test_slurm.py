@@ -1,5 +1,7 @@
-"""`sbatch launch/slurm.sbatch` and its heterogeneous sister under real Slurm: a run on the nodes of a job, which makes room,
-loses a node, and goes on later."""
+"""`sbatch launch/slurm.sbatch` and `slurm_het.sbatch` under real Slurm.
+
+A run on the nodes of a job is preempted, loses a node, and resumes later.
+"""
 
 from __future__ import annotations
 

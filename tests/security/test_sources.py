@@ -1,4 +1,4 @@
-"""Nothing that comes from a network peer is unpickled, no code from a model folder is run: looked for in the source itself."""
+"""Nothing from a network peer is unpickled and no code from a model folder is run: checked in the source itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list", "broadcast_pyobj"),
 }
-# Whether a function of the user's can be sent to a process of the run's own: what is unpickled was pickled a moment before.
+# Checks that a user's function can be sent to a worker process: it unpickles what it has just pickled.
 OWN = {"megasync/rewards/processes.py"}
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
 SANDBOXED = {"megasync/rewards/sandbox_child.py", "megasync/rewards/sandbox_link.py"}

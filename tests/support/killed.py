@@ -1,4 +1,4 @@
-"""What is left on disk when a process is killed after any line of a module, or when the disk takes only so many bytes."""
+"""What is left on disk when a process is killed after any line of a module, or when the disk is full."""
 
 from __future__ import annotations
 
@@ -67,8 +67,11 @@ class Left:
 def cut_short(
     setup: str, folder: Path, modules: Sequence[str], sizes: Sequence[int] = (), every: int = 1
 ) -> list[Left]:
-    """Runs `work(folder)` of `setup`, after its `begin(folder)`, in a process and folder of its own for each case: killed
-    after each (or `every` so many) lines of the modules until it lives, and with files that may have so many bytes."""
+    """Runs `work(folder)` of `setup`, after its `begin(folder)`, in a process and folder of its own for each case.
+
+    The process is killed after each line (or `every` so many lines) of the modules until it completes, and runs with
+    files that may have so many bytes.
+    """
     arguments = [str(folder), json.dumps(list(modules)), json.dumps(list(sizes)), str(every)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{setup}", setup), *arguments],

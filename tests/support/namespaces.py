@@ -1,6 +1,7 @@
 """Several hosts on one machine: namespaces with an address, processes, a /dev/shm and a Ray folder of their own.
 
-They are joined by a bridge in a namespace of its own, so that nothing of the machine's own network is touched. Needs root.
+They are joined by a bridge in a namespace of its own, so that nothing of the machine's own network is touched. Needs
+root.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 PATIENCE = 20.0
 
-# The first process of a host, which all others there end with. Who resolves names needs a resolver that answers at once.
+# The first process of a host; all others there end with it. Resolving names needs a resolver that answers at once.
 INIT = """
 hostname {name}
 mkdir -p /tmp/ray && mount --bind {home}/ray /tmp/ray

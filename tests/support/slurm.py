@@ -1,8 +1,8 @@
 """A Slurm of its own over fake hosts: the controller on the first of them, a node on each of the others.
 
 No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own. Credentials expire
-early, because a requeued job waits until those of its first start have. A job in the partition `urgent` takes the nodes of
-others, which are requeued: those in `main` are told by their own signal first, those in `abrupt` are not.
+early, because a requeued job waits until those of its first start have. A job in the partition `urgent` takes the nodes
+of others, which are requeued: those in `main` are told by their own signal first, those in `abrupt` are not.
 """
 
 from __future__ import annotations

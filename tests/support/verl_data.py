@@ -17,7 +17,7 @@ OUTPUTS = {"actor": ("log_probs", "entropy"), "critic": ("values",)}
 
 
 def padded_batch(seed=0):
-    """Prompts padded on the left, responses on the right, as verl's trainer has them. Some response tokens are masked."""
+    """Prompts padded on the left and responses on the right, as in verl's trainer. Some response tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):

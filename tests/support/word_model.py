@@ -1,4 +1,4 @@
-"""A tiny model with random weights whose tokens are whole texts, such as tool calls: it writes them often, by chance."""
+"""A tiny model with random weights whose tokens are whole texts, such as tool calls, so it writes them by chance."""
 
 from __future__ import annotations
 
