@@ -110,8 +110,8 @@ def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(
 # Modules that write files in another way, and why.
 OTHER_WRITERS = {
     "app/run_lock.py": "the lock itself: its inode must stay",
-    "chaos/inject.py": "fills up a disk",
-    "chaos/run.py": "a log, appended to",
+    "chaos/experiment.py": "a log, appended to",
+    "chaos/faults.py": "fills up a disk",
     "evaluation/report.py": "answers, appended to while the evaluation runs",
     "files.py": "atomic_write itself",
     "launch/node.py": "copies of logs",
