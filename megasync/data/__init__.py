@@ -1,7 +1,7 @@
-"""Prompts: datasets become rows, rows become token ids, and a resumable cursor hands them out.
+"""Prompts: loads datasets as rows, renders rows to token ids, and serves them through a resumable cursor.
 
-A row is a dict with a "prompt" column (text, or a list of chat messages), usually an "answer", and whatever else the
-reward function wants to see.
+A row is a dict with a "prompt" column (text, or a list of chat messages), usually an "answer" column, and any other
+columns that the reward function reads.
 """
 
 from megasync.data.datasets import Reward, load_dataset

@@ -1,7 +1,7 @@
-"""From a dataset's configuration to its rows, and to the reward function that comes with it.
+"""Loads the rows of a configured dataset and selects its default reward function.
 
-Invariant: whatever is wrong with a dataset (missing file or column, malformed line, no rows) is a DataError that says
-where, raised before any process starts.
+Invariant: any problem of a dataset (missing file or column, malformed line, no rows) is a DataError that says where,
+raised before any process starts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Reward = Callable[..., Any]
 
 
 def load_dataset(config: DatasetConfig) -> tuple[list[dict[str, Any]], Reward | None]:
-    """The rows, and their default reward function: the task's verifier, or an answer match where there is an "answer".
+    """The rows and their default reward function: a task's verifier, or a match with the "answer" column.
 
-    The reward is None for files without an "answer" column; those need a reward function of the user's own. Of files,
-    the first `size` rows are kept. Raises DataError.
+    The reward function is None for a file dataset without an "answer" column; the user must then supply one. Of a file
+    dataset, the first `size` rows are kept. Raises DataError.
     """
     if config.size is not None and config.size < 1:
         raise DataError(f"{config.kind}:{config.source}: size must be at least 1, got {config.size}")
@@ -88,7 +88,7 @@ def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
         if (Path(config.source) / "state.json").is_file():
             return datasets.load_from_disk(config.source)
         return datasets.load_dataset(config.source, split=config.split, **config.options)
-    except Exception as error:  # the package raises errors of a dozen libraries; the cause is kept
+    except Exception as error:  # the package raises errors of a dozen libraries; the cause is chained
         raise DataError(f"hf:{config.source} (split {config.split}): {type(error).__name__}: {error}") from error
 
 
@@ -100,7 +100,7 @@ READERS: dict[str, Callable[[DatasetConfig], Iterable[dict[str, Any]]]] = {
 
 
 def _files(config: DatasetConfig, suffix: str) -> list[Path]:
-    """The named file; of a folder, its files whose names begin with the split, in the order of their names."""
+    """The source file itself, or the files of a source folder whose names begin with the split, sorted by name."""
     path = Path(config.source).expanduser()
     if path.is_file():
         return [path]

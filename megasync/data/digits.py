@@ -1,8 +1,8 @@
 """Procedural digit tasks over a 16-token vocabulary: copy, increment each digit, reverse.
 
-Invariant: a digit string belongs to the training or to the held-out split by its own hash, so the two never share a
-row, whatever their seeds and sizes. The reward is the share of positions that are right, with the end of the answer
-counted as one position: partial credit from the first step on, and 1.0 for an exact match only.
+Invariant: the hash of a digit string decides whether it belongs to the training or the held-out split, so the splits
+never share a row, whatever their seeds and sizes. The reward is the fraction of correct positions, with the end of the
+answer counted as one position. It gives partial credit from the first step on, and 1.0 only for an exact match.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from megasync.config.schema import DatasetConfig
 from megasync.errors import DataError
 
-# One token each; the place in this string is the token id. The last id of the vocabulary is the end token.
+# One token per character; its index is the token id. The last id of the vocabulary is the end token.
 CHARACTERS = "0123456789=>+<?"
 END_TOKEN = "<end>"
-HELD_OUT_SHARE = 8  # one row in so many is held out
+HELD_OUT_SHARE = 8  # one in this many rows is held out
 MAX_LENGTH = 12
-# Up to this many digits all rows are listed; beyond it a size is needed.
+# Up to this many digits, all rows are enumerated. Longer strings are sampled and require `size`.
 MAX_LISTED_LENGTH = 4
 
-# Task: the sign that opens its prompts, and what it asks for.
+# By task: the sign that begins its prompts, and the function that computes the answer.
 TASKS = {
     "copy": (">", lambda digits: digits),
     "increment": ("+", lambda digits: "".join(str((int(d) + 1) % 10) for d in digits)),
@@ -31,9 +31,9 @@ TASKS = {
 
 
 def digit_rows(config: DatasetConfig) -> list[dict[str, str]]:
-    """Rows like {"prompt": "+1290=", "answer": "2301"}, no two alike. `options.length` is the number of digits.
+    """Distinct rows such as {"prompt": "+1290=", "answer": "2301"}. `options.length` is the number of digits.
 
-    Raises DataError for an unknown task, split or option, and when fewer rows exist than `size` asks for.
+    Raises DataError for an unknown task, split or option, and when fewer than `size` rows exist.
     """
     if config.source not in TASKS:
         raise DataError(f"unknown digit task {config.source!r}; the tasks are {', '.join(TASKS)}")
@@ -83,7 +83,7 @@ def _split_of(digits: str) -> str:
 def digit_reward(
     completions: Sequence[str], *, answer: Sequence[str], finish_reasons: Sequence[str], **columns: object
 ) -> list[float]:
-    """Share of the answer's digits in their places, the end in its place counted as one more; 1.0 is an exact match."""
+    """The fraction of correct positions, including the end of the answer; 1.0 only for an exact match."""
     return [_score(*each) for each in zip(completions, answer, finish_reasons, strict=True)]
 
 

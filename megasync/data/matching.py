@@ -1,4 +1,4 @@
-"""The reward of datasets that bring an answer but no verifier: does the completion end in the right answer?"""
+"""Reward for datasets with an answer but no verifier: whether the completion ends with the correct answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ BOX = "\\boxed{"
 def match_answer(completions: Sequence[str], *, answer: Sequence[object], **columns: object) -> list[float]:
     """1.0 where the final answer equals the column `answer`, as a number or as text, else 0.0.
 
-    The final answer is what stands in the last \\boxed{...}, or without one the last line.
+    The final answer is the content of the last \\boxed{...}, or the last line if there is none.
     """
     return [float(_same(final_answer(c), str(a))) for c, a in zip(completions, answer, strict=True)]
 
 
 def final_answer(completion: str) -> str:
-    """The content of the last complete \\boxed{...} (braces may nest), or the last line of the text."""
+    """The content of the last \\boxed{...} (braces may nest; empty if unclosed), or the last line of the text."""
     start = completion.rfind(BOX)
     if start < 0:
         return completion.strip().rsplit("\n", 1)[-1].strip()

@@ -1,15 +1,16 @@
-"""Text that others wrote is text: a special token's name in it becomes ordinary tokens, never the special one.
+"""Encodes untrusted text so that a special token's name in it becomes ordinary tokens, never the special token.
 
-A user's message, a tool's output or a response may hold `<|im_end|>`; encoded as it is, that would end the message.
-Template and content are one text by the time it is encoded, so the content is marked before the template sees it:
+A user's message, a tool's output or a response may contain `<|im_end|>`. Encoded unchanged, it would end the message.
+When the tokenizer runs, template and content are already one text, so the content is marked before templating:
 
     guarded = outside.guard(messages)      # <|im_end|>  ->  <Zq7plain9V|im_end|>
     text = apply_chat_template(guarded)    # the template's own special tokens have no mark
-    ids = outside.encode(text)             # what lies between those is encoded as plain text, without the marks
+    ids = outside.encode(text)             # marked text between those is encoded as plain text, without the marks
 
-Invariant: text without a special token's name, which is nearly all text, is encoded whole, exactly as the tokenizer
-does it; `encode` takes the other way only where it finds a mark. Special tokens are those that the tokenizer calls
-special; other added ones (such as `<think>` of Qwen3) are words that a model reads and writes, and stay what they are.
+Invariant: text without a special token's name, which is nearly all text, is encoded in one piece, exactly as the
+tokenizer does it. `encode` splits a text only if it contains a mark. Special tokens are those that the tokenizer
+declares special. Other added tokens (such as Qwen3's `<think>`) are words that a model reads and writes, and are not
+changed.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Plain letters: templates write them as they are, in JSON too.
+# Letters and digits only, which templates never escape, not even in JSON.
 MARK = "Zq7plain9V"
 
 
 class OutsideText:
-    """`tokenizer` is a Hugging Face tokenizer."""
+    """Marks and encodes untrusted text. `tokenizer` is a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         names = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)} - {""}
-        # The longest first: one may begin with another.
+        # Longest first, because one name may be a prefix of another.
         longest = "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
         self._special = re.compile(f"({longest})") if names else None
         self._ids = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
     def guard(self, value: Any) -> Any:
-        """The same text, or the same messages, rows or tools, with special tokens' names in their texts and keys marked.
+        """A copy of a text, or of messages, rows or tools, with marks in the names of special tokens, keys included.
 
-        What has nothing to mark is returned as it is.
+        A value without such a name is returned itself, not as a copy.
         """
         if isinstance(value, str):
             return self._special.sub(_marked, value) if self._special and self._special.search(value) else value
@@ -51,12 +52,12 @@ class OutsideText:
         return value
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a guarded text, [tokens]; with `add_special_tokens` also those that the tokenizer puts around it."""
+        """Token ids of a guarded text, [tokens]; `add_special_tokens` adds those that the tokenizer puts around it."""
         if MARK not in text or self._special is None:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []
         ids: list[int] = []
-        whole = ""  # what has no mark, special tokens included
-        # Plain texts and special tokens take turns.
+        whole = ""  # unmarked text since the last marked piece, special tokens included
+        # Texts and special tokens alternate; the odd pieces are the special tokens.
         for number, piece in enumerate(self._special.split(text)):
             if number % 2 or MARK not in piece:
                 whole += piece
@@ -70,7 +71,7 @@ class OutsideText:
         ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
         if self._ids.isdisjoint(ids):
             return ids
-        # A tokenizer that does not know the option: no part of a name is a special token.
+        # The tokenizer ignores split_special_tokens. Encode the parts of each name, none of which is a special token.
         parts = self._special.sub(_marked, text).split(MARK)
         return [token for part in parts for token in self._tokenizer(part, add_special_tokens=False)["input_ids"]]
 
@@ -84,7 +85,7 @@ class OutsideText:
 
 
 def plain(text: str) -> str:
-    """A guarded text as it reads."""
+    """A guarded text without its marks."""
     return text.replace(MARK, "")
 
 

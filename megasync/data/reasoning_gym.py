@@ -1,7 +1,8 @@
 """Rows from reasoning-gym tasks, scored by each task's own verifier.
 
-Invariant: a question belongs to the training or to the held-out split by its own hash and occurs once per split. The
-package seeds item i with `seed + i`, so without that split neighbouring seeds would share nearly all their rows.
+Invariant: the hash of a question decides whether it belongs to the training or the held-out split, and it occurs once
+per split. The package seeds item i with `seed + i`, so without this split, datasets with neighbouring seeds would share
+nearly all their rows.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from megasync.config.schema import DatasetConfig
 from megasync.errors import DataError
 
-HELD_OUT_SHARE = 8  # one question in so many is held out
-# Generated items per wanted row before the task is said to have too few distinct questions.
+HELD_OUT_SHARE = 8  # one in this many questions is held out
+# Items generated per requested row before the task is reported to have too few distinct questions.
 PATIENCE = 8
 
 
@@ -45,9 +46,9 @@ EXTRACTORS: dict[str, Callable[[str], str]] = {
 def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
     """`size` rows with the columns prompt, answer and metadata, and the reward function that scores them.
 
-    Beside the task's own options, `options` takes `extract` (first_line, last_line, tag, all; default first_line) and
-    `strict` (default true: 1.0 only for an answer with full marks, else 0.0). Raises DataError for unknown tasks,
-    refused options, and tasks with too few distinct questions.
+    In addition to the task's own options, `options` accepts `extract` (first_line, last_line, tag, all; default
+    first_line) and `strict` (default true: 1.0 only for an answer with full marks, else 0.0). Raises DataError for
+    unknown tasks, invalid options, and tasks with too few distinct questions.
     """
     if config.size is None:
         raise DataError(f"reasoning_gym:{config.source} is generated without end; set size to the number of rows")
@@ -55,7 +56,7 @@ def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
         raise DataError(f"reasoning_gym has the splits train and test, not {config.split!r}")
     options = dict(config.options)
     reward = GymReward(config.source, extract=options.pop("extract", "first_line"), strict=options.pop("strict", True))
-    # The held-out split gets only its share of the items, so there must be as many more to choose from.
+    # The held-out split receives only one in HELD_OUT_SHARE items, so that many more are generated.
     items = config.size * PATIENCE * HELD_OUT_SHARE
     task = _create(config.source, {**options, "seed": config.seed, "size": items})
     rows: dict[str, dict[str, Any]] = {}
@@ -73,7 +74,7 @@ def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
 
 
 class GymReward:
-    """Scores completions with the task's verifier; picklable, so that it can run in a process pool."""
+    """Scores completions with the task's verifier. Picklable, so that it can run in a process pool."""
 
     def __init__(self, task: str, extract: str, strict: bool) -> None:
         if extract not in EXTRACTORS:

@@ -1,7 +1,7 @@
-"""From a row to the token ids that the servers get: a raw template with solved examples, or the chat template.
+"""Renders rows to token ids, with a raw template and solved examples, or with the model's chat template.
 
-Invariant: every prompt that leaves this module is non-empty, at most `prompt.max_tokens` long, and made of ids of the
-model's vocabulary; `Renderer.prompts` guarantees it for a whole dataset before anything starts. Special tokens come
+Invariant: every prompt from this module is non-empty, has at most `prompt.max_tokens` tokens, and contains only ids of
+the model's vocabulary. `Renderer.prompts` checks this for the whole dataset before anything starts. Special tokens come
 from a template, never from a row (`OutsideText`).
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def split_examples(
     rows: Sequence[dict[str, Any]], config: PromptConfig
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(solved examples, rows left for training): the first `examples` rows are shown and therefore not trained on."""
+    """(solved examples, training rows): the first `examples` rows are shown in prompts, so they are not trained on."""
     if config.examples >= len(rows):
         raise DataError(
             f"data.prompt.examples={config.examples} leaves nothing of {len(rows)} training rows; lower it or add rows"
@@ -31,7 +31,7 @@ def split_examples(
 
 
 class Renderer:
-    """Turns rows into token ids. `tokenizer` is a Hugging Face tokenizer; ids must be below `vocab_size`."""
+    """Renders rows to token ids. `tokenizer` is a Hugging Face tokenizer; ids must be below `vocab_size`."""
 
     def __init__(
         self, tokenizer: Any, config: PromptConfig, vocab_size: int, examples: Sequence[Mapping[str, Any]] = ()
@@ -57,7 +57,7 @@ class Renderer:
         return self._config.format == "chat"
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """The prompt as the model sees it, special tokens of the chat template included."""
+        """The prompt text as the model sees it, including special tokens of the chat template."""
         return plain(self._guarded(row))
 
     def _guarded(self, row: Mapping[str, Any]) -> str:
@@ -77,7 +77,7 @@ class Renderer:
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
-        # A chat template writes its own special tokens; plain text gets those that the tokenizer adds.
+        # A chat template writes its own special tokens; for plain text the tokenizer adds them.
         ids = self._outside.encode(self._guarded(row), add_special_tokens=not self.chat)
         if not ids:
             raise DataError(f"the prompt {row['prompt']!r:.80} has no tokens; a prompt needs at least one")
@@ -89,12 +89,12 @@ class Renderer:
         return ids
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of every row. Raises DataError with the number of prompts that are too long and the first of them."""
+        """Token ids of every row. Raises DataError for prompts that are too long, naming their number and the first."""
         rendered = [self.prompt_ids(row) for row in rows]
         if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
             log.warning(
-                "%d of %d prompts hold names of special tokens, which are encoded as text; special tokens that a prompt needs "
-                "belong into data.prompt.template",
+                "%d of %d prompts hold names of special tokens, which are encoded as text; special tokens that a "
+                "prompt needs belong into data.prompt.template",
                 *(marked, len(rows)),
             )
         limit = self._config.max_tokens

@@ -1,7 +1,7 @@
-"""Rows: the one shape in which every dataset reaches the rest of the program.
+"""Rows: the common form of every dataset.
 
-Invariant: after `as_rows` a dataset is a non-empty list of dicts of its own, each with a "prompt" that is text or a
-list of chat messages, and without a column whose name the rollout needs for itself.
+Invariant: `as_rows` returns a non-empty list of new dicts. Each has a "prompt" that is text or a list of chat messages,
+and no column with a name that the rollout reserves.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from megasync.errors import DataError
 
-# Keyword arguments that reward functions and workflows receive beside the columns.
+# Keyword arguments that reward functions and workflows receive in addition to the columns.
 RESERVED_COLUMNS = frozenset({"completions", "completion_ids", "finish_reasons", "prompt_ids", "messages"})
 
 
 def as_rows(data: Mapping[str, Iterable] | Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     """Rows from a sequence or iterator of dicts, or from a dict of equally long columns. The caller's dicts are copied.
 
-    `name` is what error messages call the dataset. Raises DataError naming the dataset, the row and the column.
+    `name` identifies the dataset in error messages. Raises DataError that names the dataset, the row and the column.
     """
     rows = [_checked(row, number, name) for number, row in enumerate(_from_columns(data, name))]
     if not rows:
@@ -51,7 +51,7 @@ def _checked(row: Any, number: int, name: str) -> dict[str, Any]:
 
 
 def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is a chat: a non-empty list of dicts with a role and a content."""
+    """Whether a prompt is a list of chat messages: non-empty, each a dict with a role and a content."""
     return (
         isinstance(prompt, list)
         and bool(prompt)

@@ -1,10 +1,10 @@
-"""The prompts of a run, in an order that can be taken up again exactly.
+"""Serves the prompts of a run in an order that can be resumed exactly.
 
-Invariant: for every prefix of a run, what was admitted by then, what `state()` remembers as drawn but not admitted, and
-what the cursor has not reached are together every prompt of every epoch exactly once. So restoring a state and
-requeueing the unfinished loses nothing and repeats nothing; nor does restoring any earlier state and skipping
-everything that was admitted, which is what a run does that has its ledger. `_skip` guarantees it: the cursor passes
-over uids that were admitted, or requeued, from beyond it.
+Invariant: at any point of a run, the prompts that were admitted, those that `state()` lists as drawn but not admitted,
+and those that the cursor has not reached are together every prompt of every epoch exactly once. Restoring a state and
+requeueing the unfinished prompts therefore loses and repeats nothing. The same holds for restoring any earlier state
+and skipping everything that was admitted, as a run with its ledger does. `_skip` guarantees this: the cursor passes
+over uids ahead of it that were admitted or requeued.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megasync.trajectory import Prompt
 
 
 def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prompt]:
-    """Prompts with the row's number as uid, for evaluation. `columns` holds all of the row's columns."""
+    """Prompts for evaluation, with the row's index as uid. `columns` has all of the row's columns."""
     return [
         Prompt(str(number), ids, _columns(row, renderer))
         for number, (row, ids) in enumerate(zip(rows, renderer.prompts(rows), strict=True))
@@ -28,13 +28,13 @@ def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prom
 
 
 class PromptSource:
-    """Infinite epochs over the rows. Every uid is "<epoch>:<row>", so none ever comes twice in a run.
+    """Infinite epochs over the rows. Every uid is "<epoch>:<row>", so no uid repeats within a run.
 
         source = PromptSource(rows, renderer, shuffle=True, seed=0)
-        prompt = source.next()           # drawn, not yet safe: state() still lists it
-        source.admitted(prompt.uid)      # the buffer answers for it from here on
+        prompt = source.next()           # drawn, but not admitted: state() still lists it
+        source.admitted(prompt.uid)      # from here on the buffer is responsible for it
 
-    All rows are rendered here, so a prompt that cannot be used raises DataError before the run starts.
+    The constructor renders all rows, so an unusable prompt raises DataError before the run starts.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], renderer: Renderer, shuffle: bool, seed: int) -> None:
@@ -52,26 +52,26 @@ class PromptSource:
         self._skip: set[str] = set()
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """The number of rows of one epoch."""
         return len(self._rendered)
 
     def next(self) -> Prompt:
-        """The next prompt: requeued ones first, then the current epoch's order, then the next epoch's."""
+        """The next prompt: requeued prompts first, then the rest of the current epoch, then the next epoch."""
         uid = self._queue.popleft() if self._queue else self._advance()
         self._drawn[uid] = None
         return self.get(uid)
 
     def admitted(self, uid: str) -> None:
-        """The buffer has taken this prompt over: it will be finished, dropped with a reason, or listed as live."""
+        """Records that the buffer now owns this prompt: it is finished, dropped with a reason, or listed as live."""
         self._drawn.pop(uid, None)
 
     def get(self, uid: str) -> Prompt:
-        """The prompt of a uid, for generating it again. Raises DataError when the dataset has no such row."""
+        """The prompt with this uid, to generate it again. Raises DataError when the dataset has no such row."""
         row = self._split(uid)[1]
         return Prompt(uid, list(self._rendered[row]), self._columns[row])
 
     def state(self) -> dict[str, Any]:
-        """Where the source stands, as plain JSON values."""
+        """The state of the source, as plain JSON values."""
         return {
             "rows": len(self),
             "epoch": self._epoch,
@@ -81,7 +81,7 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a state. Raises DataError when it was taken over a dataset of another size."""
+        """Continues from a state. Raises DataError when the state belongs to a dataset of another size."""
         if state["rows"] != len(self):
             raise DataError(
                 f"the checkpoint's cursor is over {state['rows']} rows, the dataset has {len(self)}; resume with the "
@@ -94,14 +94,14 @@ class PromptSource:
         self._skip = set(state["skip"])
 
     def requeue(self, uids: Iterable[str]) -> None:
-        """Serves these before anything new, in the order given; uids that wait already are not queued twice."""
+        """Serves these uids before any new prompt, in the given order. Uids that already wait are not queued twice."""
         waiting = {*self._queue, *self._drawn}
         fresh = [uid for uid in dict.fromkeys(uids) if uid not in waiting]
         self._skip.update(self._ahead(fresh))
         self._queue.extendleft(reversed(fresh))
 
     def skip(self, uids: Iterable[str]) -> None:
-        """These were admitted before: none of them is served again. Raises DataError when the dataset lacks one."""
+        """Never serves these uids again, because they were admitted before. Raises DataError for an unknown row."""
         admitted = set(uids)
         self._queue = deque(uid for uid in self._queue if uid not in admitted)
         self._skip.update(self._ahead(admitted))
@@ -118,7 +118,7 @@ class PromptSource:
             self._skip.remove(uid)
 
     def _ahead(self, uids: Iterable[str]) -> list[str]:
-        """Those of them that the cursor has yet to come to."""
+        """The uids that the cursor has not reached yet."""
         rest = set(self._order[self._position :])
         found = []
         for uid in uids:

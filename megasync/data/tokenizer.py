@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder."""
+"""Loads the tokenizer of a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments: what a model acts in, turn by turn. `Play` is the workflow, `EnvironmentPool` keeps them bounded.
+"""Environments in which a model acts turn by turn. `Play` is the workflow; `EnvironmentPool` bounds their number.
 
 Adapters: reasoning-gym tasks (reasoning_gym_task) and Gymnasium's text environments (gymnasium_text).
 """

@@ -1,7 +1,7 @@
-"""Gymnasium environments with a discrete choice of actions (its toy-text family, and others like it) as text.
+"""Gymnasium environments with a discrete action space, such as the toy-text family, played as text.
 
-The observation is what the environment prints (`render_mode="ansi"`, where [brackets] stand for colours), or else its
-observation as Python writes it. The action is the last of the action names in the model's answer.
+The observation is the environment's text rendering (`render_mode="ansi"`, with [brackets] in place of colours) if it
+has one, otherwise `str(observation)`. The action is the last action name in the model's answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megasync.environments.protocol import Step
 from megasync.errors import DataError
 
-# Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without version.
+# Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without the version.
 ACTIONS = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -26,11 +26,11 @@ _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumText:
-    """`id` as in `gymnasium.make`, which gets the other `options`; `actions` names those of an id not in `ACTIONS`.
+    """`id` and `options` are passed to `gymnasium.make`; `actions` names the actions of an id not in `ACTIONS`.
 
-    A row's `seed` column begins the episode; without one the row's prompt decides, so that the episodes of a group
-    begin alike. An answer without an action is answered with the list of them, costs a turn and moves nothing. Raises
-    DataError for an id or options that Gymnasium refuses.
+    An episode is seeded with the row's `seed` column, or else with a hash of its prompt, so that all episodes of a
+    group start in the same state. An answer that names no action costs a turn without a step; the next observation
+    lists the actions. Raises DataError for an id or options that Gymnasium rejects.
     """
 
     def __init__(self, id: str, actions: Sequence[str] | None = None, **options: Any) -> None:
@@ -87,7 +87,7 @@ def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
 
 
 def _seed(sample: dict[str, Any]) -> int:
-    """31 bits."""
+    """The seed of a row's episode, 31 bits."""
     if "seed" in sample:
         return int(sample["seed"]) % 2**31
     return int.from_bytes(hashlib.sha256(repr(sample.get("prompt")).encode()).digest()[:4], "big") >> 1

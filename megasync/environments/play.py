@@ -1,4 +1,4 @@
-"""The workflow that plays an environment: observation in, the model's answer out as the action, until the episode ends."""
+"""The workflow that plays an environment: the model answers each observation with an action until the episode ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from megasync.trajectory import Trajectory
 
 
 class Play:
-    """`rollout(client, sample)` for an environment; the reward is the sum over the whole episode.
+    """`rollout(client, sample)` for an environment. The reward is the sum over the episode.
 
-    An episode ends when the environment says so, or after `max_turns` steps. `system` is told before the first
-    observation.
+    An episode ends when the environment reports `done`, or after `max_turns` steps. `system` is the system message.
     """
 
     def __init__(self, pool: EnvironmentPool, max_turns: int, system: str = "") -> None:
@@ -24,7 +23,7 @@ class Play:
 
     @classmethod
     def of(cls, config: EnvironmentConfig, deadline: float) -> Play:
-        """As the configuration says; `deadline` is in seconds, per call. Raises ConfigError."""
+        """The workflow of a configuration. `deadline` is in seconds, per call. Raises ConfigError."""
         factory = environment_factory(config.kind, config.options)
         return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
 

@@ -1,11 +1,11 @@
-"""A bounded number of environments, lent to one episode at a time.
+"""A pool with a bounded number of environments, each leased to one episode at a time.
 
-Invariant: at most `size` episodes are under way, each with an environment that no other one uses; an environment whose
-call failed, or was given up, is never lent again. `lease` guarantees both.
+Invariant: at most `size` episodes are in progress, each with exclusive use of its environment. An environment whose
+call failed or was abandoned is never leased again. `lease` guarantees both.
 
-    waits       for                      who wakes it
+    waits       for                      woken by
     ----------  -----------------------  ------------------------------------
-    lease       a free place             the end of another episode
+    lease       a free slot              the end of another episode
     a call      the environment          its answer, or the deadline
 """
 
@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentPool:
-    """`factory` makes an environment; `deadline` is in seconds, of each call, and includes making one.
+    """`factory` creates an environment. `deadline` is in seconds, per call, and includes the creation.
 
-    `isolation` says where sync environments run: thread, where one that hangs is left behind (at most `size` of them),
-    or process, where it is killed; then the factory must be picklable. Async environments run on the event loop.
+    `isolation` selects where sync environments run. With "thread", an environment that hangs is abandoned (at most
+    `size` of them). With "process", it is killed; the factory must then be picklable. Async environments run on the
+    event loop.
     """
 
     def __init__(self, factory: Factory, size: int, deadline: float, isolation: str = "thread") -> None:
@@ -46,13 +47,13 @@ class EnvironmentPool:
 
     @property
     def left_behind(self) -> int:
-        """Environments that were given up in the middle of a call, and whose threads have not returned from it yet."""
+        """The number of environments abandoned during a call whose threads have not returned from that call yet."""
         self._left = [worker for worker in self._left if worker.busy]
         return len(self._left)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Episode]:
-        """An environment for one episode. Raises DataError when too many have hung on threads."""
+        """An environment for one episode. Raises DataError when too many environments hang on their threads."""
         async with self._free:
             worker = self._idle.pop() if self._idle else self._make()
             episode = Episode(worker, self._name, self._deadline)
@@ -65,7 +66,7 @@ class EnvironmentPool:
                     self._give_up(worker)
 
     async def close(self) -> None:
-        """Closes the environments that no episode has, each within the deadline."""
+        """Closes the idle environments, each within the deadline."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
 
@@ -87,19 +88,19 @@ class EnvironmentPool:
     async def _close(self, worker: Worker) -> None:
         try:
             await asyncio.wait_for(worker.call("close"), self._deadline)
-        except Exception as error:  # whatever a user's environment raises; it is not needed any more
+        except Exception as error:  # whatever a user's environment raises; it is no longer needed
             log.warning("an environment %s could not be closed", self._name, exc_info=error)
         self._give_up(worker)
 
 
 class Episode:
-    """A lent environment. Its methods raise DataError, naming the environment, for whatever it does wrong."""
+    """A leased environment. Its methods raise DataError, naming the environment, for any fault of the environment."""
 
     def __init__(self, worker: Worker, name: str, deadline: float) -> None:
         self._worker = worker
         self._name = name
         self._deadline = deadline
-        # Whether it can be lent again: False from the beginning of a call until it has answered.
+        # Whether the environment can be leased again: False from the start of a call until it answers.
         self.sound = True
 
     async def reset(self, sample: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What an environment is, and how one is found by what the configuration calls it."""
+"""The protocol of an environment, and how the configuration refers to one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasync.importing import load_function
 
 
 class Step(NamedTuple):
-    """What an action led to. A plain tuple in this order will do."""
+    """The result of an action. A plain tuple in this order is also accepted."""
 
     observation: str
     reward: float
@@ -21,22 +21,23 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One at a time: `reset` begins an episode, whatever became of the last one. All three sync, or all three async.
+    """Plays one episode at a time. The methods are either all sync or all async.
 
-    An episode may depend on nothing but the sample and the actions, so that a group's episodes can be compared.
+    `reset` starts an episode, even if the previous one did not finish. An episode must depend only on the sample and
+    the actions, so that the episodes of a group are comparable.
     """
 
     def reset(self, sample: dict[str, Any]) -> str:
-        """Begins the episode of a dataset row; the first observation."""
+        """Starts the episode of a dataset row and returns the first observation."""
 
     def step(self, action: str) -> Step:
-        """What the model's text leads to. An action that makes no sense is an observation that says so, not an error."""
+        """Applies the model's text as an action. An invalid action is reported by the observation, not as an error."""
 
     def close(self) -> None: ...
 
 
 def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Makes environments of a ready kind or of "package.module:Class". Raises ConfigError, also for refused options."""
+    """A factory for a built-in kind or for "package.module:Class". Raises ConfigError, also for invalid options."""
     found = load_function(ENVIRONMENTS.get(kind, kind))
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(found, name, None))]
     if missing:

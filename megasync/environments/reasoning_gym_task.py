@@ -1,4 +1,4 @@
-"""A reasoning-gym task as an environment of one turn: the question, then the verdict of the task's own verifier."""
+"""A reasoning-gym task as a one-turn environment: a question, then the score of the task's own verifier."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ COLUMNS = ("prompt", "answer", "metadata")
 
 
 class ReasoningGymTask:
-    """For rows of `data.train.kind: reasoning_gym` and the same `task`; `extract` and `strict` are that dataset's options.
+    """Plays rows of `data.train.kind: reasoning_gym` with the same `task`.
 
-    Raises DataError for options that do not exist, and for rows of another kind.
+    `extract` and `strict` are as in that dataset's options. Raises DataError for invalid options, and for rows of
+    another kind.
     """
 
     def __init__(self, task: str, extract: str = "tag", strict: bool = True) -> None:
@@ -34,4 +35,4 @@ class ReasoningGymTask:
         return Step("", self._reward([action], **self._row)[0], True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there are no resources to release."""

@@ -1,7 +1,7 @@
-"""Where one environment lives and is called: on the event loop, on a thread of its own, or in a process of its own.
+"""Workers that own one environment each: on the event loop, on a separate thread, or in a separate process.
 
-Invariant: calls of one environment never overlap, and none of them holds up the event loop, apart from an async
-environment's own code.
+Invariant: the calls of one environment never overlap, and none blocks the event loop, except for an async environment's
+own code.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ Factory = Callable[[], Environment]
 
 
 class Worker(Protocol):
+    """Owns one environment and calls its methods."""
+
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Calls the environment, which the first call makes."""
+        """Calls a method of the environment. The first call creates the environment."""
 
     def end(self) -> None:
-        """Gives it up."""
+        """Discards the environment."""
 
     @property
     def busy(self) -> bool:
-        """A call is under way that cannot be ended."""
+        """Whether a call that cannot be stopped is in progress."""
 
 
 class LoopWorker:
-    """For async environments."""
+    """Runs an async environment on the event loop."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -46,7 +48,7 @@ class LoopWorker:
         return await getattr(self._environment, method)(*arguments)
 
     def end(self) -> None:
-        """A call is ended by its cancellation."""
+        """Does nothing: cancelling a call stops it."""
 
     @property
     def busy(self) -> bool:
@@ -54,7 +56,7 @@ class LoopWorker:
 
 
 class ThreadWorker:
-    """A call that hangs keeps its thread for ever; the thread does not keep the program from ending."""
+    """Runs an environment on a daemon thread. A call that hangs occupies the thread, but lets the program exit."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -85,7 +87,7 @@ class ThreadWorker:
                 if environment is None:
                     environment = self._factory()
                 result = getattr(environment, method)(*arguments)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits for it
+            except BaseException as error:  # noqa: BLE001 - passed to the waiting caller
                 self._busy = False
                 answer.set_exception(error)
             else:
@@ -94,11 +96,11 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """A call that hangs is ended with its process."""
+    """Runs an environment in a process. A call that hangs is stopped by killing the process."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        # spawn: a fork of this process would copy its threads' locks and its sockets.
+        # spawn, because a fork would copy the locks of this process's threads and its sockets.
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -112,7 +114,7 @@ class ProcessWorker:
         return False
 
 
-# The environment of a worker process.
+# The environment of this worker process, once created.
 _here: list[Environment] = []
 
 
@@ -123,7 +125,7 @@ def _call(factory: Factory, method: str, arguments: tuple) -> Any:
 
 
 def worker_kind(factory: Factory, isolation: str) -> type[LoopWorker | ThreadWorker | ProcessWorker]:
-    """Async environments live on the loop; for the others `isolation` is thread or process."""
+    """The worker class for a factory: LoopWorker if `step` is async, otherwise by `isolation` (thread or process)."""
     made = getattr(factory, "func", factory)
     if inspect.iscoroutinefunction(getattr(made, "step", None)):
         return LoopWorker

@@ -1,6 +1,7 @@
-"""Gateway: an OpenAI-compatible endpoint in front of the rollout client, one session a sample.
+"""Gateway: an OpenAI-compatible endpoint in front of the rollout client, with one session per sample.
 
-An agent that only knows `base_url` and `api_key` is trained as it is; what its requests sampled becomes trajectories.
+An agent that only needs a `base_url` and an `api_key` can be trained unchanged. The completions that its requests
+sample become trajectories.
 """
 
 from megasync.gateway.agent import AgentWorkflow

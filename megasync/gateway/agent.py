@@ -1,4 +1,4 @@
-"""The workflow of an agent that talks OpenAI: a session of the gateway for each sample, and what the agent returns.
+"""Workflow for an agent that uses the OpenAI API. Each sample gets a gateway session of its own.
 
 async def agent(base_url, api_key, sample, model) -> float | None | dict
 """
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class AgentWorkflow:
-    """`rollout(client, sample)` for an agent, which is called with the keywords `base_url`, `api_key`, `sample`, `model`.
+    """`rollout(client, sample)` for an agent, called as `agent(base_url=, api_key=, sample=, model=)`, sync or async.
 
-    It returns the sample's reward, None (the reward function scores the last answer), or a dictionary with "reward" and
-    metrics. `deadline` is in seconds, from the moment it begins to its return: a sync agent's wait for a thread does
-    not count. Raises ConfigError for one that does not take these.
+    The agent returns the sample's reward, None (the reward function scores the last answer), or a dictionary with
+    "reward" and metrics. `deadline` is in seconds from the start of the agent to its return; a sync agent's wait for a
+    free thread does not count. Raises ConfigError for an agent that does not accept these keywords.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AgentWorkflow:
                 f"the agent {name_of(agent)} must be written as `def agent(base_url, api_key, sample, model)`, sync or "
                 f"async: {error}"
             ) from None
-        # It is called in errors by the agent's name.
+        # Error messages about the workflow then use the agent's name.
         functools.update_wrapper(self, agent, updated=())
         self._gateway = Gateway(config, sampling, model)
         self._loop = AgentLoop(agent, config.threads)
@@ -50,11 +50,16 @@ class AgentWorkflow:
         self._deadline = deadline
 
     async def open(self) -> None:
-        """Binds the gateway's address. Raises ConfigError when it cannot be had."""
+        """Starts the gateway. Raises ConfigError when its address cannot be bound."""
         await self._gateway.start()
 
     async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
-        """Raises ServerError when a server failed one of the agent's requests, whatever the agent made of it."""
+        """Runs the agent for one sample and returns the trajectories.
+
+        Raises ServerError when a server failed any of the agent's requests, even if the agent caught that error;
+        DataError for an agent that exceeds its deadline, sends no request or returns an invalid result; and otherwise
+        whatever the agent raises.
+        """
         result = None
         async with self._gateway.session(client) as session:
             try:
@@ -76,7 +81,7 @@ class AgentWorkflow:
         return client.conversation.trajectories(reward, metrics)
 
     async def close(self) -> None:
-        """Ends agents, sessions and the server."""
+        """Ends the agents, the sessions and the server."""
         await self._loop.close()
         await self._gateway.close()
 
@@ -92,17 +97,17 @@ class AgentWorkflow:
             return call.result()
         except DeadlineExceeded:
             raise DataError(
-                f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it less "
-                f"to do"
+                f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it "
+                f"less to do"
             ) from None
         except AllThreadsStuck as error:
             raise DataError(
-                f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a deadline "
-                f"of its own"
+                f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a "
+                f"deadline of its own"
             ) from None
 
     def _outcome(self, result: Any) -> tuple[float | None, dict[str, Any]]:
-        """The metrics are checked where all workflows' are."""
+        """The reward and metrics that the agent returned. Metrics are validated later, as for every workflow."""
         metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
         given = metrics.pop("reward", None)
         reward = finite_float(given)

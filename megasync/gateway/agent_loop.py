@@ -1,7 +1,8 @@
-"""Where agents run: never on the loop that answers them.
+"""Runs agents away from the event loop that serves their requests.
 
-An agent may block the loop that it runs on, as a sync client inside an `async def` does; its own requests could then
-never be answered. So async agents share one loop on a thread of its own, and sync ones have a thread each.
+An agent may block its event loop, for example by using a sync client inside an `async def`. On the gateway's loop, its
+own requests could then never be answered. Async agents therefore share a separate loop on its own thread, and each sync
+agent gets a thread.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 from megasync.concurrency.threads import DaemonThreads, DeadlineExceeded
 from megasync.importing import name_of
 
-# Seconds for cancelled agents to end when the run does.
+# Seconds that cancelled agents have to finish at shutdown.
 _CLOSE_SECONDS = 5.0
 
 
 class AgentLoop:
-    """Calls one function, sync or async; `threads` is how many sync calls run at once."""
+    """Calls one function, sync or async. At most `threads` sync calls run at once."""
 
     def __init__(self, function: Callable[..., Any], threads: int) -> None:
         self._function = function
@@ -31,15 +32,15 @@ class AgentLoop:
         self._thread: threading.Thread | None = None
 
     async def call(self, seconds: float, /, **arguments: Any) -> Any:
-        """What the function returns or raises. Cancelling it cancels an async function; a sync one is left alone.
+        """Calls the function, and returns or raises what it does. Cancellation reaches async functions only.
 
-        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when sync calls past their
-        deadline hold all threads.
+        A sync function keeps running on its thread. Raises DeadlineExceeded `seconds` after the function began, and
+        AllThreadsStuck when sync calls past their deadline occupy all threads.
         """
         if not self._async:
             return await self._threads.call(self._function, self._name, seconds, **arguments)
         call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(arguments), self._started()))
-        # Asked to end and not waited for: an agent that ignores its cancellation must not hold up the run.
+        # Cancelled but not awaited: an agent that ignores its cancellation must not block the run.
         try:
             await asyncio.wait({call}, timeout=seconds)
         finally:
@@ -50,7 +51,7 @@ class AgentLoop:
         return call.result()
 
     async def close(self) -> None:
-        """Ends the loop, after its agents; one that blocks it is left behind."""
+        """Cancels the agents, then stops the loop. A loop that an agent blocks is abandoned."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
@@ -63,7 +64,7 @@ class AgentLoop:
         try:
             return await self._function(**arguments)
         except (SystemExit, KeyboardInterrupt) as error:
-            # They would end the loop for all agents.
+            # Uncaught, these would stop the loop for all agents.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _started(self) -> asyncio.AbstractEventLoop:

@@ -1,7 +1,7 @@
-"""The body of a chat completion request: what is taken, what is refused, what makes no difference.
+"""The body of a chat completion request: which parameters are supported, refused or ignored.
 
-Invariant: a parameter that would change the answer and cannot be honoured is refused with its name. `ChatBody` refuses
-whatever it does not list, `_check_neutral` the values that it lists without being able to honour them.
+Invariant: a parameter that would change the answer and is not supported is refused by name. `ChatBody` refuses unknown
+parameters; `_check_neutral` refuses unsupported values of known ones.
 """
 
 from __future__ import annotations
@@ -21,31 +21,39 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextPart(_Strict):
+    """A text part of a message's content."""
+
     text: str
     type: Literal["text"] = "text"
 
 
 class CalledFunction(_Strict):
+    """The function of a tool call; `arguments` is JSON text."""
+
     name: str
     arguments: str = ""
 
 
 class Call(_Strict):
+    """A tool call in an assistant message."""
+
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
-    # Sent back by agents that put streamed pieces together.
+    # Sent back by agents that assemble streamed chunks.
     index: int | None = None
 
 
 class Message(_Strict):
+    """A chat message as an agent sends it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Call] | None = None
     reasoning_content: str | None = None
-    # Empty parts of an answer that the `openai` package sends back with the rest.
+    # Empty fields of an answer, which the `openai` package sends back with the others.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -53,13 +61,17 @@ class Message(_Strict):
 
 
 class StreamOptions(_Strict):
+    """`include_usage` asks for a final chunk with token counts. `include_obfuscation` is ignored."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class ChatBody(_Strict):
+    """A chat completion request. Unknown fields are refused."""
+
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    # Any: there is one model.
+    # Any name is accepted, because there is only one model.
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     stream: bool | None = None
@@ -71,7 +83,7 @@ class ChatBody(_Strict):
     stop: str | list[str] | None = None
     seed: int | None = None
     logprobs: bool | None = None
-    # Taken with values that change nothing, see _NEUTRAL.
+    # Accepted only with values that change nothing; see _NEUTRAL.
     n: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -81,7 +93,7 @@ class ChatBody(_Strict):
     presence_penalty: Any = None
     logit_bias: Any = None
     top_logprobs: Any = None
-    # Who asks, and how it is billed, kept and cached: without meaning here.
+    # Identity, billing, storage and caching: accepted and ignored.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -91,7 +103,7 @@ class ChatBody(_Strict):
     safety_identifier: Any = None
 
 
-# Values beside null that can be honoured, and why no others can.
+# Supported values besides null, and why no others are.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one answer is sampled for each request; send several"),
     "tool_choice": (("auto", "none"), "the model decides what it calls"),
@@ -106,7 +118,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def parse_chat(raw: bytes) -> ChatBody:
-    """Raises RequestError (400) naming the parameter."""
+    """Parses and validates a request body. Raises RequestError (400) that names the parameter."""
     try:
         body = msgspec.json.decode(raw, type=ChatBody)
     except msgspec.ValidationError as error:
@@ -126,7 +138,7 @@ def parse_chat(raw: bytes) -> ChatBody:
 
 
 def tool_schemas(body: ChatBody) -> list[dict[str, Any]]:
-    """What the model is shown. `strict` is left out: it asks for constrained decoding, of which there is none."""
+    """The tools that the model sees. `strict` is dropped: it asks for constrained decoding, which is not supported."""
     if body.tool_choice == "none":
         return []
     return [
@@ -136,9 +148,9 @@ def tool_schemas(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def sampling_options(body: ChatBody, longest: int, chooses: bool) -> dict[str, Any]:
-    """Options for `client.chat`: what the request says of sampling, with at most `longest` tokens.
+    """The request's sampling options for `client.chat`, limited to `longest` new tokens.
 
-    Temperature, top_p and seed are the request's only where it `chooses`.
+    The request's temperature, top_p and seed apply only with `chooses`.
     """
     options: dict[str, Any] = {}
     asked = [count for count in (body.max_completion_tokens, body.max_tokens) if count is not None]
@@ -166,7 +178,7 @@ def _check_neutral(body: ChatBody) -> None:
 
 
 def _named(problem: str) -> str | None:
-    """The parameter that msgspec complains about."""
+    """The parameter that a msgspec error message names."""
     found = re.search(r"field `(\w+)`", problem) or re.search(r"`\$\.([\w.\[\]]+)", problem)
     return found and found[1]
 

@@ -1,4 +1,4 @@
-"""A reply in the forms of OpenAI's API: one object, or the chunks of a stream."""
+"""Formats a reply as the OpenAI API does: as one object, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What is the same in all parts of one answer."""
+    """The fields that all chunks of one answer share, and the objects built from them."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
@@ -39,12 +39,12 @@ class Completion:
 
 
 def deltas(message: dict[str, Any], sent: str) -> Iterator[dict[str, Any]]:
-    """What is left to stream of a message whose content began with `sent`."""
+    """The rest of a message to stream, after the part `sent` of its content."""
     if reasoning := message.get("reasoning_content"):
         yield {"reasoning_content": reasoning}
     content = message["content"] or ""
-    # Text that turned out otherwise than it was streamed cannot be taken back: then nothing more of it is sent, and the
-    # conversation forks when the agent goes on from it.
+    # Streamed text cannot be taken back. If the final content does not begin with it, no more content is sent, and the
+    # conversation forks when the agent continues from what it received.
     if content.startswith(sent) and (rest := content[len(sent) :]):
         yield {"content": rest}
     for index, call in enumerate(message.get("tool_calls", ())):
@@ -59,13 +59,13 @@ def finish_reason(reply: Reply) -> str:
 
 
 def usage(generation: Generation) -> dict[str, int]:
-    """In tokens."""
+    """Token counts of a generation."""
     asked, answered = len(generation.prompt_ids), len(generation.token_ids)
     return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
 
 
 def token_logprobs(generation: Generation, decode: Decode) -> dict[str, Any]:
-    """Of every sampled token, those of reasoning and calls included, at the sampling temperature."""
+    """The log-prob of every sampled token, at the sampling temperature. Includes reasoning and tool calls."""
     content = []
     for token, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
         text = decode([token])
@@ -74,10 +74,10 @@ def token_logprobs(generation: Generation, decode: Decode) -> dict[str, Any]:
 
 
 class LiveText:
-    """The text of a growing response, piece by piece, without what later tokens may still change.
+    """Decodes a growing response incrementally. Text that later tokens may still change is held back.
 
-    Only the last few tokens are decoded each time: those of the piece before stand in front, as some tokenizers write a
-    token otherwise where nothing precedes it.
+    Each call decodes only the new tokens, preceded by those of the previous piece as context, because some tokenizers
+    decode a token differently at the start of a text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -87,7 +87,7 @@ class LiveText:
     def grown(self, ids: Sequence[int]) -> str:
         known = self._decode(ids[self._before : self._read])
         now = self._decode(ids[self._before :])
-        # A character that is not complete yet is written as U+FFFD.
+        # An incomplete character decodes to U+FFFD.
         if len(now) <= len(known) or now.endswith("\ufffd"):
             return ""
         self._before, self._read = self._read, len(ids)

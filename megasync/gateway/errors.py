@@ -1,4 +1,4 @@
-"""Refusals as the `openai` package expects them: a status, and JSON that says what and which parameter."""
+"""Errors in the form that the `openai` package expects: a status, and JSON with a message and the parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megasync.errors import ContextLengthExceeded, DataError, ServerError
 
 
 class RequestError(Exception):
-    """A request that is refused. `param` is the name of what was wrong in it, `code` a word for programs."""
+    """A refused request. `param` names the offending parameter; `code` is a machine-readable reason."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class RequestError(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What the agent is told of an error that is not its own."""
+    """Converts any error of a request into the RequestError that the agent receives."""
     match error:
         case RequestError():
             return error

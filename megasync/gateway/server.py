@@ -1,10 +1,10 @@
-"""The HTTP server of the gateway, on the event loop of whoever starts it.
+"""The gateway's HTTP server. It runs on the event loop that starts it.
 
     GET  /s/<session>/v1/models, /s/<session>/v1/models/<name>
     POST /s/<session>/v1/chat/completions
 
-Invariant: nothing of a request is looked at before its session is known and its key has been compared; every answer but
-a stream that broke off in the middle is JSON in OpenAI's form. `_guarded` guarantees both.
+Invariant: a request is not processed before its session is found and its key is verified. Every response
+is JSON in OpenAI's form, except a stream that breaks off in the middle. `_guarded` guarantees both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megasync.gateway.session import Session
 
 log = logging.getLogger(__name__)
 
-# Seconds for the body of a request to arrive, and for connections to end when the gateway closes.
+# Seconds to wait for the body of a request, and for open connections when the gateway closes.
 _BODY_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
-# Connections that may wait to be accepted: all agents of a step may begin at the same moment.
+# Connections that may wait to be accepted: all agents of a step may start at the same moment.
 _BACKLOG = 4096
 _MIB = 1024**2
 
@@ -39,7 +39,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """`model` is the name that it says the model has."""
+    """Serves one session per sample. `model` is the model name that it reports."""
 
     def __init__(self, config: GatewayConfig, sampling: SamplingConfig, model: str) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class Gateway:
         self.url = ""
 
     async def start(self) -> None:
-        """Does nothing when it has started. Raises ConfigError when the address cannot be had."""
+        """Starts the server if it is not running. Raises ConfigError when the address cannot be bound."""
         async with self._starting:
             if self._runner is not None:
                 return
@@ -61,7 +61,7 @@ class Gateway:
             app.router.add_get("/s/{session}/v1/models", self._models)
             app.router.add_get("/s/{session}/v1/models/{name:.+}", self._a_model)
             app.router.add_route("*", "/s/{session}/{rest:.*}", self._unknown)
-            # Whoever hangs up does not want the rest: the handler is cancelled, and with it the generation.
+            # When an agent disconnects, the handler is cancelled, and with it the generation.
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
             await runner.setup()
             host = resolve_host(self._config.host)
@@ -86,7 +86,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, client: Any) -> AsyncIterator[Session]:
-        """A session of one SampleClient, for as long as the block runs."""
+        """A session of one SampleClient, which ends with the block."""
         await self.start()
         session = Session(client, self._sampling, self._config.sampling == "request")
         self._sessions[session.id] = session
@@ -113,11 +113,11 @@ class Gateway:
                 raise RequestError(401, "the key is not the session's; pass the api_key that the agent was given")
             session.began(asyncio.current_task())
             return await handler(request)
-        except Exception as error:  # whatever it was, the agent is told
+        except Exception as error:  # every error is reported to the agent
             refused = as_request_error(error)
             if refused.status == 500:
                 log.error("the gateway failed at %s", request.path, exc_info=error)
-            # The client has tried again already whatever could be; another attempt would only take longer.
+            # The rollout client has already retried what can be retried, so a retry by the agent would only take time.
             headers = {"x-should-retry": "false"}
             return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_dumped)
 
@@ -130,8 +130,8 @@ class Gateway:
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         raise RequestError(
             404,
-            f"{request.method} /{request.match_info['rest']} is not there: the gateway has POST /v1/chat/completions and "
-            f"GET /v1/models",
+            f"{request.method} /{request.match_info['rest']} is not there: the gateway has POST /v1/chat/completions "
+            f"and GET /v1/models",
             code="not_supported",
         )
 
@@ -158,7 +158,7 @@ class Gateway:
         self, request: web.Request, session: Session, body: ChatBody, completion: Completion
     ) -> web.StreamResponse:
         async with aclosing(session.stream(body)) as parts:
-            # Until the first part nothing is sent, so that a refusal is still a status.
+            # Nothing is sent before the first part, so that a refusal can still set the status.
             part = await anext(parts)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
@@ -170,7 +170,7 @@ class Gateway:
                     sent += part
                     await send(completion.chunk({"content": part}))
                     part = await anext(parts)
-            except Exception as error:  # the status has been sent; the `openai` package raises what such an event holds
+            except Exception as error:  # the status has been sent; the `openai` package raises an error event
                 log.debug("a stream of %s broke off", request.path, exc_info=error)
                 await send(as_request_error(error).body())
                 return response
@@ -189,13 +189,14 @@ class Gateway:
         if given and self._config.sampling == "configured" and not self._warned:
             self._warned = True
             log.warning(
-                "the agent's requests set %s, which have no effect: the configuration's hold (rollout.gateway.sampling)",
+                "the agent's requests set %s, which have no effect: the configuration's hold "
+                "(rollout.gateway.sampling)",
                 ", ".join(given),
             )
 
 
 class _Sender:
-    """Writes the events of a stream; where usage follows, all before it say that it is not there yet."""
+    """Writes the events of a stream. If a usage chunk follows, all earlier chunks have `"usage": null`."""
 
     def __init__(self, response: web.StreamResponse, usage_follows: bool) -> None:
         self._response = response

@@ -1,9 +1,9 @@
-"""One sample's way through the gateway: an id in the path, a key, and the client whose conversation keeps what is sampled.
+"""A gateway session: the requests of one sample, with a session id in the path, a key, and a SampleClient.
 
-Invariant: requests of different samples never meet, as each session has a client of its own; after `end` none of its
-requests runs, and none is begun. Several requests at once are lines of one conversation, which fork where they differ.
+Invariant: samples share nothing, because each session has its own client. After `end`, none of its requests runs and
+none can start. Concurrent requests are branches of one conversation, which forks where they differ.
 
-    waits     for                               who wakes it
+    waits     for                               woken by
     --------  --------------------------------  ------------------------------------------------------------
     answer    the client's gate, the servers    the end of a weight sync; `timeouts.request`; the end of the session
     end       its requests                      their cancellation
@@ -25,17 +25,17 @@ from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
 from megasync.rollout.generation import Reply
 
-# An answer, and the message that the agent gets for it.
+# A reply, and the message that the agent receives for it.
 Answered = tuple[Reply, dict[str, Any]]
 
 
 class Session:
-    """`client` is a SampleClient, `sampling` what the configuration says; `chooses` as in `sampling_options`."""
+    """`client` is a SampleClient, `sampling` the configured sampling, `chooses` as in `sampling_options`."""
 
     def __init__(self, client: Any, sampling: SamplingConfig, chooses: bool) -> None:
         self.id = secrets.token_urlsafe(24)
         self.key = f"sk-{secrets.token_urlsafe(32)}"
-        # Why the sample must be played again, once a server has failed it: no answer of the agent can make up for that.
+        # The first server failure. The sample must then be repeated, whatever the agent returns.
         self.failure: ServerError | None = None
         self._client = client
         self._sampling = sampling
@@ -45,18 +45,18 @@ class Session:
         self._ended = False
 
     def admits(self, authorization: str) -> bool:
-        """Whether this is the session's key, as `Bearer ...`; takes as long for any other."""
+        """Whether the header `Bearer ...` has the session's key, compared in constant time."""
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode())
 
     def began(self, request: asyncio.Task) -> None:
-        """A request whose task ends with the session at the latest. Raises RequestError when that has ended."""
+        """Registers a request's task, so that `end` cancels it. Raises RequestError after the session has ended."""
         if self._ended:
             raise RequestError(404, "the session has ended: its agent has returned", code="session_ended")
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
 
     async def end(self) -> None:
-        """Cancels what still runs and waits until it has ended."""
+        """Cancels the running requests and waits for them."""
         self._ended = True
         running = list(self._requests)
         for request in running:
@@ -64,7 +64,11 @@ class Session:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def answer(self, body: ChatBody, watch: Callable[[Sequence[int]], None] | None = None) -> Answered:
-        """Raises RequestError, DataError and ServerError."""
+        """The reply to a request, and the message for the agent.
+
+        `watch` is called with all token ids so far as the response grows. Raises RequestError, DataError and
+        ServerError.
+        """
         if self.failure is not None:
             raise self.failure
         options = sampling_options(body, self._sampling.max_new_tokens, self._chooses)
@@ -79,9 +83,9 @@ class Session:
         return reply, self._transcript.answered(reply)
 
     async def stream(self, body: ChatBody) -> AsyncIterator[str | Answered]:
-        """Text as it is sampled, and the answer last. Text that has to be parsed or cut comes with the answer only.
+        """Yields text as it is sampled, then the answer. Text that must be parsed or cut comes only with the answer.
 
-        Raises as `answer`.
+        Raises the same errors as `answer`.
         """
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         live = LiveText(self.decode)
@@ -101,9 +105,12 @@ class Session:
             await asyncio.gather(answer, return_exceptions=True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Tokens as the agent sees them."""
+        """The text of token ids as the agent sees it, without special tokens."""
         return self._client.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _streams(self, body: ChatBody) -> bool:
-        """Calls and reasoning are taken out of whole answers, and a stop text may reach over two pieces."""
+        """Whether text can be streamed before the answer is complete.
+
+        Tool calls and reasoning are parsed from the complete answer, and a stop text may span two pieces.
+        """
         return not (tool_schemas(body) or body.stop or self._sampling.stop or self._client.sets_reasoning_apart)

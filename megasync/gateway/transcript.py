@@ -1,8 +1,8 @@
-"""Messages between two worlds: as agents send them, and as the conversation and the chat template know them.
+"""Maps messages between the form that agents send and the form that the conversation and the chat template use.
 
-Agents send an answer back as they were given it, or without its reasoning, or with the arguments of its calls written
-anew. Invariant: an answer that still says what the model said is recognised, and stands for the very message that the
-conversation noted, so that the next prompt goes on from the sampled tokens; any other stays as the agent sent it, and
+An agent sends an earlier answer back unchanged, without its reasoning, or with the arguments of its tool calls
+serialised again. Invariant: an answer with the same content is recognised and replaced by the recorded message, so that
+the next prompt continues from the sampled tokens. Any other answer is kept as the agent sent it, and the conversation
 forks. `restore` guarantees it.
 """
 
@@ -19,23 +19,24 @@ from megasync.rollout.generation import Reply
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """An answer, and the messages that it answered."""
+    """An answer, and the messages before it."""
 
     before: list[dict[str, Any]]
     answer: dict[str, Any]
 
 
 class Transcript:
-    """The answers of one session."""
+    """The answers and tool call ids of one session."""
 
     def __init__(self) -> None:
-        # By the number of messages before them.
+        # Keyed by the number of messages before the answer.
         self._given: dict[int, list[_Given]] = {}
-        # Call ids: those of an answer count from 0, which agents that look a call up by its id cannot bear.
+        # Tool call ids that agents see, to the recorded ones. Recorded ids count from 0 in every answer, which breaks
+        # agents that look up a call by its id.
         self._ids: dict[str, str] = {}
 
     def restore(self, messages: list[Message]) -> list[dict[str, Any]]:
-        """The messages for `client.chat`."""
+        """The agent's messages in the form for `client.chat`, with known answers replaced by the recorded ones."""
         restored: list[dict[str, Any]] = []
         for message in messages:
             plain = self._plain(message)
@@ -43,7 +44,7 @@ class Transcript:
         return restored
 
     def answered(self, reply: Reply) -> dict[str, Any]:
-        """Notes an answer; returns it as the agent gets it."""
+        """Records an answer and returns the message for the agent."""
         *before, answer = reply.messages
         self._given.setdefault(len(before), []).append(_Given(before, answer))
         message: dict[str, Any] = {"role": "assistant", "content": answer["content"], "refusal": None}
@@ -80,7 +81,7 @@ class Transcript:
         content = message.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content or ())
-        # The name that newer OpenAI models have for it; chat templates know the older one.
+        # Newer OpenAI models call the system role "developer"; chat templates know only "system".
         role = "system" if message.role == "developer" else message.role
         plain: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
@@ -94,7 +95,7 @@ class Transcript:
         return plain
 
     def _call(self, call: Call) -> dict[str, Any]:
-        """Chat templates want the arguments parsed."""
+        """The call with parsed arguments, as chat templates require; {} for arguments that are not a JSON object."""
         try:
             arguments = json.loads(call.function.arguments)
         except ValueError:
