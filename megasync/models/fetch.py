@@ -1,7 +1,7 @@
 """`fetch`: creates the folder of a named model.
 
-Invariant: the folder exists only if it is complete. It is written under a temporary name beside its destination and
-renamed at the end, so an interrupted fetch leaves nothing that looks like a model.
+Invariant: the folder exists only if it is complete. It is written under a temporary name in the parent of its
+destination and renamed at the end, so an interrupted fetch leaves nothing that looks like a model.
 """
 
 from __future__ import annotations

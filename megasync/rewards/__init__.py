@@ -1,7 +1,7 @@
-"""Rewards: functions that score the responses to a prompt, how several become one number, and ready ones.
+"""Reward functions: scoring the responses to a prompt, combining several scores into one, and built-in functions.
 
-`RewardRunner` (runner) calls them, `load_reward` (function) finds one by name; `math_reward` and `code_reward` are
-ready.
+`RewardRunner` (runner) calls them and `load_reward` (function) finds one by name. `math_reward` and `code_reward` are
+built in.
 """
 
 from megasync.rewards.function import RewardFunction, load_reward, reward_functions

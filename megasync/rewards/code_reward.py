@@ -3,10 +3,10 @@
 The program is the last fenced code block of the completion; without one the score is 0.0. It runs in the sandbox
 (`sandbox`), once per test. A row's `tests` column is either
 
-- a list of {"input": text, "output": text}: the program reads the input and must print the output; trailing white space of
-  lines and of the whole output is ignored; or
-- Python text, such as assert statements, which uses the program's names and must run to its end. It runs in a sandbox of
-  its own (`sandbox_link`).
+- a list of {"input": text, "output": text}: the program reads the input and must print the output; trailing white space
+  of lines and of the whole output is ignored; or
+- Python text, such as assert statements, which uses the program's names and must run to its end. It runs in a separate
+  sandbox (`sandbox_link`).
 
 Invariant: the program can never read or change an expected output or a test result.
 """
@@ -38,7 +38,7 @@ class CodeReward:
     """
 
     __name__ = "code"
-    # Each program has its own deadline, which does not include the time in the queue.
+    # Each program has a deadline of its own, which excludes the time in the queue.
     keeps_own_deadlines = True
 
     def __init__(
@@ -63,8 +63,8 @@ class CodeReward:
                     "without network"
                 )
             log.warning(
-                "The code reward runs without namespaces, which this kernel does not allow: programs have network access, can "
-                "read %s, and have no disk limit. See docs/rewards.md",
+                "The code reward runs without namespaces, which this kernel does not allow: programs have network "
+                "access, can read %s, and have no disk limit. See docs/rewards.md",
                 "what every user can read"
                 if isolation().own_user
                 else "everything that you can, including this process's memory",

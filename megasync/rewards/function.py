@@ -27,7 +27,7 @@ class RewardFunction:
 
     @property
     def keeps_own_deadlines(self) -> bool:
-        """Whether it bounds every wait itself, so that time in its own queue must not count against it."""
+        """Whether the function bounds every wait itself, so that the runner must not count the time in its queue."""
         return bool(getattr(self.call, "keeps_own_deadlines", False))
 
 

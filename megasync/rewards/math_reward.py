@@ -17,7 +17,7 @@ from typing import Any
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
-# Outside a main thread timeouts are off, and it would warn about that on every call.
+# Outside a main thread timeouts are off, and the package would warn about that on every call.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Seconds for parsing one text as mathematics, and for comparing two. An answer that takes longer counts as wrong.

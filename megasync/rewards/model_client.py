@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 # Seconds of backoff after a failure, doubled for each further one up to the second number.
 _FAILURE_WAIT = (0.2, 5.0)
-# Statuses that mean that the request itself is wrong.
+# Statuses that mean that the request itself is invalid.
 _BAD_REQUEST = frozenset({400, 413, 422})
 
 
 class RewardModelClient:
-    """Servers come and go by `add_server` and `remove_server`; requests wait while there is none."""
+    """Balances requests over the servers of one reward model. Requests wait while there is no server."""
 
     def __init__(self, name: str, max_inflight: int, timeout: float) -> None:
-        """`timeout` is in seconds, per request; it excludes the wait for one of `max_inflight` places."""
+        """`timeout` is in seconds, per request; it excludes the wait for one of `max_inflight` slots."""
         self._name = name
         self._timeout = timeout
         self._places = asyncio.Semaphore(max_inflight)

@@ -80,7 +80,8 @@ class ModelPrompt:
             return template.format_map(shown)
         except KeyError as error:
             raise DataError(
-                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks; it has {sorted(row)}"
+                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks; it has "
+                f"{sorted(row)}"
             ) from None
         except (ValueError, IndexError, AttributeError) as error:
             raise DataError(f"{self._key}.template={self._template!r} is not a valid format string: {error}") from None

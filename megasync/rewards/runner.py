@@ -157,8 +157,8 @@ def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> lis
 def _number(score: Any, uid: str, source: str) -> float:
     if (number := finite_float(score)) is None:
         raise DataError(
-            f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a finite number, or None to leave a response "
-            f"unscored"
+            f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a finite number, or None to leave a "
+            f"response unscored"
         )
     return number
 

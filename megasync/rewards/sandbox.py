@@ -5,11 +5,11 @@
 
 Invariants:
 
-- The result never depends on anything that the program can reach. Expected outputs stay in this process. A check runs in a
-  sandbox of its own, to which the program can send only plain data (`sandbox_link`), and its text is in no file,
+- The result never depends on anything that the program can reach. Expected outputs stay in this process. A check runs
+  in a sandbox of its own, to which the program can send only plain data (`sandbox_link`), and its text is in no file,
   argument or environment.
 - When a call returns or is cancelled, everything that the program started has been killed and its folder is gone;
-  `_Sandbox.end` guarantees it. Neither blocks the event loop, whatever the program left behind.
+  `_Sandbox.end` guarantees it. This cleanup never blocks the event loop, whatever the program left.
 
 The degree of isolation depends on what the kernel permits; `isolation` probes once. With namespaces a program sees the
 interpreter, shared libraries and nothing else of this machine. Without them it is an ordinary process: of an
@@ -43,14 +43,14 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _LINK = Path(__file__).with_name("sandbox_link.py")
 # Isolated from this environment (-I), standard library only (-S), no bytecode files (-B).
 _OPTIONS = ["-I", "-S", "-B"]
-# Not the interpreter of the virtual environment, which reads a file there that a program cannot see.
+# Not the virtual environment's interpreter, which reads a file of that environment that a program cannot see.
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 # The exit status of a check that ran to its end, as in `sandbox_child`.
 _PASSED = 42
 # Seconds that a sandbox has to clean up before it is killed; needed only without namespaces.
 _END_SECONDS = 8.0
 _REMOVE_SECONDS = 120.0
-# Seconds that a program has to end once its check has failed.
+# Seconds that a program has to exit after its check has failed.
 _PROGRAM_SECONDS = 1.0
 _PROBE_SECONDS = 30.0
 # A folder's name identifies its owner: process id, and start in clock ticks since boot.
@@ -61,9 +61,9 @@ _FOLDER = re.compile(r"megasync-sandbox-(\d+)-(\d+)-")
 class Limits:
     """`cpu_seconds`, `memory_mb` (address space) and `open_files` apply per process, `file_mb` per file.
 
-    `disk_mb` and `files` (with folders) apply to everything written, `processes` (with threads) to everything that runs
-    at once. These three need namespaces; for `processes` a user id of its own is enough. `wall_seconds` ends
-    everything.
+    `disk_mb` and `files` (including folders) apply to everything written, `processes` (including threads) to everything
+    that runs at once. These three need namespaces; for `processes` a separate user id is enough. After `wall_seconds`
+    everything is killed.
     """
 
     cpu_seconds: int = 4
@@ -135,15 +135,16 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
             _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as checking,
             _Sandbox(program_order, limits, theirs) as playing,
         ):
-            # Both processes have inherited them. While this process held one, neither would notice the end of the
-            # other.
+            # Both processes have inherited the sockets. If this process kept one open, neither process would notice
+            # the end of the other.
             ours.close()
             theirs.close()
             try:
                 result = await asyncio.wait_for(checking.result(), limits.wall_seconds)
                 if not (passed := result.code == _PASSED):
                     log.debug("Check failed: %s", result.stderr)
-                    # The program ends with its check. If it never started, raise OSError: the program is not at fault.
+                    # The program exits after its check. If it never started, `result` raises OSError, because the
+                    # program is not at fault.
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(playing.result(), _PROGRAM_SECONDS)
             except TimeoutError:
@@ -153,7 +154,7 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
 
 @cache
 def isolation() -> Isolation:
-    """The strongest isolation that works here: each is tried with a program. Raises OSError when none works."""
+    """The strongest isolation that works here, found by running a program in each. Raises OSError when none works."""
     root = os.geteuid() == 0
     kinds = (
         [Isolation("root", True), Isolation("user", False), Isolation("", True)] if root else [Isolation("user", False)]
@@ -252,7 +253,7 @@ class _Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-            # A descendant that survived would hold its pipes open.
+            # A surviving descendant would hold the pipes open.
             talk.cancel()
             await asyncio.wait({talk})
             process._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - asyncio has no public way

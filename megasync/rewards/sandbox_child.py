@@ -6,11 +6,11 @@ Runs as a script; standard library only. It reads one JSON order from its standa
     driver -> this (outer) -> first process of new namespaces -> program      with namespaces
     driver -> this                                           -> program      without
 
-With namespaces the program has a root folder of its own in memory (limited in bytes and files; from the host it
-contains the interpreter and shared libraries, read-only), no network, and process ids of its own; the kernel ends all
-of its processes with the first one. Without them it works in `folder`, and this process kills the descendants that the
-program leaves behind, because the kernel re-parents them to it. As root, the program gets an unprivileged user id of
-its own.
+With namespaces, the program has a private in-memory root folder (limited in bytes and files; from the host it contains
+only the interpreter and shared libraries, read-only), no network, and a private process id space. When the first
+process ends, the kernel kills the others. Without namespaces, the program works in `folder`. The kernel re-parents its
+orphaned descendants to this process, which kills them. If this process is root, the program gets an unprivileged user
+id that no other program has.
 
 An order has `limits`, `namespaces` ("root", "user" or ""), `own_user`, `files` (name to text), `link` (a socket's
 descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python
@@ -51,7 +51,7 @@ OWN_FILES = 128
 OUTPUT_BYTES = 2**20
 # The exit status of a check that ran to its end.
 PASSED = 42
-# Seconds for killing what a program left behind.
+# Seconds for killing the descendants of a program.
 KILL_SECONDS = 5.0
 # Mount point of the new root: a folder that every Linux has and no interpreter is installed in.
 PLACE = "/sys"
@@ -116,7 +116,7 @@ def show(source, root):
 
 
 def new_root(limits, room):
-    """A root folder in memory, from which the host cannot be changed, and most of it not be seen."""
+    """An in-memory root folder that hides most of the host and makes the rest read-only."""
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
     options = f"size={limits['disk_mb'] * 2**20 + room},nr_inodes={limits['files'] + OWN_FILES},mode=755"
     mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -127,7 +127,7 @@ def new_root(limits, room):
     try:
         mount("proc", f"{PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     except OSError:
-        pass  # some containers forbid it, and a program works without
+        pass  # some containers forbid it, and programs work without /proc
     os.mkdir(f"{PLACE}/tmp")
     os.chmod(f"{PLACE}/tmp", 0o1777)
     os.chdir(PLACE)
@@ -202,7 +202,7 @@ def children():
 
 
 def kill_rest(user):
-    """Kills the descendants that the program left behind, until this process has no child."""
+    """Kills the remaining descendants of the program, until this process has no child."""
     deadline = time.monotonic() + KILL_SECONDS
     if user is not None:
         # All processes of the user at once, so that none escapes by forking.
@@ -241,7 +241,7 @@ def watch(order, root, user, answer):
     os.mkdir(f"{root}/work")
     if user is not None:
         os.chown(f"{root}/work", user, user)
-    # Opened before the program can remove them.
+    # Opened before the program starts, because it could remove them.
     with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as told:
         if not (program := os.fork()):
             try:
@@ -265,7 +265,7 @@ def main():
     os.dup2(2, 1)
     if not order["namespaces"]:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # If the driver dies, nothing else would be left to end the program.
+        # If the driver dies, only this process can kill the program.
         signal.signal(signal.SIGTERM, lambda *_: (kill_rest(user), os._exit(128 + signal.SIGTERM)))
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         watch(order, order["folder"], user, answer)

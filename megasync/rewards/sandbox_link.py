@@ -4,9 +4,8 @@
     program side    performs them; answers with plain data, or with the number of an object that stays there
 
 Standard library only; both sides run this file without the package. As a script it is the program side: it runs
-`program.py` and then serves operations. Frames are JSON, preceded by their length. Both sides stand in one file because
-the file is the protocol: each sandbox receives this text alone, and every kind of value is packed by one side and
-unpacked by the other.
+`program.py` and then serves operations. Frames are JSON, preceded by their length. Both sides share one file because it
+is the protocol: each sandbox receives only this text, and one side unpacks every kind of value that the other packs.
 
 Invariant: the program never decides a comparison with a value of the check. Plain data is rebuilt on the check side as
 Python's own exact types. A program object that is compared with such a value is unequal to it; the program is asked for
@@ -19,7 +18,7 @@ cannot change the program's own lists and dictionaries through a returned copy, 
 coroutines, or see a global that changes after the program was loaded.
 """
 
-# What is unpacked comes from the other process, so no type is known here.
+# Unpacked values come from the other process, so their types are unknown here.
 # pyright: reportCallIssue=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 
 import builtins
@@ -121,11 +120,11 @@ OPERATIONS = {
 
 
 class LinkBroken(BaseException):
-    """The other side ended or broke the protocol. A BaseException, so that no `except Exception` of a check hides it."""
+    """The other side ended or violated the protocol. A BaseException, so that a check cannot catch it as Exception."""
 
 
 class Link:
-    """Frames over a socket, and the values in them. The sides differ in `give` and `take`: objects that are not data."""
+    """Frames over a socket and their values. Each side defines `give` and `take` for objects that are not data."""
 
     # Built-in objects are sent by name. A check may send built-in functions, but accepts types only, because it would
     # call a function on its own side.
@@ -168,7 +167,7 @@ class Link:
         raise NotImplementedError
 
     def take(self, kind, data):
-        """The object for such a message of the other side."""
+        """The object for a message that the other side made with `give`."""
         raise NotImplementedError
 
     def fail(self, problem):
@@ -269,7 +268,7 @@ class Link:
     def pack_plain(self, value):
         try:
             return self.pack(value)
-        except Exception:  # noqa: BLE001 - whatever an object of the other side's does
+        except Exception:  # noqa: BLE001 - whatever an object's own code raises
             return repr(value)[:200]
 
 
@@ -277,7 +276,7 @@ class Link:
 
 
 def remote(operation, position=0):
-    """A method that sends an operation to the program; `position` is the index of the object among the operands."""
+    """A method that sends an operation to the program. `position` is the index of `self` among the operands."""
 
     def method(self, *operands):
         operands = list(operands)
@@ -288,7 +287,7 @@ def remote(operation, position=0):
 
 
 def converted(operation, kind):
-    """As `remote`, for methods whose result must have exactly the type `kind`."""
+    """Like `remote`, for methods whose result must have exactly the type `kind`."""
     ask = remote(operation)
 
     def method(self, *operands):
@@ -454,7 +453,7 @@ class CheckSide(Link):
             if kind == "value":
                 return self.unpack(content[0], list(passed))
             error = self.error(*content)
-        except Exception as problem:  # noqa: BLE001 - whatever malformed content leads to
+        except Exception as problem:  # noqa: BLE001 - malformed content can raise anything
             self.fail(f"{type(problem).__name__}: {problem}")
         raise error
 
@@ -471,7 +470,7 @@ class CheckSide(Link):
         try:
             _, number, positional, named = message
             return ["value", self.pack(self.lent[number](*self.unpack(positional), **self.unpack(named)))]
-        except Exception as error:  # noqa: BLE001 - handed to the program
+        except Exception as error:  # noqa: BLE001 - passed to the program
             return self.raised(error)
 
     def names(self):
@@ -497,12 +496,12 @@ def replace(container, value):
 
 
 def passes(descriptor, check):
-    """Whether the check runs to its end while the program is still there."""
+    """Whether the check runs to its end and the program is still alive then."""
     wire = CheckSide(descriptor)
     try:
         exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})
         wire.ask("bool", [True])
-    except BaseException as error:  # noqa: BLE001 - whatever ends a check before its end
+    except BaseException as error:  # noqa: BLE001 - any exception fails the check
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return False
     return not wire.broken
@@ -512,7 +511,7 @@ def passes(descriptor, check):
 
 
 class ProgramSide(Link):
-    """Performs operations. Whatever the program does to it, it can only send other data."""
+    """Performs operations in the program's process. If the program tampers with it, it can still send only data."""
 
     taken_by_name = (type, type(len))
 
@@ -554,13 +553,13 @@ class ProgramSide(Link):
             answer = ["value", self.pack(value, self.known(passed))]
         except LinkBroken:
             raise
-        except BaseException as error:  # noqa: BLE001 - handed to the check
+        except BaseException as error:  # noqa: BLE001 - passed to the check
             answer = self.raised(error)
         changes = []
         for number, (each, was) in enumerate(zip(passed, before)):
             if self.pack(each) != was:
                 known = self.known(passed)
-                # The container itself is sent in full, the containers in it by number.
+                # The container itself is sent in full; containers inside it are sent by number.
                 known[0] = known.pop(id(each))
                 changes.append([number, self.pack(each, known)])
         text = self.printed.getvalue()[:PRINTED_CHARACTERS]
@@ -598,7 +597,7 @@ class ProgramSide(Link):
 
 
 class CheckFunction:
-    """A function of the check, for the program to call."""
+    """A function of the check that the program can call."""
 
     def __init__(self, player, number):
         self.player, self.number = player, number
@@ -608,7 +607,7 @@ class CheckFunction:
 
 
 class CheckIterator:
-    """An iterator of the check."""
+    """An iterator of the check that the program can advance."""
 
     def __init__(self, ask):
         self.ask = ask

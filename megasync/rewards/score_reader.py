@@ -14,7 +14,7 @@ from megasync.serving.answers import parse_as
 
 
 class ScoreReader(Protocol):
-    """`path` is the endpoint; `answer_tokens` is how many tokens the answer needs beyond those of the prompt."""
+    """`path` is the endpoint; `answer_tokens` is the number of tokens that the answer needs beyond the prompt."""
 
     @property
     def path(self) -> str: ...
@@ -37,7 +37,7 @@ class _TextAnswer(msgspec.Struct):
 
 
 class _TokenLogprobs(msgspec.Struct):
-    # By token of the answer: log-prob, id and text of each requested token.
+    # For each token of the answer: the log-prob, id and text of each requested token.
     output_token_ids_logprobs: list[list[tuple[float, int, Any]]]
 
 
@@ -129,7 +129,7 @@ def _token(key: str, name: str, word: str, tokenizer: Any) -> int:
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise ConfigError(
-            f"{key}.{name}={word!r} is {len(ids)} tokens for the tokenizer of {key}.path={tokenizer.name_or_path!r}; choose "
-            f"a word that is a single token, perhaps with a leading space"
+            f"{key}.{name}={word!r} is {len(ids)} tokens for the tokenizer of {key}.path={tokenizer.name_or_path!r}; "
+            f"choose a word that is a single token, perhaps with a leading space"
         )
     return ids[0]

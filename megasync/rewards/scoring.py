@@ -13,10 +13,10 @@ from megasync.rewards.runner import Given
 
 
 class Scoring:
-    """`models` are the functions of the reward models by name; their servers are added later."""
+    """The reward runners of a run. `models` has the reward models by name; their servers are added later."""
 
     def __init__(self, config: Config, own: Callable | Mapping[Callable, float] | None = None) -> None:
-        """`own` are functions given from Python, which replace those of the configuration.
+        """`own` are functions passed from Python, which replace those of the configuration.
 
         Raises ConfigError for a reward that cannot be loaded or would never be used.
         """
@@ -35,7 +35,7 @@ class Scoring:
         self._runners: list[tuple[Given | None, RewardRunner]] = []
 
     def runner(self, functions: Given | None) -> RewardRunner:
-        """The runner of these functions. Equal arguments return the same runner, so that they share processes."""
+        """The runner of these functions. The same object always gets the same runner, so that it shares processes."""
         for known, runner in self._runners:
             if known is functions:
                 return runner
@@ -44,7 +44,7 @@ class Scoring:
         return runner
 
     async def close(self) -> None:
-        """Ends worker processes."""
+        """Ends the worker processes of all runners."""
         for _, runner in self._runners:
             await runner.close()
 
