@@ -1,4 +1,4 @@
-"""Digit tasks: right answers, partial credit, and splits that never share a row."""
+"""Digit tasks: correct answers, partial credit, and splits that never share a row."""
 
 import pytest
 from hypothesis import given
@@ -52,13 +52,13 @@ def test_every_character_of_a_row_has_a_token():
     ("completion", "finish", "reward"),
     [
         ("2301", "stop", 1.0),
-        ("2301", "length", 0.8),  # right digits, but it did not end
+        ("2301", "length", 0.8),  # correct digits, but no end token
         ("23015", "length", 0.8),
-        ("230", "stop", 0.6),  # ended too early: three digits and no end in its place
+        ("230", "stop", 0.6),  # ended too early: three correct digits, and the end in the wrong position
         ("9301", "stop", 0.8),
         ("301", "stop", 0.0),
         ("", "stop", 0.0),
-        ("?301", "stop", 0.8),  # other tokens hold their place
+        ("?301", "stop", 0.8),  # non-digit tokens occupy a position
     ],
 )
 def test_the_reward_is_the_share_of_right_positions(completion, finish, reward):

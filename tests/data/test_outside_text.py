@@ -58,7 +58,7 @@ def smollm2():
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-# Reading SmolLM2's tokenizer takes many seconds.
+# Loading SmolLM2's tokenizer takes many seconds.
 @pytest.fixture(params=["byte level", "digits", pytest.param("smollm2", marks=pytest.mark.real)])
 def tokenizer(request):
     made = {"byte level": byte_level, "digits": digits_tokenizer}.get(request.param)
@@ -76,7 +76,7 @@ def pieces(tokenizer):
 def test_text_without_special_tokens_is_encoded_as_the_tokenizer_does_it(tokenizer):
     rng, outside = random.Random(5), OutsideText(tokenizer)
     for _ in range(300):
-        # The template's own special tokens are there, in any place.
+        # The template's own special tokens may appear anywhere.
         words = [*pieces(tokenizer), *tokenizer.all_special_tokens]
         text = "".join(rng.choices(words, k=rng.randrange(30)))
         if MARK not in text:
@@ -140,7 +140,7 @@ def test_keys_and_values_at_any_depth_are_guarded_and_the_rest_is_the_same_objec
     assert plain(guarded["a"][0]["b"][1]) == END
 
 
-# Each place where text of others meets a template
+# Each place where untrusted text is put into a template
 
 
 @pytest.mark.parametrize("form", ["raw", "chat"])

@@ -1,4 +1,4 @@
-"""Rendering: what the model reads, and which prompts are refused before the run."""
+"""Rendering: the text that the model reads, and the prompts that are refused before the run."""
 
 import pytest
 
@@ -8,7 +8,10 @@ from megasync.errors import DataError
 from megasync.models.digits import digits_tokenizer
 
 ROWS = [{"prompt": f"+{n}=", "answer": str(n + 1)} for n in range(3)]
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}bot>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}bot>{% endif %}"
+)
 
 
 def renderer(solved=(), vocab_size=16, chat_template=None, **config):

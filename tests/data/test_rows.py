@@ -1,4 +1,4 @@
-"""Rows: any shape of dataset becomes a list of checked dicts, and nothing of the caller's is changed."""
+"""Rows: every form of dataset becomes a list of validated dicts, and the caller's data is not modified."""
 
 import copy
 

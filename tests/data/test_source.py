@@ -1,4 +1,4 @@
-"""The source: after any prefix of a run, restoring and requeueing the unfinished gives every prompt exactly once."""
+"""The source: at any point of a run, restoring and requeueing unfinished prompts serves every prompt exactly once."""
 
 import json
 from collections import Counter
@@ -106,7 +106,7 @@ def test_the_cursor_passes_over_a_prompt_that_was_requeued_from_ahead_of_it():
 
 @given(rows=st.integers(1, 7), drawn=st.integers(0, 30), cursor=st.integers(0, 10), seed=st.integers(0, 3))
 def test_what_was_admitted_is_not_served_again_and_nothing_else_is_passed_over(rows, drawn, cursor, seed):
-    """The cursor is any earlier one; some of what it had drawn was admitted later, some was not."""
+    """Restores any earlier cursor. Some of the prompts that it had drawn were admitted later, some were not."""
     prompts = source(rows, seed=seed)
     take(prompts, cursor)
     state = json.loads(json.dumps(prompts.state()))

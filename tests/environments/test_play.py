@@ -1,4 +1,4 @@
-"""An environment is played through the client's chat, turn by turn, into trajectories with the episode's reward."""
+"""Playing an environment turn by turn through the client's chat gives trajectories with the episode's reward."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Environments are bounded and used again; one that fails is not, and none can hold up a run."""
+"""The pool bounds and reuses environments, discards those that fail, and none can block a run."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The rig of these tests, with options of the real client that stands behind the gateway."""
+"""The fixture of these tests, with options of the real client that the gateway uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def make_rig():
-    """A context: `async with make_rig(chat=..., stream_interval=...) as rig`."""
+    """A factory of context managers: `async with make_rig(chat=..., stream_interval=...) as rig`."""
 
     @asynccontextmanager
     async def make(**changes):

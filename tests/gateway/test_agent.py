@@ -1,4 +1,4 @@
-"""The agent as a workflow: what it returns, how it may fail, when its session ends, and where it runs."""
+"""The agent workflow: return values, failures, the end of the session, and the thread that it runs on."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from megasync.gateway.agent_loop import AgentLoop
 
 
 def ask(base_url, api_key, **request):
-    """One request with the sync client."""
+    """Sends one request with the sync client."""
     with package.OpenAI(base_url=base_url, api_key=api_key, timeout=20.0) as client:
         return client.chat.completions.create(**({"model": "m", "messages": HI} | request))
 
@@ -142,7 +142,7 @@ async def test_sessions_of_the_same_agent_never_mix(rig):
     clients = [rig.sample_client() for _ in range(count)]
 
     async def answer(fake, body):
-        # What was asked, so that every answer can be told apart.
+        # The user's message, so that answers can be distinguished.
         words = rig.tokenizer.decode(body["input_ids"]).split("user: ")[1].split("<eos>")[0]
         ids = [*rig.tokenizer.encode(words), rig.tokenizer.eos_token_id]
         fake.continuation = lambda body, count: ids
@@ -268,7 +268,7 @@ async def test_a_sync_agent_that_waits_for_a_thread_is_not_late():
         return 1.0
 
     workflow = AgentWorkflow(agent, GatewayConfig(threads=1), SamplingConfig(), "m", deadline=2.0)
-    # Together they take longer than one of them may.
+    # In sequence they would take longer than the deadline of one.
     assert await asyncio.gather(*(workflow(client, {}) for _ in range(25))) == [1.0] * 25
     await workflow.close()
 
@@ -299,8 +299,9 @@ async def test_a_program_of_its_own_is_an_agent_too(rig):
     rig.write("x")
     program = (
         "import json, os, urllib.request as u\n"
-        "r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', headers={'Authorization': 'Bearer ' "
-        "+ os.environ['OPENAI_API_KEY']}, data=json.dumps({'messages': [{'role': 'user', 'content': 'hi'}]}).encode())\n"
+        "r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', "
+        "headers={'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}, "
+        "data=json.dumps({'messages': [{'role': 'user', 'content': 'hi'}]}).encode())\n"
         "assert json.load(u.urlopen(r, timeout=20))['choices'][0]['message']['content'] == 'x'\n"
     )
 

@@ -1,4 +1,4 @@
-"""Chat completions over HTTP with the real `openai` package: what it gets, and what is trained of it."""
+"""Chat completions over HTTP with the real `openai` package: its responses, and the trajectories that are trained."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ async def test_turns_with_tools_are_one_trajectory_of_the_tokens_that_were_sampl
             while True:
                 found = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
                 message = found.choices[0].message
-                # As frameworks do: all fields, also those that are null.
+                # As agent frameworks do: all fields, including null ones.
                 messages.append(message.model_dump())
                 seen.append(found)
                 if not message.tool_calls:
@@ -242,7 +242,7 @@ async def stream(rig, **request):
 
 
 async def test_text_arrives_while_the_rest_is_being_sampled(make_rig):
-    """The server goes on only when the agent has seen the first piece."""
+    """The server continues only after the agent has received the first piece."""
     async with make_rig(stream_interval=3) as rig:
         seen = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Which agent a run plays, and what it must have for that."""
+"""How a run selects its agent, and what that requires."""
 
 import pytest
 from tiny_models import byte_tokenizer

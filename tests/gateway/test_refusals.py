@@ -1,4 +1,4 @@
-"""What the gateway refuses, and as which exception of the `openai` package it arrives."""
+"""Requests that the gateway refuses, and the exceptions that the `openai` package raises for them."""
 
 import aiohttp
 import openai as package
@@ -18,7 +18,7 @@ BAD_MESSAGES = [
 
 
 async def refused(rig, kind, **request):
-    """The exception of one request, and that the sample went on after it."""
+    """The exception of one request. Also checks that the sample can continue afterwards."""
     rig.write("x")
     caught = []
 

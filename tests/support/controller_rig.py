@@ -1,4 +1,4 @@
-"""The controller over the real buffer, with fakes for everything that does I/O, and ways to make each of them fail."""
+"""The controller with the real buffer. Everything that does I/O is a fake that can be made to fail."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from megasync.trajectory import Group, Trajectory
 
 
 class FakeRollouter:
-    """Admits and commits groups as fast as the buffer lets it; `fail_after` raises, `stall_after` commits no more after
-    so many;
-    `first` is the number of the first prompt."""
+    """Admits and commits groups as fast as the buffer allows.
+
+    It raises after `fail_after` prompts, and commits no more than `stall_after` groups. `first` is the number of the
+    first prompt.
+    """
 
     def __init__(
         self, buffer: AsyncBuffer, fail_after: int | None = None, stall_after: int | None = None, first: int = 0
@@ -96,8 +98,10 @@ class FakeSaved:
 
 
 class FakeTrainer:
-    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often a rank is lost in it. A step
-    with one of the `poison` groups raises an error, `times` in all."""
+    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often it loses a rank.
+
+    A step with one of the `poison` groups raises an error, at most `times` times.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class FakeTrainer:
         self.saved: list[dict] = []
         self.save_calls = 0
         self.restarts = 0
-        # Uids that the present weights were trained on; what a checkpoint keeps of them.
+        # Uids that the current weights were trained on, and those in the last checkpoint.
         self.weights: list[str] = []
         self._kept: list[str] = []
         self._lose = lose or {}
@@ -165,7 +169,7 @@ class FakeServer:
 
 
 class FakeRewardModels:
-    """`dead` is what `watch` raises from then on."""
+    """Once `dead` is set, `watch` raises it."""
 
     def __init__(self) -> None:
         self.dead: MegasyncError | None = None
@@ -179,13 +183,13 @@ class FakeRewardModels:
 
 
 class FakeFleet:
-    """Servers a and b serve; the tests let them go and come."""
+    """A fleet with the servers a and b. Tests take them down and bring them back."""
 
     def __init__(self) -> None:
         self.up = {"a": True, "b": True}
         self.failed: list[dict[str, str]] = []
         self.disagreeing: list[dict[str, str]] = []
-        # Servers of the sync that is under way, and of all there were.
+        # Servers of the sync in progress, and of every sync so far.
         self.in_sync: set[str] = set()
         self.synced: list[set[str]] = []
         self.dead = asyncio.Event()
@@ -238,7 +242,9 @@ class FakeFleet:
 
 class FakePublisher:
     """`lose` maps a version to the servers that fail in its first publish; an empty list is a failure of the trainer.
-    `disagree` maps one to the servers that fail its parity, once."""
+
+    `disagree` maps a version to the servers that fail its parity check, once.
+    """
 
     def __init__(
         self,
@@ -294,7 +300,7 @@ class FakeObserver:
 
 
 class Rig:
-    """A controller and the fakes around it; keyword arguments set the schedule."""
+    """A controller with its fakes. Keyword arguments set the schedule."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One tiny random model of each family that is served, with sizes that make the loaders pad, cut and fuse."""
+"""One tiny random model per served family, with sizes that make the loaders pad, shard and fuse."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILIES = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
-        # What published checkpoints say and Hugging Face's class leaves out.
+        # Published checkpoints have this; Hugging Face's class omits it.
         "moe_layer_freq": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
@@ -76,7 +76,7 @@ FAMILIES = {
 
 
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
-    """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, so that a mix-up shows."""
+    """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
     sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **sizes)

@@ -1,4 +1,4 @@
-"""Environments that behave and misbehave, in a module that other processes can import too."""
+"""Working and faulty environments, in a module that other processes can also import."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ import time
 
 
 class Counter:
-    """The episode ends at the row's `goal`; "up" counts, and the reward is 1.0 at the goal."""
+    """Counts the actions "up". The episode ends at the row's `goal`, with reward 1.0."""
 
     def __init__(self, refuse=False):
         if refuse:

@@ -8,7 +8,7 @@ from megasync.errors import ServerError
 
 
 class FakeControl:
-    """Keeps what a real server would keep. ``faults``: path -> what happens to the n-th call of it from now on."""
+    """Keeps the state of a real server. ``faults`` maps a path to the outcomes of the next calls of that path."""
 
     def __init__(self, url):
         self.url = url
@@ -34,7 +34,7 @@ class FakeControl:
         return await self.answer(path, body) or {"success": True}
 
     async def answer(self, path, body):
-        """What a subclass does with a call that did not fail."""
+        """The answer to a successful call, for subclasses to override."""
 
     async def _fault(self, path, timeout):
         script = self.faults.get(path)

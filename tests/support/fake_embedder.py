@@ -6,7 +6,7 @@ import numpy as np
 
 
 class FakeEmbedder:
-    """Counts words in `dimension` bins. `breaks_on` is a text that it cannot embed, in whatever batch it comes."""
+    """Counts words in `dimension` bins. Embedding a batch that contains the text `breaks_on` fails."""
 
     def __init__(self, dimension=64, digest="fake", breaks_on=None):
         self.dimension, self.digest, self.breaks_on = dimension, digest, breaks_on

@@ -1,4 +1,4 @@
-"""A serving engine in miniature: fuses and cuts a dense model's tensors as servers do. One module is one rank."""
+"""A miniature serving engine that fuses and shards a dense model's tensors as servers do. One module is one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FakeEngineRank(nn.Module):
         super().__init__()
         sizes = self.sizes = sizes_of(hf_config)
         self.tp, self.size = tp, size
-        # Fewer key-value heads than ranks are held several times.
+        # With fewer key-value heads than ranks, the heads are replicated.
         self.kv_rows = max(sizes.groups // size, 1) * sizes.head_dim
         self.kv_row = tp * sizes.groups // size * sizes.head_dim
         self.q_rows = sizes.q_rows // size

@@ -1,4 +1,4 @@
-"""An HTTP server in the test's own event loop that answers as SGLang does, and remembers what it was asked."""
+"""An HTTP server in the test's event loop that answers as SGLang does and records its requests."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class FakeSGLang:
         self.requests: list[dict] = []
         self.headers: list[dict] = []
         self.peers: list[tuple] = []
-        # Paths of everything that was posted, and requests whose caller hung up.
+        # Paths of all POST requests, and requests whose caller disconnected.
         self.calls: list[str] = []
         self.disconnected = 0
         self.aborted_all = 0
         self.parser_status = 200
-        # How token ids become text.
+        # Decodes token ids to text.
         self.words: Callable[[list[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
 
     async def __aenter__(self) -> Self:
@@ -86,7 +86,7 @@ class FakeSGLang:
         last = {"finish_reason": {"type": finish}, "weight_versions": spans}
         if not body.get("stream"):
             return web.json_response(self.piece(body, ids, self.version, last))
-        # All but the last piece end without saying which version is whose.
+        # Only the last piece says which version wrote which tokens.
         pieces = [self.piece(body, ids[at : at + PIECE], self.version) for at in range(0, max(0, count - PIECE), PIECE)]
         pieces.append(self.piece(body, ids[PIECE * len(pieces) :], self.version, last))
         return web.Response(text="".join(map(event, pieces)) + "data: [DONE]\n\n", content_type="text/event-stream")
@@ -126,7 +126,7 @@ class FakeSGLang:
         for count, version in broken.pieces:
             await response.write(event(self.piece(body, ids[at : at + count], version)).encode())
             at += count
-            # Another piece in another packet.
+            # So that the next piece is sent in a separate packet.
             await asyncio.sleep(0.01)
         request.transport.close()
         return response
@@ -141,7 +141,7 @@ class FakeSGLang:
         return web.Response()
 
     async def _parse_calls(self, request: web.Request) -> web.Response:
-        """Hermes only."""
+        """Parses tool calls in Hermes format only."""
         body = await request.json()
         if self.parser_status != 200:
             return web.Response(status=self.parser_status, text="the parser failed")

@@ -1,4 +1,4 @@
-"""A chat template and tokenizer whose every oddity is a switch."""
+"""A chat template and tokenizer with a switch for each of their irregularities."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 
 from megasync.errors import DataError
 
-# Pairs that the tokenizer always writes as one token; a model may sample their halves all the same.
+# Pairs that the tokenizer always encodes as one token. A model may still sample the two halves.
 PAIRS = {"ab": 1000, "cd": 1001, "}}": 1002}
 EOS = "$"
 THOUGHT = re.compile(r"\(.*?\)")
 
 
 class FakeTemplate:
-    """One token per character, but for PAIRS. Messages are written `<role>content$`, tools in front of them.
+    """One token per character, except for PAIRS. Messages are written `<role>content$`, after the list of tools.
 
-    `forgets`: reasoning, in parentheses, is left out of answers before the last user message, as Qwen3 does.
-    `tidies`: spaces in answers are written once. `refuses`: conversations without a user's message.
+    `forgets` drops reasoning (in parentheses) from answers before the last user message, as Qwen3 does. `tidies`
+    collapses repeated spaces in answers. `refuses` rejects conversations that end with an assistant message.
+    `hides_answers` omits the content of answers.
     """
 
     def __init__(self, *, forgets=False, tidies=False, refuses=False, hides_answers=False):

@@ -1,4 +1,4 @@
-"""A gateway in front of the real client, in front of a server that is a fake and writes what a test says."""
+"""A gateway with the real rollout client and a fake server whose answers a test defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasync.rollout.sample_client import SampleClient
 
 
 class Rig:
-    """`write` says what the server answers next; `play` has an agent play one sample."""
+    """`write` defines the server's next answers; `play` runs an agent on one sample."""
 
     def __init__(self, fake: FakeSGLang, client: RolloutClient) -> None:
         self.fake = fake
@@ -26,7 +26,7 @@ class Rig:
         self.gate = RequestGate()
 
     def write(self, *answers: str, cut: bool = False) -> None:
-        """Answers of the next requests, in their order; with `cut` they have no end."""
+        """Defines the answers to the next requests, in order. With `cut` they are truncated."""
         for text in answers:
             ids = [*self.tokenizer.encode(text), *([] if cut else [self.tokenizer.eos_token_id])]
             self.fake.script.append(_writes(ids, "length" if cut else "stop"))
@@ -42,7 +42,7 @@ class Rig:
             await workflow.close()
 
     async def ask(self, **request):
-        """One request of an agent with the `openai` package: (what came, the trajectories)."""
+        """Sends one request as an agent with the `openai` package: (response, trajectories)."""
         found = []
 
         async def agent(base_url, api_key, sample, model):
@@ -53,7 +53,7 @@ class Rig:
         return found[0], trajectories
 
     def sent(self, number: int = -1) -> str:
-        """What the server was asked, as text."""
+        """The prompt text of a request to the server."""
         return self.tokenizer.decode(self.fake.requests[number]["input_ids"])
 
 
@@ -70,7 +70,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @asynccontextmanager
 async def openai(base_url, api_key):
-    """The real client, made anew: connections belong to one event loop."""
+    """The real client, created for each use because connections belong to one event loop."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=20.0)
     try:
         yield client

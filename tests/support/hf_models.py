@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, whole and in folders."""
+"""Tiny Hugging Face models, in memory and in folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
 
 
 def build_model(seed: int = 0, **config):
-    """A random float32 model; every tensor is random, norms and biases too, so that a mix-up shows."""
+    """A random float32 model. Norms and biases are random too, to reveal swapped tensors."""
     config = {"model_type": "qwen2", **SIZES, **config}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What is left on disk when a process is killed after any line of a module, or when the disk is full."""
+"""The state of the disk after a process is killed after any line of a module, or when the disk is full."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ while child(f"{lines} lines", dies_after(lines)) == 9:
 
 @dataclass(frozen=True)
 class Left:
-    """``ended``: "done", "killed" or "failed" (with ``error``). The folder's name tells the case."""
+    """What one case left on disk. ``ended`` is "done", "killed" or "failed" (with ``error``)."""
 
     folder: Path
     ended: str
@@ -67,10 +67,10 @@ class Left:
 def cut_short(
     setup: str, folder: Path, modules: Sequence[str], sizes: Sequence[int] = (), every: int = 1
 ) -> list[Left]:
-    """Runs `work(folder)` of `setup`, after its `begin(folder)`, in a process and folder of its own for each case.
+    """Runs `begin(folder)` and then `work(folder)` of `setup`, for each case in a separate process and folder.
 
-    The process is killed after each line (or `every` so many lines) of the modules until it completes, and runs with
-    files that may have so many bytes.
+    In one series of cases, the process is killed after one more line (or `every` lines) of the modules each time, until
+    it completes. In the other, the size of its files is limited to each of `sizes` bytes.
     """
     arguments = [str(folder), json.dumps(list(modules)), json.dumps(list(sizes)), str(every)]
     done = subprocess.run(

@@ -1,7 +1,6 @@
-"""Several hosts on one machine: namespaces with an address, processes, a /dev/shm and a Ray folder of their own.
+"""Fake hosts on one machine: namespaces with separate addresses, processes, /dev/shm and Ray folders.
 
-They are joined by a bridge in a namespace of its own, so that nothing of the machine's own network is touched. Needs
-root.
+A bridge in another namespace connects them, so that the machine's own network is not touched. Needs root.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from pathlib import Path
 
 PATIENCE = 20.0
 
-# The first process of a host; all others there end with it. Resolving names needs a resolver that answers at once.
+# The first process of a host; when it ends, the kernel kills the others. The empty resolv.conf makes name resolution
+# answer at once.
 INIT = """
 hostname {name}
 mkdir -p /tmp/ray && mount --bind {home}/ray /tmp/ray
@@ -29,7 +29,7 @@ while :; do sleep 3600; done
 
 
 def permitted() -> bool:
-    """Whether this process may make namespaces, and has what it takes."""
+    """Whether this process may create network namespaces and has the required tools."""
     if os.geteuid() or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter", "setpriv")):
         return False
     name = f"mstry{os.getpid()}"
@@ -45,7 +45,7 @@ class FakeHosts:
     def __init__(self, root: Path, number: int) -> None:
         self.root = root
         self.names = [f"host{index}" for index in range(number)]
-        # Short, because an interface's name is; other tests may have hosts at the same time.
+        # Short, because interface names are limited in length. Unique, because other tests may have hosts too.
         self._prefix = f"ms{os.getpid() % 100_000}"
         self._switch = f"{self._prefix}sw"
         self._net = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
@@ -67,7 +67,7 @@ class FakeHosts:
 
     @property
     def outside(self) -> Path:
-        """The network namespace of a machine that is none of the hosts, and reaches them all."""
+        """The network namespace of another machine, which reaches all hosts."""
         return Path("/run/netns") / self._switch
 
     @property
@@ -85,16 +85,16 @@ class FakeHosts:
         return str(path)
 
     def switch_on(self, name: str) -> None:
-        """Also again after `crash`."""
+        """Starts a host, for the first time or after `crash`."""
         home = self.root / name
         for folder in ("ray", "home"):
             (home / folder).mkdir(parents=True, exist_ok=True)
         (home / "up").unlink(missing_ok=True)
         init = INIT.format(name=name, home=home, root=self.root)
-        # Not `ip netns exec`, which takes /sys/fs/cgroup away.
+        # Not `ip netns exec`, which hides /sys/fs/cgroup.
         self._first[name] = subprocess.Popen(
             [
-                # A test that is killed takes its hosts with it.
+                # If the test is killed, its hosts are killed too.
                 *("setpriv", "--pdeathsig", "KILL"),
                 *("nsenter", f"--net=/run/netns/{self._prefix}{name}"),
                 *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"),
@@ -109,30 +109,30 @@ class FakeHosts:
         (home / "pid").write_text(children[0])
 
     def crash(self, name: str) -> None:
-        """As by pulling the plug: everything there is gone at once."""
+        """Kills everything on a host at once, like a power failure."""
         os.kill(int((self.root / name / "pid").read_text()), signal.SIGKILL)
         self._first[name].wait(PATIENCE)
 
     def cut(self, name: str) -> None:
-        """The cable is out."""
+        """Disconnects a host from the network."""
         self._ip("link", "set", f"to-{name}", "down", inside=self._switch)
 
     def run(self, name: str, *words: str) -> str:
-        """What a command on a host printed."""
+        """Runs a command on a host and returns its output."""
         return subprocess.run([self.shell, name, *words], capture_output=True, text=True, check=True).stdout
 
     def processes(self, name: str) -> list[str]:
-        """What runs on a host, but for what makes it a host, and the look itself."""
+        """Names of the processes on a host, without those of the fake host itself and `ps`."""
         found = self.run(name, "ps", "-e", "-o", "comm=").splitlines()
         return [command for command in found if command not in ("bash", "sleep", "ps", "sshd")]
 
     def kill(self, name: str, process: str) -> None:
-        """The processes of this name on a host."""
+        """Kills the processes with this name on a host."""
         table = [line.split(maxsplit=1) for line in self.run(name, "ps", "-e", "-o", "pid=,comm=").splitlines()]
         self.run(name, "kill", "-KILL", *(pid for pid, command in table if command == process))
 
     def listening(self, name: str) -> set[tuple[str, str]]:
-        """Addresses on which a host's processes listen by TCP, each with a process that does."""
+        """TCP addresses on which a host's processes listen, each with the name of such a process."""
         look = ("ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes")
         lines = self.run(name, *look).splitlines()
         places = ((line.split()[3].rpartition(":")[0], line.partition('(("')[2].partition('"')[0]) for line in lines)

@@ -1,4 +1,4 @@
-"""An agent as its author wrote it for OpenAI: it knows `base_url` and `api_key`, streams, and calls two tools."""
+"""An agent written for the OpenAI API: it takes `base_url` and `api_key`, streams, and calls two tools."""
 
 import json
 
@@ -17,7 +17,7 @@ def schemas():
 
 
 def play(base_url, api_key, sample, model):
-    """Rewards the share of a's in the last answer; as a metric, how many chunks all answers came in."""
+    """Returns the fraction of a's in the last answer as the reward, and the total number of chunks as a metric."""
     chunks, messages = 0, [QUESTION]
     with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=60.0) as client:
         while True:

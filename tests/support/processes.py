@@ -1,4 +1,4 @@
-"""Looking at processes that may end at any moment."""
+"""Inspects processes that may end at any moment."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ import psutil
 
 
 def lives(process: psutil.Process | int) -> bool:
-    """Neither ended, not even between two looks, nor waiting to be collected by its parent."""
+    """Whether a process is running: it has not ended, even during this check, and is not a zombie."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -17,7 +17,7 @@ def lives(process: psutil.Process | int) -> bool:
 
 
 def command_line(process: psutil.Process) -> str:
-    """Empty when the process has ended."""
+    """The command line of a process; empty when it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -25,7 +25,7 @@ def command_line(process: psutil.Process) -> str:
 
 
 def family(root: psutil.Process | int | None) -> list[psutil.Process]:
-    """The process and all below it; none when it has ended."""
+    """The process and all of its descendants; empty when it has ended."""
     if root is None:
         return []
     try:
@@ -40,7 +40,7 @@ def living(processes: Iterable[psutil.Process | int]) -> list[psutil.Process | i
 
 
 def gone(find: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> bool:
-    """Whether nothing that `find` finds is left; a killed process takes a moment to go on a busy machine."""
+    """Whether `find` returns nothing within `seconds`. On a busy machine a killed process takes a moment to end."""
     deadline = time.monotonic() + seconds
     while living(find()):
         if time.monotonic() >= deadline:
@@ -50,12 +50,12 @@ def gone(find: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> boo
 
 
 def with_word(word: str) -> list[psutil.Process]:
-    """Those with this text in their command line."""
+    """Processes with this text in their command line."""
     return [p for p in psutil.process_iter(["cmdline"]) if word in " ".join(p.info["cmdline"] or [])]
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
-    """Addresses on which they listen by TCP, each with the name of a process that does."""
+    """TCP addresses on which the processes listen, each with the name of such a process."""
     found = set()
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""A configuration that could be started: the quickstart's, with a model of its own."""
+"""A complete configuration: the quickstart's, with a separate model."""
 
 from pathlib import Path
 

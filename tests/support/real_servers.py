@@ -1,4 +1,4 @@
-"""Real servers of a tiny model, and what they answer; what Hugging Face computes for the same tokens."""
+"""Real servers of a tiny model and their answers, and what Hugging Face computes for the same tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SIZES = {
 
 
 def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False) -> SGLangServer:
-    """A float32 server of a tiny model on the CPU; 0 takes a free port. It knows token ids only, unless it `writes`."""
+    """A float32 server of a tiny model on the CPU. Port 0 is a free port. `writes` loads the tokenizer."""
     rollout = RolloutConfig(
         tensor_parallel=tensor_parallel,
         context_length=1024,
         max_total_tokens=8192,
         max_running_requests=32,
-        # Of the memory that is free when it starts, and other processes may be starting too.
+        # A fraction of the memory that is free at startup; other processes may be starting too.
         mem_fraction=0.6,
         server_args={} if writes else {"--skip-tokenizer-init": True},
     )
@@ -40,7 +40,7 @@ def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *,
 
 @contextmanager
 def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int]) -> Iterator[list[str]]:
-    """URLs of servers of ``folder``, one for each number of ranks."""
+    """URLs of servers of ``folder``, one for each tensor-parallel size."""
     servers = [make_server(folder, logs / f"{index}.log", tp) for index, tp in enumerate(tensor_parallel)]
 
     async def start():
@@ -66,15 +66,15 @@ async def generate(server, tokens, prompt=(3, 4, 5)):
 
 
 def spans(answer):
-    """The versions that wrote an answer, in order."""
+    """The weight versions that sampled an answer, in order."""
     return [span["version"] for span in answer["weight_versions"]]
 
 
 @asynccontextmanager
 async def steady_traffic(servers, tokens=400) -> AsyncIterator[list[list[dict]]]:
-    """Four clients a server ask without a break until the block is over, however long that takes, and once more then.
+    """Four clients per server send requests back to back until the block ends, and one more afterwards.
 
-    Gives each client's answers; complete after the block.
+    Yields each client's answers, which are complete after the block.
     """
     over = asyncio.Event()
 
@@ -94,7 +94,10 @@ async def steady_traffic(servers, tokens=400) -> AsyncIterator[list[list[dict]]]
 
 
 def check_answers(clients, version, aborting=False):
-    """No request failed; each ends with what the last one saw, and somebody was in the middle of an answer."""
+    """Checks that no request failed, that each client's last answer has the version, and that an answer spans versions.
+
+    With `aborting`, requests in flight are aborted instead of spanning two versions.
+    """
     answers = [answer for client in clients for answer in client]
     kinds = {answer["finish_reason"]["type"] for answer in answers}
     assert kinds == ({"abort", "length"} if aborting else {"length"})
@@ -118,7 +121,7 @@ async def checksums(server):
 
 
 async def check_serves(servers, model, version):
-    """Each server reports the version and computes what the model computes."""
+    """Checks that each server reports the version and computes the same log-probs as the model."""
     ours = [reference(model, prompt) for prompt in PROMPTS]
     for server in servers:
         assert await server.weight_version() == version

@@ -1,4 +1,4 @@
-"""Fakes of what the rollout talks to, in memory and on one event loop. Their names say that they are fakes."""
+"""In-memory fakes of the rollout's collaborators, on one event loop."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from megasync.trajectory import Prompt
 
 
 class FakeClient:
-    """Answers with text counted up; `behave(prompt_ids, options)` may raise, wait, or give the text."""
+    """Answers with numbered texts. `behave(prompt_ids, options)` may raise, wait, or return the text."""
 
     def __init__(self, behave=None):
         self.behave = behave
@@ -46,7 +46,7 @@ class FakeClient:
 
 
 class FakeSource:
-    """Rows 0..size-1, epoch after epoch."""
+    """Rows 0..size-1, in repeated epochs."""
 
     def __init__(self, size=4):
         self.size, self.drawn, self.unconfirmed = size, 0, []
@@ -67,7 +67,7 @@ class FakeSource:
 
 @dataclass
 class FakeBuffer:
-    """Admits up to `capacity` live groups and `total` groups that are not dropped; closes itself after the last commit."""
+    """Admits up to `capacity` live groups, and `total` groups that are not dropped. Closes after the last commit."""
 
     total: int = 10**9
     capacity: int = 10**9
@@ -105,7 +105,7 @@ class FakeBuffer:
         return True
 
     async def _end(self, uid, ended, value):
-        await asyncio.sleep(0)  # as for an answer from another process: others may end meanwhile
+        await asyncio.sleep(0)  # as with an answer from another process: other tasks may finish meanwhile
         async with self.changed:
             if self.reason:
                 raise BufferClosed(self.reason)
@@ -134,7 +134,7 @@ class FakeBuffer:
 
 @dataclass
 class Bench:
-    """A rollouter with everything around it faked."""
+    """A rollouter with fake collaborators."""
 
     client: FakeClient
     source: FakeSource

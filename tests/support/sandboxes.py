@@ -1,4 +1,4 @@
-"""Finding what runs in sandboxes of this process."""
+"""Finds the processes that run in sandboxes of this process."""
 
 import os
 
@@ -8,6 +8,6 @@ WORDS = ("sandbox_child.py", "program.py", "link.py")
 
 
 def of_sandboxes(folder):
-    """Processes below this one, and what may have left it but works in the folder of sandboxes."""
+    """Sandbox processes below this one, and processes that name the sandbox folder, even if they are re-parented."""
     below = [p for p in family(os.getpid())[1:] if any(word in command_line(p) for word in WORDS)]
     return [*below, *with_word(str(folder))]

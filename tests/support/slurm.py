@@ -1,8 +1,8 @@
-"""A Slurm of its own over fake hosts: the controller on the first of them, a node on each of the others.
+"""A private Slurm cluster on fake hosts: the controller on the first host, and one node on each of the others.
 
-No accounting, no cgroups; users are told apart by a munge daemon with a key and a socket of its own. Credentials expire
-early, because a requeued job waits until those of its first start have. A job in the partition `urgent` takes the nodes
-of others, which are requeued: those in `main` are told by their own signal first, those in `abrupt` are not.
+There is no accounting and no cgroups. A munge daemon with its own key and socket authenticates users. Credentials
+expire early, because a requeued job waits until those of its first start have expired. A job in the partition `urgent`
+preempts other jobs, which are requeued. Jobs in `main` are signalled before that, jobs in `abrupt` are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from namespaces import FakeHosts
 
 PATIENCE = 60.0
-# A job that must make room has this long to end.
+# Seconds that a preempted job has to end.
 GRACE_SECONDS = 240
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 
@@ -97,18 +97,18 @@ class FakeSlurm:
             raise
 
     def command(self, *words: str | os.PathLike) -> str:
-        """Runs one of Slurm's commands on the controller's host; what it printed."""
+        """Runs a Slurm command on the controller's host and returns its output."""
         found = subprocess.run(self._on("host0", *words), capture_output=True, text=True, check=False)
         assert found.returncode == 0, f"{words}: {found.stderr}"
         return found.stdout
 
     def take_all_nodes(self) -> None:
-        """For a moment, from whatever runs on them."""
+        """Briefly preempts every job on all nodes."""
         words = ("--partition=urgent", f"--nodes={self._number}", "--exclusive", "--chdir=/", "--output=/dev/null")
         self.command("sbatch", *words, "--wrap=true")
 
     def close(self) -> None:
-        """The daemons on the hosts end with these."""
+        """Stops munge. The daemons on the hosts end with the hosts."""
         if self._munge is not None:
             self._munge.terminate()
             self._munge.wait()
@@ -118,7 +118,7 @@ class FakeSlurm:
         files = {"key": "key", "pid": "pid", "log": "log", "seed": "seed"}
         options = [f"--{name}-file={munge / file}" for name, file in files.items()]
         socket = f"--socket={self._root / 'socket' / 'munge'}"
-        # In the foreground, so that it ends with the test, however that ends.
+        # In the foreground, so that it always ends with the test.
         command = ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", socket, *options]
         self._munge = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._until(lambda: (self._root / "socket" / "munge").exists(), lambda: (munge / "log").read_text())

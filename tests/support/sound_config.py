@@ -5,7 +5,7 @@ import pytest
 
 from megasync.config import Config, load_config
 
-# Divides by 1, 2 and 4 only, so that wrong splits are easy to ask for.
+# Divisible by 1, 2 and 4 only, so that invalid splits are easy to configure.
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path):
-    """A sound configuration with overrides."""
+    """Makes a valid configuration with overrides."""
 
     def load(*overrides: str) -> Config:
         values = {

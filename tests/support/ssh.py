@@ -1,4 +1,4 @@
-"""Real ssh to fake hosts, with keys of its own: a daemon on each of them, a client on a machine beside them."""
+"""Real ssh to fake hosts with private keys: a daemon on each host, and a client on a machine outside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from namespaces import FakeHosts
 
 PATIENCE = 20.0
 TOOLS = ("sshd", "ssh", "ssh-keygen")
-# A connection that was cut is known to be lost after this many seconds.
+# Seconds until a cut connection is detected.
 LOST_SECONDS = 12
 
 DAEMON = """
@@ -50,19 +50,19 @@ class Ssh:
         places = [f"Host {name}\nHostName {hosts.address(name)}\n" for name in hosts.names]
         client = CLIENT.format(root=root, interval=LOST_SECONDS // 3)
         (root / "client").write_text("".join(places) + client)
-        # The launcher knows by this name that it speaks to ssh.
+        # The launcher recognises ssh by this name.
         self.program = root / "ssh"
         self.program.write_text(
             f'#!/usr/bin/env bash\nexec nsenter --net={hosts.outside} /usr/bin/ssh -F {root}/client "$@"\n'
         )
         self.program.chmod(0o755)
-        # The daemon wants it to be there, and empty.
+        # The daemon requires this folder to exist and be empty.
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in hosts.names:
             self.serve(name)
 
     def serve(self, name: str) -> None:
-        """Starts the daemon of a host that was switched on."""
+        """Starts the ssh daemon of a host that is up."""
         daemon = ["/usr/sbin/sshd", "-f", self._root / "daemon", "-o", f"ListenAddress={self._hosts.address(name)}"]
         subprocess.run([self._hosts.shell, name, *daemon], check=True)
         deadline = time.monotonic() + PATIENCE

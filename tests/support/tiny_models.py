@@ -8,7 +8,7 @@ import torch
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# What each family needs beside the common sizes.
+# Values that each family needs in addition to the common sizes.
 FAMILIES = {
     "llama": {"head_dim": 16},
     "qwen2": {},
@@ -54,7 +54,7 @@ def make_tiny_model(
     torch.manual_seed(seed)
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Hugging Face starts biases at zero, which would hide a bias that is not loaded.
+        # Hugging Face initialises biases to zero, which would hide a bias that is not loaded.
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -67,7 +67,7 @@ def make_tiny_model(
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
-    """Ids 0-2 are special, 3-258 are the bytes."""
+    """A byte-level tokenizer: ids 0-2 are special, 3-258 are the bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -87,14 +87,14 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
 
 
 def make_tiny_classifier(path: str | Path, family: str = "qwen3", *, seed: int = 0, labels: int = 1) -> Path:
-    """The same with a classification head of `labels` outputs instead of a language model's."""
+    """The same with a classification head of `labels` outputs instead of a language model head."""
     from transformers import AutoModelForSequenceClassification
 
     return _replace_head(make_tiny_model(path, family, seed=seed), AutoModelForSequenceClassification, seed, labels)
 
 
 def make_tiny_value_model(path: str | Path, family: str = "qwen3", *, seed: int = 0) -> Path:
-    """The same with a value for each token instead of a language model's head, and no tokenizer."""
+    """The same with a value head, one output per token, instead of a language model head. Writes no tokenizer."""
     from transformers import AutoModelForTokenClassification
 
     path = make_tiny_model(path, family, seed=seed, tokenizer=False)

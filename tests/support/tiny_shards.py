@@ -13,7 +13,7 @@ def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def shards_of(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a trainer rank holds of the given Hugging Face tensors; vocabulary padding is NaN, so that it shows."""
+    """A trainer rank's shards of the given Hugging Face tensors. Vocabulary padding is NaN, to reveal its use."""
     shards = {name: torch.full(shape, torch.nan) for name, shape in layout.params(rank).items()}
     for piece in layout.pieces(rank):
         box_of(shards[piece.param], piece.param_box).copy_(box_of(whole[piece.hf_name], piece.hf_box))

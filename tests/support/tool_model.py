@@ -1,7 +1,7 @@
-"""A tiny model that was taught one dialogue, so that a test can count on it to call tools.
+"""A tiny model trained on one dialogue, so that a test can rely on it to call tools.
 
-Asked anything, it looks up an item, adds what it found, and then writes letters until it is stopped, in an order that
-nobody can foretell. Two versions: both call the same tools, and write the letters with other probabilities.
+Whatever the prompt, it looks up an item, adds the result, and then writes letters in random order until it is stopped.
+There are two versions. Both call the same tools, but write the letters with different probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEMPLATE = (
 QUESTION = {"role": "user", "content": "how many?"}
 LOOK = '<tool_call>{"name": "look", "arguments": {"item": "nut"}}</tool_call>'
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 3}}</tool_call>'
-# The worst token of a call, in nats, and steps until it must be so; a version is taught for a few of them at least.
+# The largest allowed loss of a token in a call, in nats, and the minimum and maximum number of training steps.
 _TAUGHT, _LEAST_STEPS, _MOST_STEPS = 0.03, 50, 1500
 LETTERS = "abcdefgh"
 _TAIL = 40
@@ -46,7 +46,7 @@ def add(a: int, b: int) -> int:
 
 
 def make_tool_models(folder: Path, versions: int = 2) -> list[Path]:
-    """Folders of both versions, or of the first alone."""
+    """Writes the first `versions` versions and returns their folders."""
     from transformers import AutoModelForCausalLM
 
     first = make_tiny_model(folder / "v0", chat_template=TEMPLATE, initializer_range=0.05)
@@ -62,7 +62,7 @@ def make_tool_models(folder: Path, versions: int = 2) -> list[Path]:
 
 
 def _teach(model, letters: str, chance: random.Random) -> None:
-    """Until the calls are certain; the letters of each step are new."""
+    """Trains until the calls are almost deterministic, with new letters in each step."""
     tokenizer = byte_tokenizer(TEMPLATE)
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     for step in range(_MOST_STEPS):
@@ -79,7 +79,7 @@ def _teach(model, letters: str, chance: random.Random) -> None:
 
 
 def _dialogue(tokenizer, tail: str) -> tuple[list[int], list[bool]]:
-    """Token ids, and which of them are calls."""
+    """The token ids of the dialogue, and whether each belongs to a tool call."""
     parts = (
         ("<bos>user: how many?<eos><bos>assistant: ", False),
         (f"{LOOK}<eos>", True),

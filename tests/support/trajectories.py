@@ -1,4 +1,4 @@
-"""Small trajectories for tests that do not care for their tokens."""
+"""Small trajectories for tests that do not depend on their tokens."""
 
 from megasync.trajectory import Trajectory
 

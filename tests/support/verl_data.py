@@ -1,4 +1,4 @@
-"""Batches as verl's trainer sends them to its workers, and the losses with which it trains actor and critic."""
+"""Batches as verl's trainer sends them to its workers, and the losses that it uses for actor and critic."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 PROMPT, RESPONSE, SEQUENCES, VOCAB = 9, 12, 8, 300
 MINIBATCH = SEQUENCES // 2
 TEMPERATURE = 0.8
-# What a forward pass of each kind of model gives for every token.
+# The per-token outputs of each kind of model.
 OUTPUTS = {"actor": ("log_probs", "entropy"), "critic": ("values",)}
 
 
@@ -50,8 +50,8 @@ def padded_batch(seed=0):
 
 
 def jagged_batch(role, rows=slice(None), **options):
-    """Some of the sequences without padding, as verl's trainer sends them to its workers."""
-    # A critic's batch has a temperature, too, which says nothing to it.
+    """The selected sequences without padding, as verl's trainer sends them to its workers."""
+    # A critic's batch also has a temperature, which the critic ignores.
     asked = {"temperature": TEMPERATURE, "calculate_entropy": role == "actor"}
     mine = {name: tensor[rows].clone() for name, tensor in padded_batch().items()}
     data = left_right_2_no_padding(DataProto.from_single_dict(mine, meta_info=asked).to_tensordict())
@@ -60,7 +60,7 @@ def jagged_batch(role, rows=slice(None), **options):
 
 
 def padded_output(role, found, data):
-    """What was computed for the response tokens, [sequences, RESPONSE], by name."""
+    """The outputs for the response tokens by name, each [sequences, RESPONSE]."""
     return {name: no_padding_2_padding(found[name], data) for name in OUTPUTS[role]}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny_models import make_tiny_model
 
-# Like SmolLM2's: it shows no tools, and writes no calls.
+# Like SmolLM2's template, it renders neither tools nor calls.
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -17,7 +17,7 @@ SPECIAL = ["<unknown>", "<eos>"]
 
 
 def make_word_model(path: Path, words: Sequence[str]) -> Path:
-    """Any other text is one unknown token up to its next `<`. The logits of all tokens are nearly equal."""
+    """Any text outside `words` is one unknown token up to the next `<`. The logits of all tokens are nearly equal."""
     size = len(SPECIAL) + len(words)
     ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
     make_tiny_model(path, vocab_size=size, tokenizer=False, tied=True, initializer_range=0.01, **ends)

@@ -1,10 +1,10 @@
-"""What an engine's real loader does with tensors whose every element is another number, against a replay of its trace.
+"""Compares an engine's real weight loader with a replay of its trace, on tensors whose elements are all distinct.
 
-On the PYTHONPATH of an SGLang server this folder is two plugins, so that megasync's own plugin needs no test doors.
-``SGLANG_PLUGINS`` chooses:
+On the PYTHONPATH of an SGLang server this folder provides two plugins, so that megasync's own plugin needs no test
+hooks. ``SGLANG_PLUGINS`` selects:
 
-- ``engine_oracle``: ``/weights_checker`` answers the action `ACTION` for each rank. Weights are nonsense afterwards.
-- ``engine_puppet``, instead of megasync's: a receiver that finds the weights of a commit in a folder, or fails as told.
+- ``engine_oracle``: ``/weights_checker`` answers the action `ACTION` for each rank. The weights are invalid afterwards.
+- ``engine_puppet``, instead of megasync's: a receiver that loads a commit's weights from a folder, or fails on request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNTOUCHED = -7.0
 
 
 def painted(specs) -> dict[str, torch.Tensor]:
-    """Float32 tensors that count on from each other; exact up to 2**24 elements together."""
+    """Float32 tensors with consecutive numbers, distinct across all tensors; exact up to 2**24 elements in total."""
     tensors, first = {}, 1
     for name, shape in specs:
         tensors[name] = torch.arange(first, first + math.prod(shape), dtype=torch.float32).reshape(shape)
@@ -40,7 +40,7 @@ def painted(specs) -> dict[str, torch.Tensor]:
 
 
 def replay(rank: EngineRank, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """Write what the trace says, fills first."""
+    """Writes what the trace describes, fills first."""
     held = state(model)
     for fill in rank.fills:
         place(held[fill.param], fill.offset, fill[2:6]).fill_(fill.value)
@@ -65,7 +65,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare(model: nn.Module, specs, rank: EngineRank, post_load=lambda model: None) -> dict[str, Any]:
-    """Names of tensors that a real load and a replay leave different, and how much there was to compare."""
+    """Names of tensors that differ between a real load and a replay, and the number of compared elements."""
 
     def after(load) -> dict[str, torch.Tensor]:
         for name, tensor in state(model).items():
@@ -99,7 +99,7 @@ def around_check(stock, checker, action, allow_quant_error=False, skip_tensor_li
     try:
         answer = compare(checker._get_model(), asked["specs"], rank, post_load_weights)
     except Exception as error:
-        # Raising would leave the other ranks waiting for this one's answer.
+        # If this rank raised, the others would wait for its answer.
         log.exception("the oracle failed")
         answer = {"different": [repr(error)]}
     return {
