@@ -103,7 +103,7 @@ class ChatBody(_Strict):
     safety_identifier: Any = None
 
 
-# Supported values besides null, and why no others are.
+# Supported values besides null, and the reason why others are refused.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "one answer is sampled for each request; send several"),
     "tool_choice": (("auto", "none"), "the model decides what it calls"),
