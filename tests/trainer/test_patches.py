@@ -59,7 +59,7 @@ def test_every_patch_is_still_needed(models):
 
 def test_versions_that_a_patch_was_not_written_for_are_refused():
     patch = Patch("sample", "torch", ("1.2.3",), "none", lambda: None)
-    with pytest.raises(PatchError, match=r"'sample' was written for torch 1\.2\.3, and \d"):
+    with pytest.raises(PatchError, match=r"'sample' was written for torch 1\.2\.3, but \d"):
         patch.needed()
     with pytest.raises(PatchError, match="no-such-package, which is not installed"):
         Patch("sample", "no-such-package", ("1",), "none", lambda: None).needed()
