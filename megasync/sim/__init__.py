@@ -1,6 +1,6 @@
-"""The run in a seeded virtual world: the real controller, buffer, fleet and rollouter, with fakes for all I/O.
+"""Deterministic simulation of a run: the real controller, buffer, fleet and rollouter over fake I/O in virtual time.
 
-Each seed is one schedule of kills, hangs, delays and lost answers; `laws` holds what no schedule may break.
+Each seed is one schedule of kills, hangs, delays and lost replies. `laws` holds the invariants of every schedule.
 """
 
 from megasync.sim.world import Outcome, simulate

@@ -1,7 +1,8 @@
-"""The seed's decisions: how long each thing takes, and what goes wrong when.
+"""The random decisions of a seed: how long each operation takes, and which faults strike when.
 
-A decision is drawn from (seed, what it is about, how often that was asked), never from one common stream. So it does not
-depend on the order in which tasks happen to run at one moment, and a seed repeats in another process.
+Each decision is a hash of the seed, its subject and the number of earlier draws for that subject. There is no shared
+random stream, so a decision does not depend on the order in which tasks run at one moment, and a seed reproduces in
+another process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import random
 from collections import Counter
 
-# Faults at a step of a protocol, and the largest probability that a schedule gives each of them whenever it could strike.
+# Faults at a step of a protocol, each with the maximum probability of striking at one opportunity.
 FAULTS = {
     "rank dies in a step": 0.15,
     "rank hangs in a step": 0.05,
@@ -33,9 +34,10 @@ FAULTS = {
 
 
 class Chance:
-    """A schedule has each kind of fault with a probability of its own, which is zero for about half of them.
+    """The durations and faults of one schedule.
 
-    One that is `likely` has the largest.
+    The seed draws a probability for each kind of fault; about half of them are zero. The fault named by `likely` has
+    its maximum probability.
     """
 
     def __init__(self, seed: int, likely: str = "") -> None:
@@ -50,7 +52,7 @@ class Chance:
         self.choice = drawn
 
     def happens(self, kind: str, about: str = "") -> bool:
-        """Whether a fault strikes now."""
+        """Return whether the fault strikes now. Every call is a new draw."""
         if not self.rates[kind]:
             return False
         strikes = self._draw(f"{kind} {about}") < self.rates[kind]
@@ -58,18 +60,18 @@ class Chance:
         return strikes
 
     def always(self, kind: str, about: str) -> bool:
-        """Whether a fault is part of something, such as a group: the same answer each time."""
+        """Return whether the fault is a fixed property of `about`, such as a group. The result never changes."""
         strikes = _number(f"{self.seed} {kind} {about}") < self.rates[kind]
         self.met[kind] += strikes
         return strikes
 
     def seconds(self, kind: str, mean: float, about: str = "") -> float:
-        """How long something takes: never twice the same, and now and then twenty times as long."""
+        """Draw a duration in seconds around `mean`. If the fault "slow" strikes, it is 20 times as long."""
         slow = 20.0 if self.happens("slow", f"{kind} {about}") else 1.0
         return mean * self.speed.get(kind, 1.0) * slow * (0.05 + 2 * self._draw(f"seconds {kind} {about}"))
 
     def share(self, about: str) -> float:
-        """In [0, 1)."""
+        """Draw a number in [0, 1)."""
         return self._draw(f"share {about}")
 
     def below(self, bound: int, about: str) -> int:
@@ -81,5 +83,5 @@ class Chance:
 
 
 def _number(text: str) -> float:
-    """In [0, 1)."""
+    """Hash the text to a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48

@@ -1,4 +1,4 @@
-"""The real client over the simulated network, and the real controls of servers."""
+"""The real rollout client and the real server control, both over the simulated network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megasync.sim.servers import SimServer
 
 
 class SimClient(RolloutClient):
-    """Of one driver, number `life`."""
+    """The rollout client of driver number `life`."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class SimClient(RolloutClient):
             on_invalid_answer=on_invalid_answer,
         )
         self._session: Any = SimSession(network)
-        # What is random in the real one must repeat with the seed.
+        # The real client's random choices must reproduce with the seed.
         self._random = random.Random(f"client {seed} {life}")
 
 
 class SimControl(ServerControl):
-    """`server` is what it reaches, for the simulated weight sync."""
+    """Control of one simulated server. The simulated weight sync accesses `server` directly."""
 
     def __init__(self, server: SimServer, network: Network) -> None:
         super().__init__(server.url)

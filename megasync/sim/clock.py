@@ -1,7 +1,9 @@
-"""An asyncio event loop whose time is virtual: it stands still while anything can run, and then jumps to the next timer.
+"""An asyncio event loop with virtual time.
 
-A run of hours takes as long as its callbacks. What a real loop would do for ever, this one refuses: waiting when no timer
-is set, since nobody is left who could wake it (`Deadlock`), and running without end at one moment (`Livelock`).
+The clock is paused while any callback is ready, then jumps to the next timer.
+A run of hours takes only the time that its callbacks need. The loop detects two situations in which a real loop would
+run forever. It raises `Deadlock` when no callback is ready and no timer is set, because nothing can wake a task. It
+raises `Livelock` when callbacks keep running while the time does not advance.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ import selectors
 
 from megasync.observe.awaits import describe_tasks
 
-# Rounds of the loop at one moment of virtual time; real work needs some hundreds.
+# Maximum iterations of the loop at one moment of virtual time; real work needs a few hundred.
 ROUNDS_AT_ONCE = 100_000
 
 
 class Deadlock(Exception):
-    """Nothing can run and no timer is set: every task waits for another one."""
+    """No callback is ready and no timer is set: every task waits for another task."""
 
 
 class Livelock(Exception):
-    """Callbacks follow each other without end while no time passes."""
+    """Callbacks keep running while virtual time does not advance."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose `time` is virtual, in seconds from 0."""
+
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_Timers(self))
@@ -34,13 +38,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def sleep_until_timer(self, seconds: float | None) -> None:
         if seconds is None:
             raise Deadlock(
-                f"at {self._now:.3f} s nothing is left that could wake anybody:\n{describe_tasks(asyncio.all_tasks(self))}"
+                f"at {self._now:.3f} s nothing is left that could wake anybody:\n"
+                f"{describe_tasks(asyncio.all_tasks(self))}"
             )
         self._now += seconds
 
 
 class _Timers(selectors.SelectSelector):
-    """Stands where the loop looks for ready sockets: there are none, only the time until its next timer."""
+    """A selector that never reports a ready socket: it advances the virtual time to the next timer instead."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -52,7 +57,8 @@ class _Timers(selectors.SelectSelector):
             self._rounds += 1
             if self._rounds > ROUNDS_AT_ONCE:
                 raise Livelock(
-                    f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n{describe_tasks(asyncio.all_tasks(self._loop))}"
+                    f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n"
+                    f"{describe_tasks(asyncio.all_tasks(self._loop))}"
                 )
         else:
             self._rounds = 0

@@ -1,4 +1,4 @@
-"""The disk of the run directory, which may be full: files of this process then cannot grow."""
+"""The simulated disk of the run directory. While it is full, no file of this process can grow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import resource
 
 
 class Disk:
-    """A full disk is a limit on the size of files (RLIMIT_FSIZE): the real writes of the real code fail half-way."""
+    """Simulates a full disk with a limit on file sizes (RLIMIT_FSIZE), so that real writes fail half-way."""
 
     def __init__(self) -> None:
-        # Since `watch` was called last.
+        # Whether the disk was full at any time since the last call of `watch`.
         self.was_full = False
         self._usual = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -17,7 +17,7 @@ class Disk:
         self.was_full = False
 
     def fill(self, room: int) -> None:
-        """No file grows beyond so many bytes."""
+        """Limit every file of this process to `room` bytes."""
         self.was_full = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, self._usual[1]))
 

@@ -1,7 +1,7 @@
-"""The buffer's actor as its callers see it: calls take time and overtake each other, answers get lost, the process dies.
+"""The buffer's actor as its callers see it: calls take time and get reordered, replies get lost, and the process dies.
 
-As with a Ray actor, a caller that gives up does not take its call back. As with `RemoteBuffer`, a call is made again when
-its answer is lost or the process died under it, to the process that took its place with what is in the ledger.
+As with a Ray actor, cancelling the caller does not cancel the call. As with `RemoteBuffer`, a call is retried when its
+reply is lost or the process dies during it. The retry reaches the replacement process, which has restored the ledger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ CALL_SECONDS = 0.002
 
 
 class DistantBuffer:
-    """The methods of `AsyncBuffer`, each as a remote call. A call that fails although nobody waits for it is reported."""
+    """The methods of `AsyncBuffer` as remote calls.
+
+    `on_orphan` receives the errors of calls whose callers were cancelled.
+    """
 
     def __init__(
         self,
@@ -35,9 +38,9 @@ class DistantBuffer:
         self._claims = 0
         self._cut = False
         self._calls: set[asyncio.Task] = set()
-        # What the buffer had when it was killed.
+        # The buffer's counts when it was killed.
         self._before: dict[str, Any] | None = None
-        # Whether a change could not be recorded.
+        # Whether the ledger failed to record a change.
         self.unrecorded = False
         self._open()
 
@@ -47,7 +50,7 @@ class DistantBuffer:
         self._opened = False
 
     def _ready(self) -> None:
-        """The process reads its ledger with its first call, and with the next one when that fails. Raises LedgerError."""
+        """Restore the ledger at the first call. If that fails, the next call tries again. Raises LedgerError."""
         if self._opened:
             return
         state = self.process._state
@@ -57,7 +60,7 @@ class DistantBuffer:
             self._laws.survives(self._before, state.counts())
 
     def crash(self) -> None:
-        """kill -9: what was recorded stays, what was under way is gone."""
+        """Kill the process as kill -9 does: recorded changes survive, calls in flight are lost."""
         sound = self._opened and not self.unrecorded
         self._before = self.process._state.counts() if sound else None
         self._abandon()
@@ -65,7 +68,7 @@ class DistantBuffer:
         self._laws.note("the buffer has started again")
 
     def cut(self) -> None:
-        """The driver is gone, and with it everybody who could call, or hear an answer."""
+        """Cancel all calls because the driver died. No caller remains, neither to call nor to receive a reply."""
         self._cut = True
         self._abandon()
 
@@ -73,7 +76,7 @@ class DistantBuffer:
         for call in self._calls:
             call.cancel()
         self._died.set()
-        # It is there once the process was asked anything.
+        # The attribute exists only after the process's first call.
         if (durable := vars(self.process).get("_durable")) is not None:
             durable.ledger.close()
 
@@ -90,9 +93,9 @@ class DistantBuffer:
     async def _call(self, method: str, *args: Any) -> Any:
         if method == "save_partials":
             for uid, _, _ in args[0]:
-                # Their versions are those of before their requests' last words.
+                # A saved partial was taken before the final piece of its request, with the server's report of versions.
                 self._laws.unheard(uid)
-        # Not by a reason to close: it may name the run directory, which is another one each time.
+        # The key omits the reason of `close`: it may contain the run directory, whose name differs in each process.
         about = f"{method} {getattr(args[0], 'uid', args[0])}" if args and method != "close" else method
         await self._travel(about)
         while True:
@@ -112,7 +115,7 @@ class DistantBuffer:
         await asyncio.sleep(self._chance.seconds("call", CALL_SECONDS, about))
 
     async def _deliver(self, about: str, method: str, args: tuple) -> tuple[bool, Any]:
-        """Whether the process lived until it answered, and the answer."""
+        """Return whether the process survived until it replied, and its reply."""
         self._ready()
         call = asyncio.create_task(getattr(self.process, method)(*args), name=f"call {about}")
         death = asyncio.create_task(self._died.wait(), name=f"death during {about}")

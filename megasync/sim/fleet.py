@@ -1,4 +1,4 @@
-"""The real fleet, with its health machines, restarts and router slot, over simulated processes."""
+"""The real fleet over simulated processes, with its health state machines, restarts and router slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megasync.sim.servers import SimRouter, SimServer
 
 
 class SimFleet(Fleet):
-    """`life` numbers the driver, so that no URL comes twice; `poison` is a token whose prompts kill servers."""
+    """The fleet of driver number `life`, which keeps URLs unique. Prompts with the token `poison` kill servers."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class SimFleet(Fleet):
         poison: int | None,
         clock: Callable[[], float],
     ) -> None:
-        # Neither device nor pools: no process of this fleet is real.
+        # No process of this fleet is real, so it needs neither a device nor pools.
         device: Any = None
         pools: Any = _Anywhere()
         super().__init__(config, run_dir, device, pools, "key", VOCABULARY, clock)
@@ -41,7 +41,7 @@ class SimFleet(Fleet):
         self._life = life
         self._chance = chance
         self._laws = laws
-        # Deaths by a prompt that were held against requests, and deaths that were excused.
+        # Deaths caused by a prompt that were attributed to requests, and deaths that were excused.
         self._blamed = self._excused = 0
         self.follow_deaths(self._left)
 
@@ -50,7 +50,7 @@ class SimFleet(Fleet):
 
     @property
     def unproven(self) -> int:
-        """Deaths by a prompt that count as the servers' own: those before it was convicted, and those in a sync."""
+        """Deaths caused by a prompt but charged to the servers: those before its conviction and those in a sync."""
         poisoned = sum(server.poisoned for server in self._network.servers.values())
         return poisoned - self._blamed + min(CROWD_DEATHS, self._blamed - self._excused)
 
@@ -79,6 +79,6 @@ class SimFleet(Fleet):
 
 
 class _Anywhere:
-    """Pools without devices."""
+    """A stand-in for the pools, without devices."""
 
     def remove_slot(self, pool: str, slot: int) -> None: ...

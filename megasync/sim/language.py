@@ -1,7 +1,8 @@
-"""A language whose responses can be recognised: every token follows from the request's seed and all tokens before it.
+"""A synthetic language with verifiable responses: the request's seed and all earlier tokens determine each token.
 
-So a trained response is checked token by token (`fault_in`): a token that was lost, doubled, taken from another sample or
-sampled behind the end does not follow. Its log-prob says which version sampled it, whatever the server's report says.
+So a response can be checked token by token (`fault_in`). The check detects a token that was lost, duplicated, taken
+from another sample or sampled after the end. The log-prob of a token encodes the version that sampled it, independently
+of the server's report.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ VOCABULARY = 1024
 CONTEXT = 256
 MOST_TOKENS = 8
 END = 1
-# Tokens that answers consist of; those below are characters of prompts.
+# Responses consist of _WORDS tokens from _FIRST on; smaller tokens are the characters of prompts.
 _FIRST, _WORDS = 256, 512
-# One token in so many ends a response.
+# On average one token in _ENDS ends the response.
 _ENDS = 6
-# Log-probs are multiples of 1 / 1024, which every number format on the way keeps.
+# Log-probs are multiples of 1 / 1024, which every number format on their path represents exactly.
 _GRAIN = 1024
 
 
@@ -36,14 +37,15 @@ def logprob(version: int) -> float:
 
 
 def sampled_by(value: float) -> int:
-    """The version whose log-prob this is."""
+    """Return the version that this log-prob encodes."""
     return round(-value * _GRAIN) - 1
 
 
 def fault_in(trajectory: Trajectory, seed: Callable[[int], int]) -> str:
-    """Why this is not what was sampled with the seeds of the turns; empty where it is.
+    """Explain why the response is not what the seeds of its turns generate. Empty if it is.
 
-    A turn is an unbroken run of trained tokens; what lies between two turns belongs to the prompt.
+    `seed` maps the index of a turn to its seed. A turn is a contiguous run of trained tokens. Tokens between two turns
+    belong to the prompt of the later turn.
     """
     ids = list(trajectory.prompt_ids)
     turn, length = -1, 0
@@ -64,7 +66,7 @@ def fault_in(trajectory: Trajectory, seed: Callable[[int], int]) -> str:
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer as far as `Chat` uses one; a token is a character."""
+    """The part of a Hugging Face tokenizer that `Chat` uses. Each character is one token."""
 
     chat_template = "{{ messages }}"
     eos_token = chr(END)

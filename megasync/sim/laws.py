@@ -1,16 +1,16 @@
-"""What no schedule may break, asserted at the moment at which it would be broken.
+"""The invariants that every schedule must keep, asserted at the moment of a violation.
 
-trajectories  admitted == trained + dropped + live, after every event of the buffer; slots within the capacity
-              what is trained is within the staleness bound, and was sampled by weights that its version names
-              a killed buffer has afterwards what it had before
-weights       a version names one set of weights for ever; published versions only grow
-              a server that serves holds one whole version: the published one, or one whose publish has begun since
-responses     what a group consists of is what was sampled: no token lost, doubled, taken from elsewhere or sampled behind
-              the end; no version newer than the one that sampled it, nor older where the server's report was heard;
+trajectories  admitted == trained + dropped + live, after every event of the buffer; slots are within the capacity
+              trained trajectories are within the staleness bound, and each version names the weights that sampled them
+              a killed buffer has the same counts after its restart
+weights       a version names one set of weights forever; published versions only increase
+              a server answers from one whole version: the published one, or one whose publish has begun since
+responses     a group contains exactly what was sampled: no token is lost, duplicated, foreign or sampled after the end
+              no token is labelled newer than the version that sampled it, nor older if the server's report arrived
               what is trained is what was committed
-requests      a server is told to abort only what it has
-training      a group whose steps raise errors is set aside after its attempts, over all drivers together
-              the final weights have seen `total_steps` batches, no group twice, and the buffer counts the same
+requests      a server receives aborts only for requests that it has
+training      a group whose steps raise errors is set aside after its attempts, counted over all drivers
+              the final weights have seen `total_steps` batches and no group twice, and the buffer's counts agree
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megasync.rollout.sample_client import request_seed
 from megasync.sim.language import fault_in, sampled_by
 from megasync.trajectory import Group, Trajectory
 
-# One set of weights is known by the groups of each step that it was trained on.
+# A set of weights is identified by the groups that each of its steps trained on.
 Weights = tuple[tuple[str, ...], ...]
 INITIAL: Weights = ()
 
-# What changes the buffer's state machine.
+# Methods that change the buffer's state machine.
 EVENTS = ("admit", "commit", "drop", "reclaim", "lease", "ack", "step_failed", "publish", "rollback", "close")
 
 
 class Broken(Exception):
-    """A law was broken."""
+    """An invariant was violated."""
 
 
 class Laws:
-    """`pacing` and `samples` are of the configuration that the present driver has; `seed` is that of all sampling."""
+    """The state behind the checks. `pacing` and `samples` belong to the current driver; `seed` seeds all sampling."""
 
     def __init__(self, seed: int, clock: Callable[[], float], run_dir: Path) -> None:
         self._seed = seed
@@ -47,27 +47,27 @@ class Laws:
         self._run_dir = run_dir
         self.pacing: Pacing
         self.samples = 0
-        # The first law that was broken, wherever that was noticed.
+        # The first violation, wherever it was detected.
         self.broken: Exception | None = None
-        # Groups with a response whose end, with the server's report, did not arrive.
+        # Groups with a response whose final piece, which carries the server's report of versions, did not arrive.
         self._unheard: set[str] = set()
         self._committed: dict[str, list[Trajectory]] = {}
         self._named: dict[int, Weights] = {0: INITIAL}
-        # Versions of tokens that the buffer was given.
+        # Versions of all tokens that were committed to the buffer.
         self._sampled: set[int] = set()
         self.published = 0
-        # The version that the buffer has heard of.
+        # The newest version that was published to the buffer.
         self._recorded = 0
-        # Versions whose publish has begun since; some server may hold one although it broke off.
+        # Versions whose publish has begun since then; a server may hold one even if its publish failed.
         self._begun: set[int] = set()
-        # Attempts of steps that raised an error, by the group that it came from; drivers so far.
+        # Steps that raised an error, counted by the group that caused it; the number of drivers so far.
         self._raised: Counter[str] = Counter()
         self._drivers = 0
-        # What happened, for whoever looks into a failing seed.
+        # The event log, for debugging a failing seed.
         self.history: list[str] = []
 
     def note(self, text: str) -> None:
-        # The folder has a new name each time.
+        # The run directory has a different name each time.
         self.history.append(f"{self._clock():10.3f}  {text.replace(str(self._run_dir), 'RUN')}")
 
     def need(self, holds: bool, law: str) -> None:
@@ -77,11 +77,11 @@ class Laws:
             raise Broken(law)
 
     def broke(self, error: BaseException) -> None:
-        """Something raised where nobody waits for it."""
+        """Record an error raised in a task that is not awaited."""
         self.broken = self.broken or (error if isinstance(error, Exception) else Broken(repr(error)))
 
     def watch(self, state: Any) -> None:
-        """Has every event of this state machine followed by a look at its counts."""
+        """Wrap every event of this state machine so that its counts are checked afterwards."""
         for name in EVENTS:
             setattr(state, name, self._followed(state, name))
 
@@ -104,7 +104,7 @@ class Laws:
         return event
 
     def survives(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """The buffer was killed and has started again: nothing is lost."""
+        """Check that a buffer lost nothing when it was killed and restarted."""
         kept = {key: before[key] for key in ("admitted", "trained", "dropped", "live", "slots")}
         self.need(kept.items() <= after.items(), f"a killed buffer had {before} and has {after}")
 
@@ -119,9 +119,10 @@ class Laws:
     # Weights
 
     def driver_died(self, newest: int | None) -> None:
-        """All servers went with it: a number that the buffer has not heard of, and that is on no token, may be used again.
+        """Forget the versions that only the dead driver knew; all its servers died with it.
 
-        `newest` is the newest number in the ledger, where the ledger could not record all that the buffer heard.
+        A version number may be reused if it was neither published to the buffer nor used to label a token. `newest` is
+        the newest number in the ledger if the ledger failed to record everything that the buffer received, else None.
         """
         self._drivers += 1
         if newest is not None:
@@ -133,7 +134,7 @@ class Laws:
         self._begun.clear()
 
     def names(self, version: int, weights: Weights) -> None:
-        """Some server holds these weights under this number."""
+        """Check that a version always names the same weights. A server holds `weights` as `version`."""
         known = self._named.setdefault(version, weights)
         self.need(
             known == weights, f"version {version} names weights of {len(known)} steps and of {len(weights)} steps"
@@ -145,12 +146,12 @@ class Laws:
         self._begun.add(version)
 
     def publish_ends(self, version: int) -> None:
-        """All servers that it was for hold it."""
+        """Record that all target servers hold the version."""
         self._begun = {begun for begun in self._begun if begun > version}
         self.published = max(self.published, version)
 
     def serves(self, url: str, version: int, weights: Weights | None) -> None:
-        """A server answers a request out of these weights; None is a mixture."""
+        """Check the weights from which a server answers a request. None stands for a mixture of versions."""
         self.need(weights is not None, f"{url} answers from a mixture of versions")
         self.names(version, weights)
         allowed = {self.published, *self._begun}
@@ -159,12 +160,15 @@ class Laws:
     # Responses
 
     def unheard(self, key: str) -> None:
-        """A request with this routing key ended without its last words: its group's versions may look older than they
-        are. After invalid answers the client appends their number to the key."""
+        """Record that a request with this routing key ended before its final piece arrived.
+
+        Its group's tokens may then be labelled too old. After invalid answers the client appends "#" and their number
+        to the key.
+        """
         self._unheard.add(key.partition("#")[0])
 
     def _is_sampled(self, group: Group) -> None:
-        """Each response is one sample's."""
+        """Check that each response belongs to a sample of the group, and no two to the same."""
         left = list(range(self.samples))
         for trajectory in group.trajectories:
             faults = {}
@@ -194,13 +198,16 @@ class Laws:
     # Training
 
     def raises(self, uid: str) -> None:
-        """A step raises an error because of this group. A driver that is killed at once counts it for nobody."""
+        """Count a step that fails because of this group.
+
+        A driver that is killed right after the failure does not record the attempt, so each driver allows one more.
+        """
         self._raised[uid] += 1
         most = TrainerConfig().step_attempts + self._drivers
         self.need(self._raised[uid] <= most, f"{uid} is set aside after its attempts, but failed step after step")
 
     def trains(self, seen: Weights, step: int, version: int, groups: Sequence[Group]) -> None:
-        """The trainer, whose weights have seen these groups, is given a batch."""
+        """Check a batch that the trainer receives. `seen` are the groups that its weights were trained on."""
         uids = [group.uid for group in groups]
         self.need(len(uids) == self.pacing.groups_per_step, f"step {step} trains {len(uids)} groups")
         trained = {uid for earlier in seen for uid in earlier}
@@ -222,7 +229,7 @@ class Laws:
                 )
 
     def ends(self, steps: int, seen: Weights, counts: dict[str, Any]) -> None:
-        """The run ended as it should."""
+        """Check the final weights and counts of a run that finished all its steps."""
         groups = [uid for step in seen for uid in step]
         self.need(len(seen) == steps, f"{len(seen)} steps were trained at the end, not {steps}")
         self.need(len(groups) == len(set(groups)), f"a group was trained twice among {groups}")
@@ -233,7 +240,7 @@ class Laws:
 
 
 def _same(trajectory: Trajectory, committed: Trajectory) -> bool:
-    """But for what the loss leaves out since."""
+    """Return whether both are equal, apart from tokens that the loss mask has excluded since."""
     return (
         trajectory.response_ids == committed.response_ids
         and trajectory.logprobs == committed.logprobs

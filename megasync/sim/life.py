@@ -1,8 +1,8 @@
-"""One driver of a simulated run: from its start, or resume, to its end, or to its death.
+"""One driver of a simulated run, from its start or resume until the run ends or the driver is killed.
 
-Real: restoring, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, client with its chats, rewards, prompt
-source. Fake: ranks, the processes of servers and router, HTTP, transport, and the way to the buffer. They are wired as `Run`
-wires the real ones.
+Real: restore, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, client with its chats, rewards, prompt
+source. Fake: trainer ranks, server and router processes, HTTP, weight transport, and the RPCs to the buffer. They are
+wired as `Run` wires the real parts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from megasync.trajectory import Prompt, Trajectory
 if TYPE_CHECKING:
     from megasync.sim.world import World
 
-# These runs take a minute, and a deadline for whatever hangs; one that takes much longer makes no progress.
+# A simulated run takes about a minute, plus one deadline for each hang. A run that exceeds LONGEST_LIFE seconds plus
+# HANGS times the deadline of a training step makes no progress.
 LONGEST_LIFE, HANGS = 2_000.0, 20
-# Seconds that closing the client may take.
+# Maximum seconds for closing the client.
 CLOSE_SECONDS = 30.0
-# Errors that are a clear end of a run that met more than it may: what `run` raised must be one of these.
+# Texts that identify the expected errors of a run that met more faults than it tolerates.
 REASONS = (
     "trainer.max_restarts",
     "trainer.max_failed_steps",
@@ -50,14 +51,14 @@ REASONS = (
     "groups were dropped",
     "the link broke",
 )
-# What a tool looks like to a model.
+# The schema of a tool as the model receives it.
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-# The first of the tokens that stand for rows of the data in prompts.
+# The token of row 0; the prompt of each row of the dataset is one token.
 ROW_TOKEN = 200
 
 
 class Life:
-    """Raises LedgerError where the run directory cannot be written."""
+    """One driver and its parts. Raises LedgerError if it cannot write the run directory."""
 
     def __init__(self, world: World, number: int) -> None:
         self._world = world
@@ -90,7 +91,9 @@ class Life:
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         self._quarantine = Quarantine(self._fleet, clock=self._loop.time, hang_seconds=hang_seconds)
         self._fleet.follow_deaths(self._quarantine.left)
-        self._client = SimClient(config, self._network, number, self._chance.seed, self._quarantine, self._fleet.check_all)
+        self._client = SimClient(
+            config, self._network, number, self._chance.seed, self._quarantine, self._fleet.check_all
+        )
         self._client.newest_version = self._fleet.newest_version = lambda: self.progress.claimed
         self._client.published_version = lambda: self.progress.version
         self._controller = self._wire()
@@ -127,14 +130,19 @@ class Life:
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self._fleet,
-            evaluate=PeriodicEvaluation(self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed),
+            evaluate=PeriodicEvaluation(
+                self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed
+            ),
             cursor=self._source.state,
             observer=_Observer(self._laws),
         )
         return Controller(config, parts, self.progress, clock=clock)
 
     async def run(self, dies_after: float | None) -> str | None:
-        """How the run ended; None when this driver was killed before."""
+        """Run the driver and return how the run ended, or None if the run is to be resumed.
+
+        The driver is killed after `dies_after` seconds unless the run ends earlier.
+        """
         helpers = [asyncio.create_task(self._strike(), name="faults")]
         if self._chance.choice.random() < 0.1:
             helpers.append(asyncio.create_task(self._ask_to_stop(), name="stop request"))
@@ -163,7 +171,7 @@ class Life:
             await self._fleet.stop()
 
     async def _start_and_run(self) -> None:
-        """As `Run` does: the servers get the weights under their number before the first prompt."""
+        """Start as `Run` does: publish the weights with their version to the servers before the first prompt."""
         await self._fleet.start()
         version = self.progress.version
         if self._checkpoint is not None or version:
@@ -180,7 +188,7 @@ class Life:
             self._laws.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
 
     async def _workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
-        """One answer; or, where the world chats, two with the result of a tool between them."""
+        """Generate one response or, if the world uses chats, two with a tool result between them."""
         if self._world.chats:
             messages = [{"role": "user", "content": sample["prompt"]}]
             reply = await client.chat(messages, tools=[TOOL])
@@ -197,26 +205,29 @@ class Life:
         return [float(index) for index in range(len(completions))]
 
     def _orphan(self, about: str, error: BaseException) -> None:
-        """A call that nobody waits for failed: a lease that came too late, the end of the run, or a full disk."""
+        """Handle the error of a call whose caller was cancelled.
+
+        Expected causes are a late lease, the end of the run and a full disk. Any other error fails the schedule.
+        """
         late = isinstance(error, BufferStateError) and about.startswith("lease")
         expected = late or isinstance(error, BufferClosed) or self._met_full_disk(error)
         if not expected and not self._orphan_error.done():
             self._orphan_error.set_exception(error)
 
     def _met_full_disk(self, error: BaseException | None) -> bool:
-        """Whether this is the clear end of a run whose disk was full."""
+        """Return whether this is the expected error of a run whose disk was full."""
         named = isinstance(error, MegasyncError) and str(self._world.run_dir) in str(error)
         return named and self._world.disk.was_full and isinstance(error, (LedgerError, CheckpointError, BufferClosed))
 
     def _judge(self, error: BaseException | None) -> str | None:
-        """Asserts what must hold at such an end, and names it. None where the run is to be resumed."""
+        """Check the invariants of this ending and return its name, or None if the run is to be resumed."""
         if self._met_full_disk(error):
             self._laws.note(f"driver {self._number} ends, its disk was full: {type(error).__name__}")
             return None
         counts = self.buffer.process._state.counts()
         self._laws.balance(counts)
         if isinstance(error, (PublishError, RankLost, ServerError)) and not self._started:
-            # A start that failed can be made again.
+            # The run can be resumed after a failed start.
             return None
         if isinstance(error, MegasyncError) and any(reason in str(error) for reason in REASONS):
             return self._explained(next(reason for reason in REASONS if reason in str(error)))
@@ -231,25 +242,26 @@ class Life:
         return "finished"
 
     def _explained(self, reason: str) -> str:
-        """A fleet may be lost to more deaths than a server has restarts.
+        """Check that enough faults occurred to justify giving up for this reason, and return the reason.
 
-        Deaths by one prompt count only where they cannot be told from a server's own: before the prompt is convicted,
-        and in a sync.
+        A run may lose its fleet only to more deaths than a server has restarts. Deaths caused by one prompt count only
+        when they look like the server's own fault: before the prompt is convicted, and in a sync.
         """
         if reason == "rollout.min_servers":
             faults, unproven = self._fleet_faults() - self._met_before, self._fleet.unproven
             restarts = self._config.rollout.health.restarts
             self._laws.need(
                 faults + unproven > restarts,
-                f"the servers are lost to {faults} faults and {unproven} deaths by a prompt, each has {restarts} restarts",
+                f"the servers are lost to {faults} faults and {unproven} deaths by a prompt, "
+                f"each has {restarts} restarts",
             )
         return reason
 
     def _fleet_faults(self) -> int:
-        """Faults so far that may have cost a server a restart, of all drivers."""
+        """Count the faults that may have cost a server a restart, over all drivers so far."""
         return sum(met for kind, met in self._chance.met.items() if "server" in kind or "rank" in kind)
 
-    # What goes wrong at any moment, besides what goes wrong in a step of a protocol
+    # Faults at an arbitrary moment, in addition to the faults at a step of a protocol
 
     async def _strike(self) -> None:
         choice = self._chance.choice
@@ -284,7 +296,8 @@ class Life:
             hit(self._chance.choice.choice(up))
 
     def _slow_server(self) -> None:
-        # Without peers nobody can tell that it is slow: the run goes at its speed, which must not look like no progress.
+        # A server without peers cannot be detected as slow. The run then proceeds at its pace, which must not trip the
+        # check for progress.
         slowness = self._chance.choice.uniform(10.0, 100.0 if self._config.rollout.servers > 1 else 11.0)
         self._one_server(lambda server: setattr(server, "slowness", slowness))
 
@@ -306,7 +319,7 @@ class Life:
         self._controller.request_stop("asked")
 
 
-# What goes wrong at any moment.
+# Faults that strike at an arbitrary moment.
 AT_ANY_MOMENT = {
     "rank dies": Life._kill_rank,
     "buffer dies": Life._kill_buffer,
@@ -320,7 +333,7 @@ AT_ANY_MOMENT = {
 
 
 class _Renderer:
-    """Prompts of one token."""
+    """Renders each row as a prompt of one token."""
 
     chat = False
 
@@ -329,7 +342,7 @@ class _Renderer:
 
 
 class _Observer:
-    """Keeps what is said for the history, and drops what is measured."""
+    """Records messages in the history and discards metrics."""
 
     def __init__(self, laws: Any) -> None:
         self._laws = laws

@@ -1,4 +1,4 @@
-"""HTTP in virtual time: what `RolloutClient` and `ServerControl` use of an aiohttp session, answered by simulated servers."""
+"""HTTP in virtual time: the subset of aiohttp that `RolloutClient` and `ServerControl` use, over simulated servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATENCY_SECONDS = 0.003
 
 
 class Answer:
-    """The body of a response, from the server's side: bytes as they are sent, then its end, or a broken connection."""
+    """The server's side of an HTTP response: chunks of the body, then its end or a broken connection."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -46,11 +46,11 @@ class Answer:
 
     @property
     def read(self) -> bool:
-        """Whether all of it has reached the client."""
+        """Whether the client has received the whole body."""
         return self.ended and not self.broken and not self._pieces
 
     def cut(self) -> None:
-        """The connection breaks; what was sent before may still be read."""
+        """Break the connection. The client can still read chunks that were sent before."""
         if not self.ended:
             self.broken = self.ended = True
             self._news.set()
@@ -71,7 +71,7 @@ class Answer:
 
 
 class Network:
-    """Who is reached under which URL."""
+    """Maps URLs to the simulated servers and the router."""
 
     def __init__(self, chance: Chance, laws: Laws) -> None:
         self._chance = chance
@@ -80,7 +80,7 @@ class Network:
         self.router: SimRouter
 
     async def call(self, url: str, data: bytes | None, key: str) -> _Response:
-        """Raises aiohttp.ClientConnectionError when nobody listens there."""
+        """Send a request and return its response. Raises aiohttp.ClientConnectionError if nothing listens there."""
         parts = urlsplit(url)
         base, body = f"{parts.scheme}://{parts.netloc}", orjson.loads(data) if data else {}
         await asyncio.sleep(self._chance.seconds("call", LATENCY_SECONDS, key or base))
@@ -93,7 +93,7 @@ class Network:
         return _Response(url, answer)
 
     async def _routed(self, body: dict[str, Any], key: str) -> Answer:
-        """As the router: it answers 503 without a server, and 500 where the server goes before it has said anything."""
+        """Route a request as the router does: 503 without a server, 500 if the server dies before it sends anything."""
         if not self.router.up:
             raise _unreachable(ROUTER_URL)
         if not self.router.listed:
@@ -114,7 +114,7 @@ class Network:
 
 
 class SimSession:
-    """The part of `aiohttp.ClientSession` that is used."""
+    """The part of `aiohttp.ClientSession` that the client and the control use."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -132,7 +132,7 @@ class SimSession:
 
 
 class _Call:
-    """A request; leaving it before its answer has ended closes the connection."""
+    """An HTTP request. Leaving its context before the response has ended closes the connection."""
 
     def __init__(self, network: Network, url: str, data: bytes | None, key: str, timeout: float | None) -> None:
         self._network = network
@@ -154,7 +154,7 @@ class _Call:
 
 
 class _Response:
-    """The part of `aiohttp.ClientResponse` that is used."""
+    """The part of `aiohttp.ClientResponse` that the client and the control use."""
 
     def __init__(self, url: str, answer: Answer) -> None:
         self.url = url
@@ -178,7 +178,7 @@ class _Response:
 
 
 async def _begun(answer: Answer, body: dict[str, Any]) -> Answer:
-    """What the client hears of first: of a stream its head, otherwise the whole answer."""
+    """Return the response once its head is available: at once for a stream, else with the whole body."""
     if body.get("stream"):
         answer.content_type = "text/event-stream"
         return answer
@@ -208,7 +208,7 @@ def _failed(status: int, text: str) -> Answer:
 
 
 def said(value: Any, status: int = 200) -> Answer:
-    """A complete answer in JSON."""
+    """Build a complete JSON response."""
     answer = _done(orjson.dumps(value))
     answer.status = status
     return answer

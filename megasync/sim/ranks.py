@@ -1,4 +1,4 @@
-"""Trainer ranks that know only which groups their weights have seen, step by step, and die, hang and come back."""
+"""Simulated trainer ranks. Their weights are the groups of each step trained so far; they die, hang and restart."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ WEIGHTS = "weights.json"
 
 
 class SimRanks:
-    """Their checkpoints are folders of the run directory, as the real ones are, with the weights' history in them.
+    """All trainer ranks as one object.
 
-    A rank that hangs is known after `deadline` seconds (`timeouts.train_step`).
+    Their checkpoints are folders in the run directory, as in a real run, and contain the history of the weights. A hung
+    rank is detected after `deadline` seconds (`timeouts.train_step`).
     """
 
     def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int, deadline: float) -> None:
@@ -34,12 +35,12 @@ class SimRanks:
         self._deadline = deadline
         self._dead = asyncio.Event()
         self.weights: Weights = INITIAL
-        # How often these ranks were started; the links of a transport belong to one start.
+        # How many times the ranks were started. A transport's connections are valid for one start only.
         self.starts = 1
         self.load()
 
     def load(self) -> Path | None:
-        """Takes up the newest checkpoint, or the initial weights."""
+        """Load the newest checkpoint, or the initial weights if there is none. Returns the path of the checkpoint."""
         newest = checkpoint.latest(self._run_dir)
         self.weights = INITIAL if newest is None else _read(newest)
         return newest
@@ -112,7 +113,7 @@ class SimRanks:
         return None if newest is None else checkpoint.read_state(newest)
 
     async def work(self, what: str, seconds: float) -> None:
-        """Time in which a rank may die. Raises RankLost as soon as one does."""
+        """Spend `seconds`, during which a rank may die. Raises RankLost as soon as one does."""
         try:
             async with asyncio.timeout(seconds or None):
                 if seconds or self._dead.is_set():

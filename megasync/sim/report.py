@@ -1,4 +1,4 @@
-"""Many schedules, over some processes, and how they ended."""
+"""Runs many schedules, optionally in several processes, and summarizes how they ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from rich.table import Table
 
 from megasync.sim.world import Outcome, simulate
 
-# Schedules that a process is given at a time.
+# Schedules that a worker process receives at a time.
 CHUNK = 20
 
 
 def report(seeds: Iterable[int], history: bool, console: Console, jobs: int = 1) -> int:
-    """Prints how many schedules ended in which way and what they met; 1 at the first one that breaks a law, else 0."""
+    """Print how often each ending and each fault occurred. Returns 0.
+
+    At the first schedule that fails, print its traceback and return 1.
+    """
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for seed, outcome in _outcomes(seeds, jobs):
@@ -39,11 +42,11 @@ def report(seeds: Iterable[int], history: bool, console: Console, jobs: int = 1)
 
 
 def _outcomes(seeds: Iterable[int], jobs: int) -> Iterator[tuple[int, Outcome | str]]:
-    """In the order of the seeds, whichever process is done first."""
+    """Yield the outcomes in the order of the seeds, whichever process finishes first."""
     if jobs == 1:
         yield from map(_outcome, seeds)
         return
-    # Not forked: a schedule must find a process as the first one does.
+    # Spawned, not forked: every schedule must start from a fresh process state.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield from pool.map(_outcome, seeds, chunksize=CHUNK)
@@ -52,8 +55,8 @@ def _outcomes(seeds: Iterable[int], jobs: int) -> Iterator[tuple[int, Outcome | 
 
 
 def _outcome(seed: int) -> tuple[int, Outcome | str]:
-    """How a schedule ended, or the traceback of the law that it broke."""
+    """Return how a schedule ended, or the traceback of its error."""
     try:
         return seed, simulate(seed)
-    except Exception as error:  # noqa: BLE001 - a broken law, or whatever a run should not have raised
+    except Exception as error:  # noqa: BLE001 - a violated invariant, or any error that a run must not raise
         return seed, "".join(traceback.format_exception(error))

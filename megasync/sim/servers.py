@@ -1,7 +1,7 @@
-"""Servers and a router that exist in virtual time only, as processes and as what answers under their URLs.
+"""Simulated servers and a simulated router, both as processes and as HTTP endpoints in virtual time.
 
-They stand behind the real fleet: it starts them, probes them, tells the router of them, and buries them. The real client
-and the real controls reach them over `network`.
+The real fleet starts them, probes them, registers the servers with the router and removes dead ones. The real client
+and the real server controls reach them over `network`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.sim.network import ROUTER_URL, Answer, said
 
 START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS = 0.6, 0.2, 0.005, 0.04
-# Requests that fill a server's KV cache.
+# Number of requests that fill a server's KV cache.
 ROOM = 12
-# Seconds between two pieces of a stream that does not end.
+# Seconds between two chunks of a stream that never ends.
 ENDLESS_SECONDS = 5.0
 
-# How a server may lie in its answers.
+# Ways in which a server can send invalid answers.
 LIES = ("a log-prob that is no number", "an id outside the vocabulary", "a token too few", "no JSON", "no end")
 
 
 class SimServer:
-    """A process (`start`, `alive`, `tail`, `stop`) with an address. `weights` is None while it holds a mixture.
+    """A server process (`start`, `alive`, `tail`, `stop`) with an address.
 
-    `stream` is the number of tokens between two pieces of an answer; `poison` a token whose prompts end the process.
+    `weights` is None while the server holds a mixture of versions. `stream` is the number of tokens between two chunks
+    of a streamed answer. A prompt that begins with the token `poison` kills the process.
     """
 
     def __init__(self, url: str, chance: Chance, laws: Laws, stream: int, poison: int | None = None) -> None:
@@ -40,9 +41,9 @@ class SimServer:
         self.weights: Weights | None = INITIAL
         self.gone = asyncio.Event()
         self.lie = ""
-        # A prompt has killed it.
+        # Whether a prompt killed the server.
         self.poisoned = False
-        # How many times slower than its peers it samples.
+        # Factor by which it samples slower than its peers.
         self.slowness = 1.0
         self._poison = poison
         self._chance = chance
@@ -54,7 +55,7 @@ class SimServer:
         self._running = asyncio.Event()
         self._running.set()
 
-    # As the fleet's process
+    # Process interface, used by the fleet
 
     async def start(self, timeout: float) -> str:
         await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, self.url))
@@ -74,7 +75,7 @@ class SimServer:
     async def stop(self, timeout: float) -> None:
         self.kill()
 
-    # As the victim
+    # Faults
 
     def kill(self) -> None:
         if self.gone.is_set():
@@ -85,10 +86,10 @@ class SimServer:
             request.cut()
 
     def wedge(self) -> None:
-        """Its scheduler hangs, its HTTP process answers."""
+        """Hang the scheduler while the HTTP process still answers."""
         self._wedged = True
 
-    # As the weight sync sees it
+    # Used by the weight sync
 
     def pause(self) -> None:
         self._running.clear()
@@ -96,10 +97,10 @@ class SimServer:
     def go_on(self) -> None:
         self._running.set()
 
-    # As a client sees it
+    # HTTP interface, used by clients
 
     def generate(self, body: dict[str, Any], key: str) -> Answer:
-        """Begins the request of a group, `key`; the answer grows while it is sampled."""
+        """Start a request of the group `key`. The returned answer receives chunks while the request is sampled."""
         answer = Answer()
         if self.gone.is_set():
             answer.cut()
@@ -108,7 +109,7 @@ class SimServer:
         request = _Request(body.get("rid", f"{self.url} {self._begun}"), body, key, answer)
         self._requests[request.rid] = request
         request.task = asyncio.create_task(self._sample(request), name=f"request {request.rid}")
-        # A task that is cancelled before it has run does nothing, not even clean up.
+        # The cleanup is a callback because a task cancelled before its first step never runs its own code.
         request.task.add_done_callback(lambda task: self._ended(request, task))
         return answer
 
@@ -151,13 +152,13 @@ class SimServer:
                         self._send(request, None)
 
     def _end_step(self, request: _Request) -> None:
-        """An abort takes effect behind the step under way, whose token may be the end of the answer."""
+        """Finish the decode step in progress. An abort takes effect after it, and its token may end the response."""
         under_way = self._running.is_set() and len(request.token_ids) < request.budget
         if under_way and self.weights is not None and self._chance.share(f"step of {request.rid}") < 0.5:
             request.sample(self.version)
 
     def _send(self, request: _Request, reason: str | None) -> None:
-        """What was sampled since the last piece; with a reason it is the last one."""
+        """Send the tokens sampled since the last chunk. With a finish reason, this chunk is the final one."""
         piece = request.piece(self.version, reason)
         if self.lie and not (reason == "abort" and not request.token_ids):
             self._chance.met[f"answer: {self.lie}"] += 1
@@ -167,7 +168,7 @@ class SimServer:
             request.answer.end()
 
     def _abort(self, body: dict[str, Any]) -> None:
-        """Ends all requests, or the one with this id."""
+        """Abort all requests, or only the one with the given `rid`."""
         rid = body.get("rid")
         self._laws.need(rid is None or rid in self._requests, f"{self.url} is to abort {rid}, which it does not have")
         for request in self._requests.values():
@@ -176,7 +177,7 @@ class SimServer:
                 request.task.cancel()
 
     async def answer(self, path: str, body: dict[str, Any]) -> Answer:
-        """What the HTTP process says; only what needs the scheduler waits for it."""
+        """Answer a control request. Only requests that need the scheduler block while it hangs."""
         await asyncio.sleep(ANSWER_SECONDS)
         if self._wedged and path == "/server_info":
             await asyncio.Event().wait()
@@ -193,7 +194,7 @@ class SimServer:
 
 
 class _Request:
-    """One request that is being sampled."""
+    """One in-flight request."""
 
     def __init__(self, rid: str, body: dict[str, Any], key: str, answer: Answer) -> None:
         params = body["sampling_params"]
@@ -210,7 +211,7 @@ class _Request:
         self._versions: list[int] = []
         self._seed: int = params.get("sampling_seed", 0)
         self._sent = 0
-        # Where the log-probs of the prompt are asked for.
+        # The prompt, if its log-probs are requested.
         self._scored = list(self.ids) if body.get("logprob_start_len", -1) == 0 else []
 
     def sample(self, version: int) -> None:
@@ -239,7 +240,7 @@ class _Request:
         return {"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta}
 
     def cut(self) -> None:
-        """The server is gone, and with it what was not sent yet."""
+        """Break the connection because the server died. Tokens not sent yet are lost."""
         self.answer.cut()
         if self.task is not None:
             self.task.cancel()
@@ -259,7 +260,7 @@ def _falsified(piece: dict[str, Any], lie: str) -> bytes:
 
 
 class SimRouter:
-    """The router's process and its list, which outlives no restart."""
+    """The router process and its list of servers, which a restart clears."""
 
     def __init__(self, chance: Chance) -> None:
         self.listed: set[str] = set()
@@ -285,14 +286,14 @@ class SimRouter:
         self.kill()
 
     def kill(self) -> None:
-        """What it carries breaks off; the servers go on with it."""
+        """Kill the router: responses through it break off, while the servers continue to sample them."""
         self.up = False
         for answer in self._carried:
             answer.cut()
         self._carried.clear()
 
     async def adjust(self, wanted: Collection[str]) -> bool:
-        """As `RouterMembers`: what is asked for is there when it is looked at the next time."""
+        """Adjust the list as `RouterMembers` does: returns True once the list already equals `wanted`."""
         await asyncio.sleep(ANSWER_SECONDS)
         if not self.up:
             raise ServerError("the router refuses the connection")
@@ -303,11 +304,11 @@ class SimRouter:
     async def close(self) -> None: ...
 
     def choose(self, number: float) -> str:
-        """The server that a request goes to; `number` is in [0, 1)."""
+        """Return the server for a request. `number` is in [0, 1)."""
         return sorted(self.listed)[int(number * len(self.listed))]
 
     def carries(self, answer: Answer) -> Answer:
-        """An answer on its way through it."""
+        """Register an answer that passes through the router, and return it."""
         self._carried = [other for other in self._carried if not other.ended]
         self._carried.append(answer)
         return answer

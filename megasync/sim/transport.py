@@ -1,4 +1,4 @@
-"""A weight sync: stage, then commit server by server, with a failure between any two of its steps."""
+"""A simulated weight sync: stage, then commit server by server. Faults may strike between any two of its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
 
 
 class SimPublisher:
-    """The controller's `Publisher`. A server that hangs is known after `deadline` seconds (`timeouts.weight_sync`)."""
+    """The controller's `Publisher`. A hung server is detected after `deadline` seconds (`timeouts.weight_sync`)."""
 
     def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws, deadline: float) -> None:
         self._ranks = ranks
@@ -51,7 +51,7 @@ class SimPublisher:
                 phase = "commit"
                 await self._commit(version, weights, targets, failed, moved)
         except RankLost as loss:
-            # Whoever waits for a dead rank looks guilty too, or not, as it happens.
+            # A server that waits for the dead rank may be reported as failed, or may not; the schedule decides.
             blamed = [url for url in targets if self._chance.below(2, f"blame {url} {version}")]
             failed |= dict.fromkeys(blamed, "it waited for the trainer")
             cause = loss
@@ -65,7 +65,7 @@ class SimPublisher:
         return {"sync/version": float(version)}
 
     async def _stage(self, version: int, targets: dict[str, SimServer]) -> dict[str, str]:
-        """What every server receives beside what it serves; who failed."""
+        """Stage the weights on every server while it serves its old ones. Returns the cause of each failure by URL."""
         failed = {}
         if self._chance.happens("rank dies in a sync", f"version {version}"):
             self._ranks.kill()
@@ -83,7 +83,10 @@ class SimPublisher:
     async def _commit(
         self, version: int, weights: Weights, targets: dict[str, SimServer], failed: dict[str, str], moved: list[str]
     ) -> None:
-        """Each server by itself: paused, mixed, whole. One that dies in it takes nobody with it."""
+        """Commit on one server after the other: pause it, mix its weights, complete them, resume it.
+
+        A server that dies in its commit does not affect the others.
+        """
         for url, server in targets.items():
             server.pause()
             server.weights = None

@@ -1,4 +1,4 @@
-"""One schedule, from its seed to its end: drivers that live, are killed and resumed, over one run directory."""
+"""One schedule of a seed: a sequence of drivers over one run directory, each killed or ended and then resumed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megasync.sim.language import MOST_TOKENS
 from megasync.sim.laws import Laws
 from megasync.sim.life import Life
 
-# In memory where there is such a place: a schedule writes its ledger and checkpoints a thousand times faster there.
+# The run directory is in memory if possible: writing ledger and checkpoints is a thousand times faster there.
 SHARED_MEMORY = Path("/dev/shm")
 ROWS = 7
-# Drivers that a run may take: two are killed, and a full disk ends some.
+# Maximum drivers of a run: up to two are killed, and a full disk ends some.
 MOST_LIVES = 20
 DEFAULT_TIMEOUTS = "default timeouts"
-# What a resumed run may have otherwise.
+# Settings that may change when a run is resumed.
 RESUMABLE = (
     "schedule.total_steps",
     "schedule.groups_per_step",
@@ -45,19 +45,22 @@ RESUMABLE = (
     "checkpoint.keep",
 )
 
-# Faults that a run cannot handle yet, and that no schedule has therefore.
+# Faults that a run cannot handle yet; they are excluded from all schedules.
 ABSENT: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a schedule ended: "finished", "stopped" (asked to), or the reason with which the run gave up."""
+    """The result of a schedule.
+
+    `ended` is "finished", "stopped" (a stop was requested) or the reason for which the run gave up.
+    """
 
     seed: int
     ended: str
     steps: int
     versions: int
-    # Drivers that it took, and virtual seconds.
+    # Number of drivers, and virtual seconds.
     lives: int
     seconds: float
     faults: dict[str, int] = field(default_factory=dict)
@@ -65,10 +68,10 @@ class Outcome:
 
 
 def simulate(seed: int, likely: str = "") -> Outcome:
-    """Runs one schedule. A fault that is `likely` strikes more often than in the seed's usual schedule.
+    """Run one schedule. The fault `likely` strikes more often than in the seed's usual schedule.
 
-    Raises Broken, Deadlock, Livelock or whatever else the run should not have raised, with a note that tells the seed and
-    what happened last.
+    Raises Broken, Deadlock, Livelock or any other unexpected error of the run. A note on the error gives the seed and
+    the last events.
     """
     loop = VirtualLoop()
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -86,7 +89,7 @@ def simulate(seed: int, likely: str = "") -> Outcome:
 
 @contextmanager
 def _alone(seed: int) -> Iterator[None]:
-    """Without the process's own randomness, and without its log: a schedule makes thousands of things fail."""
+    """Seed the global random state and disable logging, because a schedule causes thousands of failures."""
     disabled, state = logging.root.manager.disable, random.getstate()
     logging.disable(logging.CRITICAL)
     random.seed(seed)
@@ -98,9 +101,10 @@ def _alone(seed: int) -> Iterator[None]:
 
 
 class World:
-    """What outlives a driver: the run directory, the configuration, the laws, and the seed's decisions.
+    """The state that survives a driver: the run directory, the configuration, the laws and the seed's decisions.
 
-    `rows` is the size of the dataset; of one row of it requests may kill their server (`poison`). `chats` says what the workflow does. `absent` are faults that no schedule has.
+    `rows` is the size of the dataset. `poison` is the row whose requests kill their server, or None. `chats` is whether
+    the workflow uses chats with tools. `absent` are the faults excluded from all schedules.
     """
 
     rows = ROWS
@@ -159,7 +163,7 @@ class World:
         )
 
     def _change(self, choice: Any) -> None:
-        """As `megasync resume RUN key=value`: what may change, changes now and then."""
+        """Change some of the settings that `megasync resume RUN key=value` may change, in some of the resumes."""
         if choice.random() < 0.5 and self.likely not in RESUMABLE:
             return
         other = _config(choice)
@@ -175,7 +179,7 @@ class World:
                 setattr(mine, name, value)
 
     def _room(self, choice: Any) -> None:
-        """A disk that was full has room again now and then; one that had may be full before the run begins."""
+        """Free the disk before a driver starts, or, rarely, fill it."""
         self.disk.watch()
         full = "disk is full" not in self.absent and choice.random() < 0.03
         self.disk.free()
@@ -184,7 +188,7 @@ class World:
             self.disk.fill(choice.choice([0, 4096, 40_000]))
 
     def _prepare(self, life: Life, unrecorded: bool) -> None:
-        """The laws of this driver."""
+        """Give the laws the settings of this driver."""
         self.laws.pacing = Pacing.of(self.config.schedule)
         self.laws.samples = self.config.schedule.samples_per_group
         newest = life.buffer.process._state.status.newest_version if unrecorded else None
@@ -192,7 +196,7 @@ class World:
 
 
 def _config(choice: Any) -> Config:
-    """Small runs of every shape: what is rare in a large one happens all the time in these."""
+    """Draw the configuration of a small run: events that are rare in a large run are frequent in it."""
     config = Config()
     schedule = config.schedule
     schedule.total_steps = choice.randint(3, 8)
@@ -217,7 +221,7 @@ def _config(choice: Any) -> Config:
 
 
 def _hasten(config: Config) -> None:
-    """What hangs is known after seconds."""
+    """Shorten the timeouts so that hangs are detected within seconds or minutes."""
     health, timeouts = config.rollout.health, config.timeouts
     health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
     health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2
