@@ -55,8 +55,6 @@ from megasync.trajectory import Group
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-# A turn is a generation and up to two questions to the servers' parsers, each of them within `timeouts.request`.
-TURN_PARTS = 3
 # How long a clean stop waits for the loops. The run then ends without the late ones.
 STOP_SECONDS = 30.0
 # How many watch ticks to look for a dead process behind a failed request: a server takes a moment to die.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Publishes in a row that may fail on the trainer's side although all ranks are alive, such as by a broken link.
 LINK_FAILURES = 3
+# A turn is a generation and up to two calls to the servers' parsers, each of them within `timeouts.request`.
+TURN_PARTS = 3
 
 
 class FleetSync:
@@ -34,7 +36,7 @@ class FleetSync:
 
     def __init__(self, config: Config, parts: ControlledParts, progress: Progress, watchdog: Watchdog) -> None:
         self._partial_rollout = config.schedule.partial_rollout
-        self._request_timeout = config.timeouts.request
+        self._gate_timeout = TURN_PARTS * config.timeouts.request
         self._trainer = parts.trainer
         self._publisher = parts.publisher
         self._buffer = parts.buffer
@@ -108,7 +110,7 @@ class FleetSync:
         if self._partial_rollout:
             yield
             return
-        gate = asyncio.create_task(self._rollouter.gate(self._request_timeout), name="gate")
+        gate = asyncio.create_task(self._rollouter.gate(self._gate_timeout), name="gate")
         try:
             # With no server left, requests cannot finish and see no second version: they wait for this very sync.
             while not gate.done() and self._fleet.serving():

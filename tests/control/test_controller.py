@@ -39,6 +39,8 @@ async def test_generation_is_gated_during_a_sync_only_without_partial_rollout() 
     await whole.run()
     assert "closed" not in partial.rollouter.gates
     assert whole.rollouter.gates == ["closed", "open"]
+    # A turn may consist of a generation and two calls to parsers, each with the deadline of a request.
+    assert whole.rollouter.gate_timeout == 3 * whole.controller.config.timeouts.request
 
 
 async def test_checkpoints_hold_what_a_resumed_run_needs() -> None:

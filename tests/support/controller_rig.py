@@ -83,6 +83,7 @@ class FakeRollouter:
 
     async def gate(self, timeout: float) -> None:
         self.gates.append("closed")
+        self.gate_timeout = timeout
 
     def open(self) -> None:
         self.gates.append("open")
