@@ -1,8 +1,9 @@
-"""Configuration: `schema` defines the keys, `load` reads YAML and overrides, `limits` checks each value alone.
+"""Configuration: `schema` defines the keys, `load` reads YAML and overrides, `limits` checks each value on its own.
 
-`changes` decides what a resumed run may change, `deadlines` relates timeouts to each other, `pools` counts the nodes
-that a run needs, `reference` writes docs/configuration.md. No module here imports torch or Ray, so a bad configuration
-is refused before anything heavy is loaded. Contradictions between keys are refused by `megasync.preflight.check`.
+`changes` decides which keys a resumed run may change, `deadlines` checks timeouts against each other, `pools` computes
+the devices and nodes that a run needs, and `reference` writes docs/configuration.md. No module here imports torch or
+Ray, so a bad configuration is refused before heavy packages are loaded. `megasync.preflight.check` refuses
+contradictions between keys.
 """
 
 from megasync.config.load import CONFIG_FILE, CUSTOM_FILE, load_config, remember, save_config

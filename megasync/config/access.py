@@ -1,4 +1,4 @@
-"""Who may ask a run's servers for tokens, and with which certificate its router proves who it is."""
+"""Access control of a run's servers: generation keys, and the TLS certificate of the router."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from megasync.config.host import is_loopback
 from megasync.config.schema import ClusterConfig
 from megasync.errors import ConfigError
 
-# A key of the user's own, which must not be in a file; a run draws one otherwise.
+# Environment variable with the user's own key, which must not be in a file. Without it, the run generates a key.
 GENERATION_KEY_VARIABLE = "MEGASYNC_GENERATION_KEY"
-# Characters. As many random hexadecimal digits are 64 bits.
+# Minimum length in characters. 16 random hexadecimal digits are 64 bits.
 SHORTEST_KEY = 16
-# Random bytes of a key that megasync draws.
+# Length of a generated key, in random bytes.
 KEY_BYTES = 24
 
 
 def given_generation_key() -> str | None:
-    """The user's own key. Raises ConfigError, without the key, for one that is short or no word of an HTTP header."""
+    """The user's own key, or None if the variable is unset or empty.
+
+    Raises ConfigError if the key is too short or cannot be sent in an HTTP header. The message omits the key.
+    """
     key = os.environ.get(GENERATION_KEY_VARIABLE, "")
     if not key:
         return None
@@ -35,14 +38,17 @@ def given_generation_key() -> str | None:
 
 
 def generation_needs_key(cluster: ClusterConfig) -> bool:
-    """Whether a request for tokens must carry a key. Raises ConfigError as `given_generation_key`."""
+    """Whether generation requests must carry a key. Raises ConfigError like `given_generation_key`."""
     if cluster.generation_key != "auto":
         return cluster.generation_key == "always"
     return not is_loopback(cluster.host) or given_generation_key() is not None
 
 
 def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
-    """Raises ConfigError for keys or certificates that contradict each other or, unless `planning`, cannot be used."""
+    """Raises ConfigError for settings of keys and certificates that contradict each other.
+
+    Unless `planning`, it also checks that this machine can use the certificate files.
+    """
     given = given_generation_key()
     if cluster.generation_key == "never" and given is not None:
         raise ConfigError(
@@ -64,7 +70,7 @@ def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
 
 
 def describe_access(cluster: ClusterConfig) -> str:
-    """Who reaches the servers and may do what, in one sentence."""
+    """One sentence that says who can reach the servers, who may generate, and whether the router uses TLS."""
     where = "this machine alone" if is_loopback(cluster.host) else "the network"
     who = "holders of the generation key" if generation_needs_key(cluster) else "whoever reaches them"
     router = "plain HTTP" if cluster.tls_cert is None else "TLS"
@@ -72,7 +78,7 @@ def describe_access(cluster: ClusterConfig) -> str:
 
 
 def check_certificates(cluster: ClusterConfig) -> None:
-    """Raises ConfigError for files of this machine that the router or its clients cannot use."""
+    """Raises ConfigError if the router or its clients cannot use the certificate files on this machine."""
     if cluster.tls_cert is None or cluster.tls_key is None:
         return
     for name in ("tls_cert", "tls_key", "tls_ca"):
@@ -85,7 +91,7 @@ def check_certificates(cluster: ClusterConfig) -> None:
                 f"cluster.{name}={path} cannot be read: {error.strerror}; name a PEM file that this user may read"
             ) from None
     try:
-        # An encrypted key has no password here, and nobody is asked for one.
+        # The dummy password makes an encrypted key fail instead of prompting for its password.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             cluster.tls_cert, cluster.tls_key, password=lambda: b"-"
         )
@@ -98,8 +104,9 @@ def check_certificates(cluster: ClusterConfig) -> None:
 
 
 def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
-    """What clients of the router trust; None where it speaks plain HTTP. Raises ConfigError for a file that holds no
-    certificate.
+    """The TLS context that clients of the router use; None if the router speaks plain HTTP.
+
+    Raises ConfigError if the file contains no certificate.
     """
     if cluster.tls_cert is None:
         return None
@@ -110,29 +117,29 @@ def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cluster.{name}={path} cannot be used: {error}; name a PEM file of certificates") from None
     if cluster.tls_ca is None:
-        # The certificate itself is trusted, whoever signed it.
+        # Trust the certificate itself, regardless of its issuer.
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return trust
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The random keys of one run's servers and router, without a representation in logs and tracebacks.
+    """The random keys of one run's servers and router. Their `repr` omits them, for logs and tracebacks.
 
-    No key is ever in a configuration, a log, a file or a command line: the processes that check them read them from a
-    pipe.
+    A key never appears in a configuration, a log, a file or a command line. The processes that check keys read them
+    from a pipe.
     """
 
-    # Opens every route of a server.
+    # Authorizes every route of a server.
     admin: str = field(repr=False)
-    # Opens the router's list of servers. Separate, so that the router has no control over weights.
+    # Authorizes changes to the router's list of servers. Separate, so that the router cannot control weights.
     router: str = field(repr=False)
-    # Opens generation; None where generation needs no key.
+    # Authorizes generation; None if generation needs no key.
     generation: str | None = field(default=None, repr=False)
 
     @classmethod
     def draw(cls, cluster: ClusterConfig) -> Keys:
-        """Draws new keys. Raises ConfigError when the user's own generation key cannot be used."""
+        """Generates new keys. Raises ConfigError if the user's own generation key cannot be used."""
         generation = (given_generation_key() or _random_key()) if generation_needs_key(cluster) else None
         return cls(_random_key(), _random_key(), generation)
 

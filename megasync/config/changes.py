@@ -1,8 +1,8 @@
-"""Which keys may change when a run is resumed, and why each of the others may not.
+"""Which keys may change when a run is resumed, and why the others may not.
 
-`FIXED` and `FREE` decide: the longest entry that equals a key, or is a prefix of it, applies. Sections with both kinds
-are listed key by key, so that a new key there needs a decision; a test checks every key of the schema. docs/buffer.md
-says what a changed key means for groups in flight.
+`FIXED` and `FREE` decide: the longest entry that equals a key, or is a prefix of it, applies. Sections with keys of
+both kinds are listed key by key, so that a new key there needs an explicit decision. A test checks every key of the
+schema. docs/buffer.md describes how a changed key affects groups in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIXED = {
     "model.dtype": _SHARDS,
     "data.train": _ORDER,
     "data.shuffle": _ORDER,
-    # Solved examples are taken out of the training rows.
+    # Few-shot examples are removed from the training rows.
     "data.prompt.examples": _ORDER,
     "rollout.sampling.temperature": _DISTRIBUTION,
     "rollout.sampling.top_p": _DISTRIBUTION,
@@ -51,18 +51,18 @@ FIXED = {
 
 FREE = frozenset(
     {
-        # Only `megasync plan` reads it.
+        # Read by `megasync plan` only.
         "model.config",
         "data.eval",
         *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
-        # The buffer counts what remains in groups of the present size, and treats what is too old now as `stale` says.
+        # The buffer counts the remaining work in groups of the new size, and applies `stale` to what is now too old.
         *(f"schedule.{key}" for key in ("total_steps", "groups_per_step", "samples_per_group", "max_staleness")),
         *(f"schedule.{key}" for key in ("weight_sync_steps", "max_inflight_groups", "partial_rollout")),
         *(f"schedule.{key}" for key in ("window_fraction", "stale", "stop_at_score")),
-        # Servers, and what is run on them, are started anew. Finished groups keep their rewards.
+        # Servers, and everything that runs on them, are restarted. Finished groups keep their rewards.
         "rollout",
         *(f"rollout.sampling.{key}" for key in ("max_new_tokens", "stop")),
-        # Optimizer state holds moments, no hyperparameters.
+        # Optimizer state contains moments, not hyperparameters.
         *(f"trainer.{key}" for key in ("sequence_parallel", "tokens_per_microbatch", "minibatches", "recompute")),
         *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
         *(f"trainer.{key}" for key in ("step_attempts", "max_failed_steps")),
@@ -71,20 +71,20 @@ FREE = frozenset(
         "eval",
         "reward_models",
         "checkpoint",
-        # A run may go on elsewhere; ranks of another kind refuse the checkpoint.
+        # A run may resume on another cluster. Ranks on another kind of device refuse the checkpoint.
         "cluster",
         "timeouts",
         "observe",
     }
 )
-# Of these sections every key is named above.
+# Sections of which every key is listed above.
 KEY_BY_KEY = ("", "model", "data", "data.prompt", "schedule", "rollout.sampling", "trainer")
 
 
 def why_fixed(key: str) -> str | None:
-    """Why a key must stay when a run is resumed, and what to do instead; None for one that may change.
+    """Why a key must not change when a run is resumed, and what to do instead; None if it may change.
 
-    Raises KeyError for a key that nobody has ruled on.
+    Raises KeyError for a key that is in neither table.
     """
     entry = key
     while entry not in FIXED and entry not in FREE:
@@ -95,17 +95,17 @@ def why_fixed(key: str) -> str | None:
 
 
 def changeable() -> list[str]:
-    """Every key that may change when a run is resumed."""
+    """All keys that may change when a run is resumed."""
     return [key for key in _leaves() if why_fixed(key) is None]
 
 
 def fixed() -> list[str]:
-    """Every other key."""
+    """All keys that must not change when a run is resumed."""
     return [key for key in _leaves() if why_fixed(key) is not None]
 
 
 def check_changes(before: Config, after: Config, step: int) -> None:
-    """Raises ConfigError, with every reason, for changes that a run with ``step`` trained steps cannot resume with."""
+    """Raises ConfigError, with every reason, if a run with ``step`` trained steps cannot resume with the changes."""
     wrong = [
         f"{key}={_shown(new)} cannot replace {_shown(old)} when a run is resumed: {why_fixed(key)}"
         for key, old, new in changes(before, after)
@@ -121,7 +121,7 @@ def check_changes(before: Config, after: Config, step: int) -> None:
 
 
 def changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value after) of each key that differs."""
+    """(key, value before, value after) for each key that differs."""
     pairs = ((key, value_of(before, key), value_of(after, key)) for key in _leaves())
     return [(key, old, new) for key, old, new in pairs if old != new]
 
@@ -131,5 +131,5 @@ def _leaves() -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """As it is typed."""
+    """The value as a user would type it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,8 @@
-"""Relations that deadlines must have to each other, written once: checked at start, shown in docs/configuration.md.
+"""Required relations between deadlines, defined once: checked at start and listed in docs/configuration.md.
 
-A deadline that contains other waits must be longer than they are together. Otherwise it ends a run, or blames a part,
-that is within its own limits. `timeouts.no_progress` contains no training step, no save, no restart of the ranks and no
-weight sync: the watchdog leaves their time out, because each of them has a deadline.
+A deadline that contains other waits must be longer than their sum. Otherwise it ends a run, or blames a component, that
+is still within its own limits. `timeouts.no_progress` does not contain training steps, checkpoint saves, rank restarts
+or weight syncs: each has its own deadline, and the watchdog does not count the time spent in them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from megasync.config.limits import value_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
-# Waits that no key sets, in seconds; a test compares them with the code that has them.
+# Waits without a configuration key, in seconds. A test compares them with the code that implements them.
 BUFFER_RESTART = "the restart of a hung buffer"
 FIXED = {BUFFER_RESTART: 240.0}
 
-# Factors of a product: keys, names of `FIXED`, or numbers.
+# Factors of a product: configuration keys, names in `FIXED`, or numbers.
 Term = tuple[str | float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The sum of `shorter` must be below `longer`, where `applies` says so (in the words of `where`)."""
+    """The sum of the terms in `shorter` must be less than the deadline `longer`.
+
+    `applies` decides for which configurations the relation holds; `where` describes them in words.
+    """
 
     shorter: tuple[Term, ...]
     longer: str
@@ -35,7 +38,7 @@ class Relation:
 
 REQUEST, REWARD, NO_PROGRESS = "timeouts.request", "timeouts.reward", "timeouts.no_progress"
 AGENT = "rollout.agent"
-# How long a hung server keeps its requests before it counts as dead, by each of the two kinds of checks.
+# How long a hung server keeps its requests before it is declared dead, by each of the two kinds of health check.
 PROBES: tuple[Term, ...] = (
     ("rollout.health.probe_failures", "rollout.health.probe_timeout"),
     ("rollout.health.probe_failures", "rollout.health.probe_seconds"),
@@ -104,9 +107,9 @@ RELATIONS = (
 
 
 def check_deadlines(config: Config, own_agent: bool = False) -> None:
-    """Raises ConfigError for the first relation that does not hold: the keys, their values, and the fix.
+    """Raises ConfigError for the first violated relation, with the keys, their values and the fix.
 
-    `own_agent`: a Python caller brings an agent that replaces `rollout.agent`.
+    `own_agent`: a Python caller passes an agent, which replaces `rollout.agent`.
     """
     for relation in RELATIONS:
         if not (relation.applies(config) or (own_agent and AGENT in relation.where)):
@@ -123,7 +126,7 @@ def check_deadlines(config: Config, own_agent: bool = False) -> None:
 
 
 def deadline_table() -> str:
-    """The relations as a Markdown table."""
+    """Returns the relations as a Markdown table."""
     rows = ["| longer | shorter | because | where |", "|---|---|---|---|"]
     for relation in RELATIONS:
         terms = " + ".join(_term(term) for term in relation.shorter)
@@ -145,7 +148,7 @@ def _product(config: Config, term: Term) -> float:
 
 
 def _term(term: Term, config: Config | None = None) -> str:
-    """In words: with the values of a configuration, or as Markdown."""
+    """A term as text: with the values of a configuration, or as Markdown if there is none."""
     words = []
     for factor in term:
         if isinstance(factor, float):

@@ -1,4 +1,4 @@
-"""Which address a process of a run binds to and is reached at."""
+"""The address that a process of a run binds to and advertises to other processes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import os
 import socket
 from typing import Any
 
-# Documentation-only address (RFC 5737): connecting a datagram socket to it picks the route but sends nothing.
+# Documentation-only address (RFC 5737). Connecting a datagram socket to it selects a route and sends nothing.
 ROUTE_PROBE = ("192.0.2.1", 9)
 LOOPBACK = "127.0.0.1"
-# The address of this node that the job's other nodes reach it at, where a launcher has found out.
+# Environment variable in which a launcher passes the address at which the job's other nodes reach this node.
 HOST_VARIABLE = "MEGASYNC_HOST"
 
 
 def resolve_host(host: str) -> str:
-    """The address for this process: `host` itself, or for "auto" what the launcher found, else the one that this node's
-    default route leaves from."""
+    """The address for this process: `host` itself unless it is "auto".
+
+    For "auto" it is the launcher's address (`HOST_VARIABLE`), else the source address of this node's default route,
+    else loopback.
+    """
     if host != "auto":
         return host
-    # Without a route out of this machine nobody else could reach it either.
+    # Without a route to the network, other machines cannot reach this one either.
     return os.environ.get(HOST_VARIABLE) or route_from() or LOOPBACK
 
 
 def route_from(target: Any = ROUTE_PROBE, family: int = socket.AF_INET) -> str | None:
-    """The address from which packets to this socket address leave; None when there is no route. Sends nothing."""
+    """The source address of packets to this socket address; None if there is no route. Sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(target)
@@ -43,7 +46,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for every interface, so that a process binds to all of them and nobody is told where it is."""
+    """Whether the address means all interfaces: a process can bind to it, but it tells clients no host."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -1,7 +1,7 @@
 """The values that each key allows on its own, as tables of ranges, choices and patterns.
 
-Every key of the schema is in exactly one table or among the free keys below; a test fails for a key that is in none.
-`megasync.preflight.check` checks combinations of keys.
+Every key of the schema is in exactly one table or in `FREE`; a test fails for a key that is in none. Combinations of
+keys are checked by `megasync.preflight.check`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megasync.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval; `open_low`/`open_high` exclude the end itself."""
+    """An interval. `open_low` and `open_high` exclude the respective endpoint."""
 
     low: float
     high: float = math.inf
@@ -44,15 +44,15 @@ NOT_NEGATIVE = Range(0)
 AT_LEAST_ONE = Range(1)
 SHARE = Range(0, 1, open_low=True)
 PART = Range(0, 1, open_low=True, open_high=True)
-# More processes than any cluster holds; the plan lists each of them.
+# The upper limit is more than any cluster runs. It bounds the plan, which lists every process.
 PROCESSES = Range(1, 65536)
-# Beyond this a number is a slip of the keyboard. Infinity is beyond it: every wait ends.
+# A larger number is a typing error. This also refuses infinity, so every wait ends.
 LARGEST = 1e18
-# Characters of a refused path.
+# Maximum number of characters of a refused path in an error message.
 SHOWN_PATH = 200
 
 RANGES: dict[str, Range] = {
-    # SGLang hands it to numpy, which takes 32 bits; each server adds its number.
+    # SGLang passes the seed to numpy, which accepts 32 bits. Each server adds its index.
     "seed": Range(0, 2**31),
     "data.train.size": AT_LEAST_ONE,
     "data.train.seed": NOT_NEGATIVE,
@@ -192,7 +192,7 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 REWARD = re.compile("|".join([*builtin.REWARDS, FUNCTION.pattern]))
 ENVIRONMENT = re.compile("|".join([*builtin.ENVIRONMENTS, FUNCTION.pattern]))
 REWARD_FORMS = f"{', '.join(builtin.REWARDS)} or package.module:function"
-# Keys whose text has a form of its own: the pattern, and how a person would write it.
+# Text keys with a required form: the pattern, and its description for users.
 PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "name": (re.compile(r"[\w.-]+"), "letters, digits, '.', '_' and '-' only (it names the run's folder)"),
     "rollout.workflow": (FUNCTION, "package.module:function"),
@@ -204,13 +204,13 @@ PATTERNS: dict[str, tuple[re.Pattern[str], str]] = {
     "cluster.host": (re.compile(r"[\w.:\-]+"), "auto, an address or a host name, such as 127.0.0.1"),
 }
 
-# Keys that name a file or folder of this machine, wherever it is.
+# Keys that contain the path of a file or folder on this machine.
 PATHS = (
     *("run_root", "model.path", "model.config", "sync.disk_dir"),
     *("cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca"),
 )
 
-# Text, lists and switches that any value of their type fits, or that `check` looks at together with other keys.
+# Text, lists and booleans that accept every value of their type, or that `check` validates with other keys.
 FREE = {
     "run_root",
     "model.path",
@@ -257,7 +257,7 @@ FREE = {
 }
 
 
-# Of one held-out set, below eval.sets.<name>.
+# For one held-out set, relative to eval.sets.<name>.
 EVAL_SET_RANGES = {
     "data.size": AT_LEAST_ONE,
     "data.seed": NOT_NEGATIVE,
@@ -269,7 +269,7 @@ EVAL_SET_RANGES = {
 EVAL_SET_CHOICES = {"data.kind": DATASET_KINDS}
 
 
-# Of one reward model, below reward_models.<name>.
+# For one reward model, relative to reward_models.<name>.
 REWARD_MODEL_RANGES = {
     "servers": AT_LEAST_ONE,
     "tensor_parallel": AT_LEAST_ONE,
@@ -292,7 +292,7 @@ REWARD_MODEL_CHOICES = {
 
 
 def check_limits(config: Config) -> None:
-    """Raises ConfigError for the first value outside its own limits: key, value and what is allowed."""
+    """Raises ConfigError for the first value outside its limits, with the key, the value and what is allowed."""
     check_tables(config, "", RANGES, CHOICES)
     for key, (pattern, form) in PATTERNS.items():
         value = value_of(config, key)
@@ -304,14 +304,15 @@ def check_limits(config: Config) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Raises ConfigError for a text that the file system refuses as a path."""
+    """Raises ConfigError if the file system rejects the text as a path."""
     if (trouble := path_problem(path)) is not None:
         raise ConfigError(f"{key}={path[:SHOWN_PATH]!r} cannot be looked at: {trouble}; choose another path")
 
 
 def path_problem(path: str) -> str | None:
-    """Why the file system refuses a text as a path: empty, too long, a home of nobody, a folder that may not be
-    entered.
+    """Why the file system rejects a text as a path; None if it is acceptable, even if nothing exists there.
+
+    Reasons are for example: empty, too long, the home of an unknown user, or a folder without permission to enter.
     """
     if not path:
         return "it is empty"
@@ -327,12 +328,15 @@ def path_problem(path: str) -> str | None:
 def check_tables(
     section: Any, prefix: str, ranges: Mapping[str, Range], choices: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """The same for one section by tables of its own; `prefix`, such as "eval.sets.gsm8k.", stands before its keys."""
+    """Raises ConfigError for the first value of a section that its own tables do not allow.
+
+    `prefix`, such as "eval.sets.gsm8k.", precedes the section's keys in messages.
+    """
     for key, allowed in ranges.items():
         value = value_of(section, key)
         if value is None:
             continue
-        if not abs(value) <= LARGEST:  # so written, NaN is refused too
+        if not abs(value) <= LARGEST:  # this form also refuses NaN
             raise ConfigError(f"{prefix}{key}={value} is no number that a run could use; it must be {allowed}")
         if not allowed.holds(value):
             raise ConfigError(f"{prefix}{key}={value} must be {allowed}")
@@ -343,7 +347,7 @@ def check_tables(
 
 
 def value_of(section: Any, key: str) -> Any:
-    """The value of a dotted key; None inside a section that is null."""
+    """The value of a dotted key; None if a section on the way to it is null."""
     node: Any = section
     for part in key.split("."):
         if node is None:

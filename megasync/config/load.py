@@ -1,7 +1,7 @@
 """Loads YAML files and `key=value` overrides into one typed `Config`.
 
 Layers are merged from the outermost base to the overrides. Each layer is validated against the schema before it is
-merged, so an error always names the place where the refused key or value was written.
+merged, so an error always names the file or override that contains the refused key or value.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megasync.errors import ConfigError
 from megasync.files import atomic_write
 
 BASE_KEY = "base"
-# The resolved configuration of a run, in its directory, and beside it the names of what the caller passed from Python,
-# which a resumed run must be given again.
+# Files in a run's directory: its resolved configuration, and the names of what the caller passed from Python and must
+# pass again on resume.
 CONFIG_FILE = "config.yaml"
 CUSTOM_FILE = "custom.json"
 
-# Keys by the names that they once had. A user is told the new name; the configuration of a run saved under the old name
-# is read as if it had the new one.
+# Renamed keys: old name to new name. A user's file or override with an old name is refused with an error that gives the
+# new name. In a run's saved configuration the old name is read as the new one.
 RENAMED_KEYS = {"schedule.over_age": "schedule.stale"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One source of keys. `place` is what a person is told: the file, or the override as it was typed."""
+    """One source of keys. `place` identifies it in messages: the file, or the override as typed."""
 
     place: str
     values: DictConfig
@@ -46,9 +46,9 @@ class Layer:
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file (or a mapping of the same form), its bases, and `overrides` such as `trainer.data_parallel=2`.
 
-    The saved configuration of a run may use the names that keys had when it was saved (`RENAMED_KEYS`). Raises
-    ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type or a required key left open.
-    The result is well-typed, not yet free of contradictions: `check_config` sees to those.
+    The saved configuration of a run may contain old names of keys (`RENAMED_KEYS`). Raises ConfigError for a missing
+    file, a cycle of bases, an unknown key, a wrong type or a missing required key. The result is well-typed, but its
+    keys may contradict each other: `check_config` checks that.
     """
     layers = _mapping_layers(source) if isinstance(source, Mapping) else _file_layers(_located(source), ())
     layers += [_override_layer(text) for text in overrides]
@@ -61,18 +61,18 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 def save_config(config: Config, path: str | Path) -> None:
     """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged.
 
-    Whoever reads the file meanwhile reads all of the old one or all of the new. Raises OSError.
+    The write is atomic: a concurrent reader sees either the old or the new file. Raises OSError.
     """
     atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def remember(run_dir: Path, key: str, value: Any) -> None:
-    """Changes one key of a run's own configuration, for a later resume. Raises OSError if it cannot be written."""
+    """Changes one key in the saved configuration of a run, for a later resume. Raises OSError if the write fails."""
     save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"]), run_dir / CONFIG_FILE)
 
 
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the schema with its annotated type, sections included: ("trainer", TrainerConfig), ..."""
+    """Yields every key of the schema with its annotated type, including sections: ("trainer", TrainerConfig), ..."""
     hints = get_type_hints(cls)
     for item in fields(cls):
         key = f"{prefix}{item.name}"
@@ -96,7 +96,7 @@ def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
 
 
 def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
-    """The file and everything below it, lowest first. `above` are the files that led here."""
+    """The layers of the file and its bases, outermost base first. `above` is the chain of files that led here."""
     if path in above:
         chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
         raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
@@ -113,7 +113,7 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
 
 
 def _rename_keys(values: dict[Any, Any]) -> None:
-    """Gives renamed keys of a saved configuration their present names."""
+    """Replaces old names of keys in a saved configuration, in place."""
     for old, new in RENAMED_KEYS.items():
         section, _, name = old.rpartition(".")
         holder = values
@@ -124,7 +124,7 @@ def _rename_keys(values: dict[Any, Any]) -> None:
 
 
 def _located(text: str | Path, folder: Path = Path()) -> Path:
-    """The absolute path of a file that is named relative to a folder. Raises ConfigError where there can be none."""
+    """The absolute path of a file given relative to a folder. Raises ConfigError for an invalid path."""
     if (trouble := path_problem(str(text))) is not None:
         raise ConfigError(
             f"configuration file {str(text)[:SHOWN_PATH]!r} cannot be looked at: {trouble}; check the path"
@@ -167,7 +167,7 @@ def _override_layer(text: str) -> Layer:
 
 @cache
 def _schema() -> DictConfig:
-    """The defaults; merging copies them."""
+    """The schema with its defaults. Cached, because merging does not modify it."""
     return OmegaConf.structured(Config)
 
 
@@ -178,7 +178,7 @@ def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
     except OmegaConfBaseException as error:
         key = error.full_key or "?"
         expected = dict(schema_keys()).get(key)
-        if expected is None:  # an entry of a list or of a free dictionary: name its parent's type
+        if expected is None:  # an entry of a list or free-form dictionary: report its parent's type
             key = key.split("[")[0]
             expected = dict(schema_keys()).get(key)
         raise ConfigError(
@@ -220,7 +220,7 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
 
 
 def _nearest(name: str, section: type, prefix: str) -> str:
-    """A suggestion: the same name in another section, else the most similar name here, else anywhere."""
+    """A suggestion: the same name in another section, else the most similar name here, else in any section."""
     every = [k for k, _ in schema_keys()]
     siblings = [f.name for f in fields(section)]
     near = difflib.get_close_matches(name, siblings, 1)
@@ -245,7 +245,7 @@ def _to_object(merged: DictConfig) -> Config:
 
 
 def _at_home(config: Config) -> Config:
-    """The same with every `~` replaced, once, so that no user of a path has to think of it."""
+    """Expands `~` in every path, in place, so that no other code has to. Returns the same object."""
     holders = [(value_of(config, key.rpartition(".")[0]) if "." in key else config, key) for key in PATHS]
     holders += [(model, "path") for model in config.reward_models.values()]
     for holder, key in holders:
@@ -255,11 +255,11 @@ def _at_home(config: Config) -> Config:
     return config
 
 
-# Words
+# Types
 
 
 def section_of(hint: Any) -> type | None:
-    """The dataclass inside a type such as `DatasetConfig | None`; None for a plain value."""
+    """The dataclass in a type such as `DatasetConfig | None`; None if there is none, or for a dictionary."""
     if get_origin(hint) is dict:
         return None
     return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
@@ -270,7 +270,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def entry_of(hint: Any) -> type | None:
-    """The dataclass that every value of a dictionary is, in a type such as `dict[str, RewardConfig]`."""
+    """The dataclass of the values in a type such as `dict[str, RewardConfig]`; None for other types."""
     return next(filter(is_dataclass, get_args(hint)), None) if get_origin(hint) is dict else None
 
 

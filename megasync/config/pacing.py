@@ -1,24 +1,24 @@
 """How many groups may be active, how far the batcher looks ahead, and the staleness bound that follows from both.
 
-Symbols: G groups a step, S max_staleness, k steps between two published versions, C capacity, W window.
+Symbols: G groups per step, S max_staleness, k steps between two published versions, C capacity, W window.
 
 - ``C = (S + 1) G k`` slots. A slot is held from a group's admission until the step that trained it is *published*.
 - A batch is the G oldest eligible groups. A finished group is eligible when fewer than W groups were admitted after the
-  oldest *unfinished* group, up to and including itself. With W = 1 nothing passes an unfinished group (strict FIFO).
-  This windowed FIFO is that of MiniMax (arXiv 2605.26494, section 6.2.4), as TitanRL in torchtitan implements it;
-  docs/buffer.md says what differs.
+  oldest *unfinished* group, up to and including itself. With W = 1 no group overtakes an unfinished one (strict FIFO).
+  This is the windowed FIFO of MiniMax (arXiv 2605.26494, section 6.2.4), as TitanRL in torchtitan implements it;
+  docs/buffer.md lists the differences.
 
-Bound: let group f be admitted while version v is published. At most C - 1 other groups hold a slot then, and they are
-all that can be trained before f, apart from groups admitted later that overtake it: at most W - 1 do, since each of
-them counts against the window as long as f is unfinished, and a finished f is older than they are. So f is trained at
-the latest in step ``n = k v + ceil((C + W - 1) / G)``, at version ``floor((n - 1) / k)``, which makes its staleness at
-most
+Bound: let group f be admitted while version v is published. At that time at most C - 1 other groups hold a slot. Only
+these groups, and later ones that overtake f, can be trained before f. At most W - 1 groups overtake f: each of them
+counts against the window while f is unfinished, and once f is finished it is older than they are. So f is trained no
+later than step ``n = k v + ceil((C + W - 1) / G)``, at version ``floor((n - 1) / k)``. Its staleness is at most
 
     ``S + ceil((W - 1) / (G k))``  =  max_staleness + window slack.
 
-No deadlock: once every generation has ended there is no unfinished group, so every finished group is eligible. Fewer
-than G of them, none leased, and at most ``(k - 1) G`` trained but unpublished leave ``C - (G - 1) - (k - 1) G > 0``
-slots for new groups. The end of a run is in `TrajectoryBuffer.admission_blocker`.
+No deadlock: once every generation has ended, no group is unfinished, so every finished group is eligible. If fewer than
+G groups are finished, none are leased and at most ``(k - 1) G`` are trained but unpublished, then
+``C - (G - 1) - (k - 1) G > 0`` slots are free for new groups. `TrajectoryBuffer.admission_blocker` handles the end of a
+run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """``window_fraction`` is the window as a share of the capacity; None is strict FIFO. Raises ValueError."""
+    """The parameters of the schedule that determine capacity, window and staleness bound.
+
+    ``window_fraction`` is the window as a fraction of the capacity; None means strict FIFO. Raises ValueError for a
+    parameter out of range.
+    """
 
     groups_per_step: int
     max_staleness: int
@@ -55,14 +59,14 @@ class Pacing:
 
     @property
     def capacity(self) -> int:
-        """Groups that may hold a slot at once."""
+        """Number of groups that may hold a slot at the same time."""
         return (self.max_staleness + 1) * self.groups_per_step * self.weight_sync_steps
 
     @property
     def window(self) -> int:
-        """Groups that the batcher looks ahead, counted from the oldest unfinished one; 1 is strict FIFO.
+        """Number of groups that the batcher looks ahead, counted from the oldest unfinished one; 1 is strict FIFO.
 
-        Synchronous training is always strict, because its batches must not depend on which group finished first.
+        Synchronous training is always strict FIFO, because its batches must not depend on which group finishes first.
         """
         if self.window_fraction is None or self.max_staleness == 0:
             return 1
@@ -70,7 +74,7 @@ class Pacing:
 
     @property
     def window_slack(self) -> int:
-        """Versions by which overtaking can make a straggler older than ``max_staleness``."""
+        """Number of versions by which overtaking can make a straggler exceed ``max_staleness``."""
         return math.ceil((self.window - 1) / (self.groups_per_step * self.weight_sync_steps))
 
     @property

@@ -1,7 +1,7 @@
-"""Which devices a run asks for: pools, in whole nodes where they span several. Pure arithmetic over the config.
+"""The device pools that a run requests. Pure arithmetic over the configuration.
 
-A pool that fits on one node is placed on one; a larger one takes whole nodes. So no tensor-parallel group is torn over
-nodes by chance, and slot -> node is plain division.
+A pool that fits on one node is placed on one node; a larger pool takes whole nodes. So a tensor-parallel group never
+spans nodes by accident, and the node of a slot follows by integer division.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
-# Pools that the launcher can reserve nodes for. Such a node has the pool's `node_resource` in Ray, of which each bundle
-# takes one, and more of it than any number of bundles.
+# Pools for which the launcher can reserve nodes. A reserved node has the Ray resource `node_resource(pool)`. Each
+# bundle takes one unit of it, and the amount exceeds any number of bundles.
 NODE_POOLS = ("trainer", "rollout")
 NODE_RESOURCE_AMOUNT = 10_000
 
 
 def node_resource(pool: str) -> str:
-    """The Ray resource of nodes that are reserved for a pool."""
+    """Name of the Ray resource that marks nodes reserved for a pool."""
     return f"megasync_{pool}"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What a pool asks of the cluster: `slots` processes of `devices` devices each, at most `slots_per_node` a node."""
+    """The request of a pool: `slots` processes with `devices` devices each, at most `slots_per_node` per node."""
 
     name: str
     slots: int
@@ -40,7 +40,7 @@ class PoolSpec:
         return self.slots * self.devices
 
     def bundles(self, kind: str) -> list[dict[str, float]]:
-        """Ray resource bundles, one per node. Devices are GPUs on cuda and logical CPUs otherwise."""
+        """Ray resource bundles, one per node. A device is a GPU if `kind` is "cuda", otherwise a logical CPU."""
         per_node = min(self.slots, self.slots_per_node) * self.devices
         if kind == "cuda":
             return [{"GPU": per_node, "CPU": per_node} for _ in range(self.nodes)]
@@ -48,13 +48,16 @@ class PoolSpec:
 
 
 def reward_pool(name: str) -> str:
-    """The name of the pool that a reward model with `pool: own` has to itself."""
+    """Name of the dedicated pool of a reward model with `pool: own`."""
     return f"reward-{name}"
 
 
 def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
-    """The pools of a run, or of an evaluation without a trainer. Raises ConfigError when one cannot be cut into whole
-    nodes."""
+    """The pools of a run by name; without the trainer's unless `training`.
+
+    Raises ConfigError if a tensor-parallel group does not fit on a node, or if a pool that is larger than a node does
+    not fill whole nodes.
+    """
     rollout, per_node = config.rollout, config.cluster.devices_per_node
     pools = [_trainer_pool(config)] if training else []
     pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
@@ -80,7 +83,7 @@ def _trainer_pool(config: Config) -> PoolSpec:
 
 
 def _server_pool(name: str, key: str, servers: int, tensor_parallel: int, per_node: int) -> PoolSpec:
-    """`key` is the section that describes the servers."""
+    """A pool of servers; `key` is the configuration section that describes them."""
     _check_fits(key, tensor_parallel, per_node)
     servers_per_node = per_node // tensor_parallel
     if servers > servers_per_node and servers % servers_per_node:
@@ -101,7 +104,7 @@ def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:
 
 
 def nodes_needed(specs: dict[str, PoolSpec], devices_per_node: int) -> int:
-    """Nodes that the pools take together; pools smaller than a node share one when both fit on it."""
+    """Number of nodes for all pools. They share a single node if all of them fit on it."""
     if sum(spec.total_devices for spec in specs.values()) <= devices_per_node:
         return 1
     return sum(spec.nodes for spec in specs.values())

@@ -1,6 +1,7 @@
-"""The reference of all keys as Markdown: the comments, types and defaults of `schema`, what `limits` allows.
+"""Generates the Markdown reference of all keys from the comments, types and defaults in `schema` and from `limits`.
 
-`python -m megasync.config.reference` writes it into docs/configuration.md, below the line `MARK`; a test compares.
+`python -m megasync.config.reference` writes it to docs/configuration.md, below the line `MARK`. A test checks that the
+page is up to date.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megasync.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
-# Stands for a name that the configuration's author chooses.
+# Placeholder for a name that the user chooses.
 NAMED = "<name>"
 STAYS = " *Stays as it is in a resumed run.*"
 HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
@@ -46,14 +47,14 @@ CHOICES = limits.CHOICES | {f"reward_models.{NAMED}.{key}": value for key, value
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`prefix` ends with a dot, but for the whole configuration's, which is empty."""
+    """A section of the configuration. `prefix` ends with a dot; it is empty for the root."""
 
     prefix: str
     cls: type
 
 
 def reference() -> str:
-    """All sections, each where its parent names it; a class that stands in several places is written out once.
+    """The reference of all sections, in the order of the schema. A class that occurs several times is documented once.
 
     Raises ValueError for a key without a comment.
     """
@@ -63,7 +64,7 @@ def reference() -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with all below `MARK` as the schema has it now."""
+    """The page with everything below `MARK` regenerated. Raises ValueError if the page does not contain `MARK`."""
     above, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"the page has no line {MARK!r}; put it where the reference shall stand")
@@ -71,7 +72,7 @@ def rewritten(page: str) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """What stands above each key of a section."""
+    """The comment above each key of a section, by key."""
     found = COMMENTED.findall(inspect.getsource(cls))
     return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in found}
 
@@ -110,7 +111,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
 
 
 def _value(key: str, hint: Any) -> str:
-    """What may stand there, in words."""
+    """The allowed values of a key, in words."""
     optional = NoneType in get_args(hint)
     if key in CHOICES:
         words = ", ".join(CHOICES[key])
@@ -140,7 +141,7 @@ def _default(item: Field) -> str:
 
 
 def _linked(text: str) -> str:
-    """With links where the schema names a page of docs/."""
+    """The text with each mention of a page in docs/ turned into a link."""
     return LINK.sub(lambda found: f"[{found[1]}]({found[1]}{found[2] or ''})", text)
 
 

@@ -1,4 +1,4 @@
-"""SGLang command line arguments that a configuration may add to a server's, and those that have keys of their own."""
+"""Checks the SGLang arguments that a configuration adds to a server, and refuses those that other keys control."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megasync.errors import ConfigError
 
-# Where the value is set instead ({servers} is the section of the servers); None: a run must decide it itself.
+# The key that sets the value instead ({servers} is the servers' section); None if megasync must choose the value.
 RESERVED: dict[str, str | None] = {
     "--tp": "{servers}.tensor_parallel",
     "--tp-size": "{servers}.tensor_parallel",
@@ -17,7 +17,7 @@ RESERVED: dict[str, str | None] = {
     "--max-running-requests": "{servers}.max_running_requests",
     "--mem-fraction-static": "{servers}.mem_fraction",
     "--random-seed": "seed",
-    # A server is one tensor-parallel group on the GPUs of its slot, and a weight sync knows its ranks by that alone.
+    # A server is one tensor-parallel group on the GPUs of its slot. Weight syncs identify its ranks by that alone.
     "--dp-size": "{servers}.servers",
     "--data-parallel-size": "{servers}.servers",
     "--pp-size": "{servers}.tensor_parallel",
@@ -32,9 +32,9 @@ RESERVED: dict[str, str | None] = {
     "--weight-version": None,
     "--api-key": "cluster.generation_key",
     "--admin-api-key": None,
-    # Keys, or any other argument, from a file of the user's.
+    # Reads keys, or any other argument, from a user's file.
     "--config": None,
-    # HTTP workers and servers beside the HTTP server, in front of which there would be no guard.
+    # Additional workers and servers that the guard of the HTTP server would not protect.
     "--tokenizer-worker-num": None,
     "--grpc-port": None,
     "--grpc-mode": None,
@@ -43,7 +43,7 @@ RESERVED: dict[str, str | None] = {
     "--encoder-only": None,
     "--use-ray": None,
 }
-# Flags by which a server samples otherwise than the trainer scores, and the one value of each that does not.
+# Flags that change the sampling distribution from the one that the trainer scores, each with its only harmless value.
 _BENDING: dict[str, float | None] = {
     "--preferred-sampling-params": None,
     "--speculative-accept-threshold-single": 1.0,
@@ -68,14 +68,14 @@ OF_REWARD_MODELS: dict[str, str | None] = {
 
 
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
-    """Raises ConfigError for an invalid flag or one that other keys set. `servers` is the section, such as rollout."""
+    """Raises ConfigError for an invalid or reserved flag. `servers` is the name of the section, such as "rollout"."""
     reserved = RESERVED | own
     for argument in arguments:
         if not argument.startswith("--"):
             raise ConfigError(
                 f"{servers}.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
             )
-        # Also written as --flag=value.
+        # The flag may also be written as --flag=value.
         name = argument.partition("=")[0]
         if name in reserved:
             key = reserved[name]
@@ -84,7 +84,7 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
 
 
 def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a flag by which tokens are sampled from another distribution than the trainer scores."""
+    """Raises ConfigError for a flag that makes servers sample from another distribution than the trainer scores."""
     for argument in _BENDING.keys() & arguments.keys():
         harmless = _BENDING[argument]
         if harmless is None or str(arguments[argument]) not in (str(harmless), f"{harmless:g}"):
