@@ -4,7 +4,7 @@
 
     megasync.AsyncTrainer("configs/quickstart.yaml", reward=my_reward).train()
 
-Nothing heavy is imported until a name is used.
+Heavy packages are imported only when a name is first used.
 """
 
 from __future__ import annotations

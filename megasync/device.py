@@ -1,9 +1,9 @@
 """Everything that differs between CPU and GPU runs. Other modules ask a `Device` and never test for CUDA themselves.
 
 Importing this module imports neither torch nor Megatron, so the driver can use it too. The driver needs no GPU and
-never initializes CUDA: even asking whether a GPU exists would take memory on one and forbid the driver to fork. The
-driver names the device (`resolve_device`) and checks what is visible without CUDA (`check_machine`). Only a trainer
-rank, which computes, initializes CUDA (`Device.prepare_process`).
+never initializes CUDA: even querying for a GPU would allocate memory on one and make it unsafe to fork the driver. The
+driver selects the kind of device (`resolve_device`) and checks what is visible without CUDA (`check_machine`). Only a
+trainer rank, which computes, initializes CUDA (`Device.prepare_process`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CUDA_ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 
-# Device files that a GPU's driver creates: on a server, under WSL, on a Jetson.
+# Device files of the GPU driver on a server, under WSL and on a Jetson.
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu")
 
 
@@ -45,28 +45,28 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """Backend of torch.distributed process groups."""
+        """The backend of torch.distributed process groups."""
         return BACKENDS[self.kind]
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """The device of this process; on CUDA the one that `prepare_process` selected."""
+        """The device of this process. On CUDA, it is the one that `prepare_process` selected."""
         import torch
 
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
     @property
     def spec(self) -> str:
-        """Flavour of Megatron's layers: "te" (Transformer Engine) on GPUs, "local" on a CPU."""
+        """The Megatron layer spec: "te" (Transformer Engine) on GPUs, "local" on a CPU."""
         return "te" if self.kind == "cuda" else "local"
 
     @property
     def expert_dispatcher(self) -> str:
-        """Megatron's token dispatcher. Over gloo, its all-to-all dispatcher gets tensors where it needs numbers."""
+        """Megatron's token dispatcher. With gloo, its all-to-all dispatcher receives tensors where it needs numbers."""
         return "allgather" if self.kind == "cpu" else "alltoall"
 
     def prepare_process(self, local_rank: int) -> None:
-        """Prepares this process as a trainer rank: selects its device and patches upstream packages before their use.
+        """Prepares this process as a trainer rank: selects its device and patches upstream packages before first use.
 
         On a CPU the ranks and servers of a run share the cores, so a rank computes with one thread unless
         OMP_NUM_THREADS is set. Raises ConfigError on CUDA if there is no GPU or Transformer Engine is missing.
@@ -82,7 +82,7 @@ class Device:
                     f"{os.uname().nodename}; "
                     f"run `megasync doctor` there, or set cluster.device=cpu"
                 )
-            # Ray shows each rank only its own GPU; elsewhere a rank sees all of its node's.
+            # Under Ray a rank sees only its own GPU; elsewhere it sees all GPUs of its node.
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -128,7 +128,7 @@ def set_cuda_environment() -> None:
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Runs this thread's GPU work on a stream of its own, so that it and other threads do not wait for each other."""
+    """Runs this thread's GPU work on a separate stream, so that it and other threads do not wait for each other."""
     if device.type != "cuda":
         return nullcontext()
     import torch
@@ -140,8 +140,8 @@ def side_stream(device: torch.device) -> AbstractContextManager[object]:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for the life of the process, because torch's allocator caches memory per stream.
 
-    High priority, because streams of default priority come round-robin from one small pool, and an engine computes on
-    one of those.
+    High priority, because torch takes streams of default priority round-robin from a small pool, and an engine computes
+    on one of those.
     """
     import torch
 
@@ -149,7 +149,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Marks the work that this thread has queued so far, for `wait_event`; None on a CPU, where it is done already."""
+    """Marks the work that this thread has queued so far, for `wait_event`; None on a CPU, where it is already done."""
     if device.type != "cuda":
         return None
     import torch
@@ -166,7 +166,7 @@ def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished the work that this thread queued."""
+    """Waits until the device has finished the work that this thread has queued."""
     if device.type == "cuda":
         import torch
 
@@ -209,7 +209,7 @@ def check_transformer_engine() -> None:
 
 
 def why_no_gpu() -> str | None:
-    """Why this process cannot use a GPU, judged by environment, device files and torch's build; None if it can."""
+    """Why this process cannot use a GPU, according to environment, device files and torch build; None if it can."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"

@@ -14,11 +14,11 @@ class DataError(MegasyncError):
 
 
 class ContextLengthExceeded(DataError):
-    """A prompt leaves no room for a response in the model's context, so its conversation cannot continue."""
+    """A prompt leaves no room for a response in the context length, so its conversation cannot continue."""
 
 
 class PoisonPrompt(DataError):
-    """Requests of this prompt crash the servers that they are sent to; it is not sent again."""
+    """Requests for this prompt crash servers, so it is not sent again."""
 
 
 class ServerError(MegasyncError):
@@ -42,7 +42,7 @@ class SyncError(MegasyncError):
 
 
 class ParityError(SyncError):
-    """Trainer and servers compute different log-probs with the same weights. The message gives both numbers."""
+    """Trainer and servers compute different log-probs with the same weights. The message contains both values."""
 
 
 class ServerParityError(ParityError):
@@ -78,7 +78,7 @@ class ProcessLost(TrainingError):
 
 
 class RankLost(ProcessLost):
-    """A trainer rank died or hangs. All ranks can be restarted from a checkpoint."""
+    """A trainer rank died or is hung. All ranks can be restarted from a checkpoint."""
 
 
 class CheckpointError(MegasyncError):

@@ -2,12 +2,12 @@
 
     kind            cause                                                    reaction
     --------------  -------------------------------------------------------  ------------------------------------------
-    infrastructure  a server, router or tool's service is down or slow       retried elsewhere, for as long as it takes
+    infrastructure  a server, router or tool's service is down or slow       retried elsewhere, without a limit
     data            megasync refused a prompt, a tool call or a reward       counted against the prompt, then dropped
     unexpected      anything else that a workflow or reward function raised  as data, and its traceback is logged
 
-Only the run's watchdog ends the retries of infrastructure failures: a fleet that can recover must not cost prompts. A
-prompt that is known to crash servers is not an infrastructure failure: see `quarantine`.
+Only the run's watchdog ends the retries of infrastructure failures, so that prompts are not lost while the fleet
+recovers. A prompt that is known to crash servers is not an infrastructure failure: see `quarantine`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megasync.errors import MegasyncError, ServerError
 
 log = logging.getLogger(__name__)
 
-# Errors of one type that are logged with their tracebacks; later ones would only repeat them.
+# Number of errors of one type that are logged with a traceback. Later ones would only repeat them.
 MAX_TRACEBACKS = 3
 
 
@@ -33,21 +33,21 @@ def is_infrastructure(error: BaseException) -> bool:
 def cancellation_requested(error: BaseException) -> bool:
     """Whether the error is a cancellation of the current task itself.
 
-    A CancelledError can also come out of something that the task awaits, such as a task of the user's code that another
-    one cancelled. That is a failure like any other: a task that ended by it would end silently.
+    A CancelledError can also come from something that the task awaits, for example from a task of the user's code that
+    was cancelled. That is a failure like any other; if it ended the current task, the task would end silently.
     """
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 class UnexpectedErrors:
-    """Logs the first few errors of each type that is not megasync's own, with tracebacks, and counts them all."""
+    """Counts errors of types that are not megasync's own, and logs the first few of each type with tracebacks."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
     def note(self, what: str, error: BaseException) -> None:
-        """Counts the error, and logs it while it is one of the first of its type. `what` names what failed."""
+        """Counts the error, and logs it if it is one of the first of its type. `what` names what failed."""
         unexpected = next((cause for cause in _chain(error) if not isinstance(cause, MegasyncError)), None)
         if unexpected is None:
             return

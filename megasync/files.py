@@ -1,9 +1,9 @@
-"""Atomic, durable file writes: after a crash of the process or the machine a file holds its old or its new content.
+"""Atomic, durable file writes: after a crash of the process or the machine a file has its old or its new content.
 
-    write a temporary file beside NAME ─▶ fsync ─▶ rename it over NAME ─▶ fsync the folder
+    write a temporary file next to NAME ─▶ fsync ─▶ rename it over NAME ─▶ fsync the folder
 
-A failure before the rename leaves the old file untouched, and `atomic_write` removes the temporary file. A kill leaves
-at most one hidden file, `.NAME.<random>.part`, that nothing reads.
+A failure before the rename leaves the old file untouched, and `atomic_write` removes the temporary file. A killed
+process leaves at most one hidden file, `.NAME.<random>.part`, which nothing reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART = ".part"
 def atomic_write(path: str | Path, content: str | bytes) -> None:
     """Replaces a file durably; text is encoded as UTF-8. If `path` is a symbolic link, its target is replaced.
 
-    Raises OSError and leaves the earlier file untouched.
+    On failure, raises OSError and leaves the old file untouched.
     """
     path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
@@ -39,7 +39,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
 
 
 def durable_rename(draft: Path, path: Path) -> None:
-    """Renames a file or folder durably. Its content must be on disk already: see `fsync`."""
+    """Renames a file or folder durably. Its content must already be flushed to disk with `fsync`."""
     os.replace(draft, path)
     fsync(path.parent)
 

@@ -15,9 +15,9 @@ from megasync.errors import ConfigError
 def quick_imports() -> Iterator[None]:
     """Pauses garbage collection in this process while the block imports torch, SGLang or similar packages.
 
-    Modules consist of many small objects, none of which is ever freed. The collector scans them again and again, which
-    takes a quarter of the time of such an import. So it is paused, and afterwards all existing objects are frozen: they
-    are still freed by reference counting, but reference cycles among them are not.
+    Modules consist of many small objects that are never freed. The collector scans them repeatedly, which takes a
+    quarter of the import time. So it is paused, and afterwards all existing objects are frozen: reference counting
+    still frees them, but reference cycles among them are no longer collected.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -30,7 +30,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names. Raises ConfigError saying which part is wrong."""
+    """Loads the function named by "package.module:function". Raises ConfigError that says which part is wrong."""
     module_name, colon, name = reference.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{reference!r} does not name a function; write it as package.module:function")

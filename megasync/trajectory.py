@@ -1,6 +1,6 @@
 """Trajectories, prompts and groups: what rollouts produce and training steps consume. Plain data: no torch, no Ray.
 
-Invariant: all per-token lists of a ``Trajectory`` have the length of ``response_ids``; ``__post_init__`` guarantees it.
+Invariant: all per-token lists of a ``Trajectory`` have the length of ``response_ids``; ``__post_init__`` checks it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 class Trajectory:
     """One sampled response, token for token as the server produced it.
 
-    ``loss_mask`` is 0 for tokens that the policy did not write (tool output, injected text). ``logprobs`` are those of
-    the behaviour policy, ``versions`` the published weight version that sampled each token; both are reported by the
-    server. ``reward`` is None until it is scored, or if the reward function declined to score it.
+    ``loss_mask`` is 0 for tokens that the policy did not generate (tool output, injected text). ``logprobs`` are those
+    of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
+    ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
     """
 
     prompt_ids: list[int]
@@ -44,7 +44,7 @@ class Trajectory:
         return min(compress(self.versions, self.loss_mask), default=None)
 
     def masked(self, least: int) -> Trajectory:
-        """The same trajectory with tokens older than version ``least`` masked out of the loss."""
+        """Returns the trajectory with tokens older than version ``least`` masked out of the loss."""
         if self.oldest_version is None or self.oldest_version >= least:
             return self
         mask = [m if v >= least else 0 for m, v in zip(self.loss_mask, self.versions, strict=True)]
@@ -56,8 +56,7 @@ class Partial:
     """The tokens generated so far of one response; lists are per token.
 
     ``request_digest`` identifies the prompt and the sampling parameters: only a request with the same digest can
-    continue from here. A ``finish_reason`` other than "abort" means that the response is complete and nothing more is
-    sampled.
+    continue the response. A ``finish_reason`` other than "abort" means that the response is complete.
     """
 
     request_digest: str

@@ -1,8 +1,9 @@
-"""Runtime patches of upstream packages, one per file: what is changed, for which exact versions, and why.
+"""Runtime patches of upstream packages, one per file, each with its exact versions and its reason.
 
 Patches are applied in trainer ranks (by `apply_all`), in SGLang servers (by their launcher or megasync's plugin) and by
 the code that starts Ray. A patch refuses versions that it was not written for. Every patch has a test that fails once
-upstream no longer needs it. `megasync doctor` lists the active patches. Importing this package imports nothing else.
+upstream no longer needs it. `megasync doctor` lists the active patches. The package itself imports no
+upstream package.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch. ``apply`` may be called once per process; ``kinds`` are the devices that need it.
+    """One patch. ``apply`` may be called once per process; ``kinds`` are the kinds of device that need it.
 
     ``versions`` need the patch; ``mended`` versions are supported without it. An ``optional`` package may be missing.
     """

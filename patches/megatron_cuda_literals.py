@@ -1,4 +1,4 @@
-"""Replaces `device="cuda"` by the CPU in the Megatron modules that hard-code the device.
+"""Replaces `device="cuda"` with the CPU in the Megatron modules that hard-code the device.
 
 Those modules look up `torch` in their globals. The patch puts a proxy there that forwards every attribute to torch, and
 replaces the device in the few factory functions that they call. torch itself is untouched.
@@ -21,7 +21,7 @@ MODULES = (
 
 
 class _CpuTorch:
-    """A proxy of torch whose `tensor` and `zeros` replace device "cuda" by the CPU."""
+    """A proxy of torch whose `tensor` and `zeros` replace device "cuda" with the CPU."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

@@ -1,7 +1,7 @@
 """Lets Megatron's router compute without Transformer Engine.
 
-The router's linear layer uses torch if ``te_general_gemm`` is None, but the name is defined only if Transformer Engine
-could be imported. The patch defines it as None.
+The router's linear layer uses torch if ``te_general_gemm`` is None, but the name is only defined if Transformer Engine
+can be imported. The patch defines it as None.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Makes Ray 2.60.0 listen on one network interface. Its nodes, workers and drivers otherwise listen on all of them.
 
-Ray has no setting for it: it listens on loopback if the address of a node is 127.0.0.1, otherwise on the wildcard
+Ray has no setting for this: it listens on loopback if the address of a node is 127.0.0.1, otherwise on the wildcard
 address. So `ray_bind.c` is preloaded into Ray and all its child processes; it redirects wildcard binds of TCP sockets
-to the address in MEGASYNC_BIND. The C compiler of each host builds the library once; without a compiler the patch is
-not available. The library also applies to the stores that PyTorch and SGLang open on all interfaces. It does not apply
-to statically linked and to setuid programs. Ray's own processes run without jemalloc, which Ray preloads only if
-nothing else is preloaded.
+to the address in MEGASYNC_BIND. Each host compiles the library once, with its own C compiler; without a compiler the
+patch is not available. The library also applies to the stores that PyTorch and SGLang open on all interfaces, but not
+to statically linked or setuid programs. Ray's own processes run without jemalloc, which Ray preloads only if nothing
+else is preloaded.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def build_command(target: Path) -> list[str]:
 
 
 def library_name() -> str:
-    """The file name, which depends on source, processor and C library, because different hosts may share the folder."""
+    """The file name. It depends on source, processor and C library, because different hosts may share the folder."""
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     made_from = SOURCE.read_bytes() + f"{platform.machine()} {libc}".encode()
     return f"ray_bind-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
 
 
 def library() -> Path:
-    """The library, which is built if necessary: in the environment, or in the user's cache if that is not writable.
+    """The path of the library, which is built if necessary in the environment, or else in the user's cache.
 
     Raises:
         PatchError: the library cannot be built.
@@ -73,7 +73,7 @@ def library() -> Path:
 
 
 def _build(target: Path) -> None:
-    """Builds the library atomically, also with concurrent builds. Raises OSError if the folder is not writable."""
+    """Builds the library atomically; concurrent builds are safe. Raises OSError if the folder is not writable."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".ray_bind-") as folder:
         made = Path(folder) / target.name
         done = _run(build_command(made))
@@ -90,7 +90,7 @@ def _run(command: list[str], env: dict[str, str] | None = None) -> subprocess.Co
 
 
 def environment(library: Path, address: str) -> dict[str, str]:
-    """Environment variables that make a process and its children listen on `address`. Keeps other preloaded libraries.
+    """The environment that makes a process and its children listen on `address`. Keeps other preloaded libraries.
 
     Raises:
         PatchError: the path of the library cannot be used in LD_PRELOAD.

@@ -1,8 +1,8 @@
 """Keeps Ray 2.60.0 on the loopback interface if it runs on one host with address 127.0.0.1.
 
-Ray replaces the node address 127.0.0.1 by the network address of the host, and then listens on all interfaces. On
-Windows and macOS it does not, to avoid firewall dialogs; an environment variable of Ray selects the behaviour. The
-patch sets that variable, and the constant that this process has already read from it, while Ray starts.
+Ray replaces the node address 127.0.0.1 with the network address of the host, and then listens on all interfaces. On
+Windows and macOS it does not, to avoid firewall dialogs; one of Ray's environment variables selects the behaviour.
+While Ray starts, the patch sets that variable and the constant that this process has already read from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from megasync_patches import Patch
 
-# Despite its name, Ray reads it on every system: whether nodes may have non-loopback addresses.
+# Whether nodes may have non-loopback addresses. Despite the variable's name, Ray reads it on every system.
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 

@@ -9,12 +9,12 @@ Six changes, for servers on a CPU only:
   deterministic inference SGLang ignores `sampling_seed`.
 - Batch-invariant kernels, which need an accelerator, are not enabled. So the last bits of a matrix product depend on
   the batch: log-probs change by about 1e-5, and the sampled token practically never.
-- Garbage collection is not frozen after a skipped warm-up. SGLang requests that before its port is open, and logs the
-  refused connection as if the start had failed. `SGLangServer` requests it once the server responds.
+- SGLang does not freeze garbage collection after a skipped warm-up. It would send the request before its port is open,
+  and log the refused connection as if the start had failed. `SGLangServer` sends the request once the server responds.
 - Latent attention (DeepSeek) uses its absorbed form with the `torch_native` backend. SGLang selects the form by the
   name of the backend and has no entry for this one. It would prefill with explicit keys and values, but this backend
   reads them from the cache, which contains the latents.
-- If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang itself never removes.
+- If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ PATCH = Patch(
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a server until it ends."""
+    """Runs a server until it exits."""
     PATCH.needed()
     with quick_imports():
-        # Imported for the scheduler, which is forked with it.
+        # Imported before the scheduler is forked, so that the scheduler inherits it.
         import sglang.srt.models.registry  # noqa: F401
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins

@@ -2,8 +2,8 @@
 
 Megatron uses `torch.cuda.current_device()` as the device of its communication buffers, calls `torch.cuda.synchronize()`
 around them, moves a tied embedding with `Tensor.cuda()` and, from 0.19 on, looks up the current stream before it
-reduces gradients. With the patch the current device is the CPU, synchronising does nothing, `Tensor.cuda()` returns the
-tensor, and the current stream is torch's CPU stream.
+reduces gradients. With the patch the current device is the CPU, `synchronize()` does nothing, `Tensor.cuda()` returns
+the tensor itself, and the current stream is torch's CPU stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opens verl's process group with gloo only if the device is the CPU.
+"""Makes verl open its process group with gloo alone if the device is the CPU.
 
 verl requests one backend for the CPU and one for the device. If the device is the CPU, torch rejects the second.
 Applied by the CPU platform of the verl plugin, before verl's workers import the function.

@@ -1,1 +1,1 @@
-"""Threads for synchronous user functions, backoff, and helpers for tasks and process pools. Runs no loop of its own."""
+"""Threads for synchronous user functions, backoff, and helpers for tasks and process pools. Owns no event loop."""

@@ -1,18 +1,18 @@
 """Runs synchronous user functions in daemon threads, so that they never block an event loop.
 
-Each name has a lane: its own queue (first in, first out) and at most `limit` threads. A function that never returns
-therefore occupies the threads of its own lane only. Time in the queue does not count: the deadline of a call begins
-when its function does.
+Each name has a lane: its own FIFO queue and at most `limit` threads. A function that never returns therefore occupies
+only the threads of its own lane. Time in the queue does not count: the deadline of a call starts when its function
+does.
 
-    waits          for                    woken by
-    -------------  ---------------------  -------------------------------------------------------------
-    a queued call  a thread of its lane   the thread that becomes free, or AllThreadsStuck
-    a running one  its function           the function, or DeadlineExceeded
+    call     waits for              ends with
+    -------  ---------------------  ----------------------------------------
+    queued   a thread of its lane   a free thread, or AllThreadsStuck
+    running  its function           the function's end, or DeadlineExceeded
 
-Invariant: every wait ends where calls have deadlines. A running call ends or is abandoned at its deadline. A queued
-call checks every `seconds` whether all threads of its lane are abandoned.
+Invariant: if calls have deadlines, every wait ends. A running call ends or is abandoned at its deadline. A queued call
+checks every `seconds` whether all threads of its lane are abandoned.
 
-Python cannot stop a thread. A thread whose caller has given up is abandoned: it counts against the limit until its
+Python cannot stop a thread. A thread is abandoned when its caller gives up: it counts against the limit until its
 function returns. Threads are daemons, so they do not keep the process alive.
 """
 
@@ -38,18 +38,18 @@ class DeadlineExceeded(Exception):
 
 
 class AllThreadsStuck(Exception):
-    """Every thread of a function is held by a call past its deadline."""
+    """Every thread of a lane is occupied by a call past its deadline."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call; `begun` and `result` belong to the caller's loop."""
+    """One call. `begun` and `result` belong to the caller's event loop."""
 
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     begun: asyncio.Event
     result: asyncio.Future[Any]
-    # All three are guarded by the lock of `DaemonThreads`.
+    # The lock of `DaemonThreads` guards these three flags.
     running: bool = False
     ended: bool = False
     abandoned: bool = False
@@ -57,7 +57,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Lane:
-    """`queue` holds calls without a thread, oldest first. `threads` counts running threads, abandoned ones included."""
+    """The calls of one name. `queue` holds waiting calls, oldest first; `threads` includes abandoned threads."""
 
     queue: OrderedDict[_Call, None] = field(default_factory=OrderedDict)
     threads: int = 0
@@ -75,9 +75,9 @@ class DaemonThreads:
     async def call(self, function: Callable[..., T], name: str, seconds: float | None = None, /, **arguments: Any) -> T:
         """Returns what `function` returns, or raises what it raises, from a thread called `name`.
 
-        Raises DeadlineExceeded `seconds` after the function began, and AllThreadsStuck when the call is queued behind
-        threads that are all past their deadline. A BaseException such as SystemExit is raised as a RuntimeError,
-        because it would end the caller's task.
+        Raises DeadlineExceeded `seconds` after the function starts, and AllThreadsStuck if the call is queued while all
+        threads of its lane are past their deadlines. A BaseException such as SystemExit becomes a RuntimeError, because
+        it would end the caller's task.
         """
         loop = asyncio.get_running_loop()
         call = _Call(partial(function, **arguments), loop, asyncio.Event(), loop.create_future())
@@ -139,7 +139,7 @@ class DaemonThreads:
             return lane.abandoned
 
     def _work(self, name: str, lane: _Lane) -> None:
-        """A thread: runs queued calls until the queue is empty."""
+        """The body of a thread: runs queued calls until the queue is empty."""
         while (call := self._next(name, lane)) is not None:
             value, raised = None, None
             try:
@@ -157,7 +157,7 @@ class DaemonThreads:
             _call_on(call.loop, _resolve, call.result, value, raised)
 
     def _next(self, name: str, lane: _Lane) -> _Call | None:
-        """The oldest queued call whose loop still runs; None, after which the thread ends, when there is none."""
+        """Dequeues the oldest call whose loop is still open. If there is none, returns None and the thread must end."""
         with self._lock:
             while lane.queue:
                 call, _ = lane.queue.popitem(last=False)
@@ -171,7 +171,7 @@ class DaemonThreads:
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
-    """Calls a function on a loop. Returns False if the loop is closed, so that nobody waits there."""
+    """Schedules a function on an event loop. Returns False if the loop is closed, so that no caller waits there."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
