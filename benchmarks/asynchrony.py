@@ -1,13 +1,15 @@
-"""What asynchrony saves: whole runs of one configuration that differ in `schedule.max_staleness` only.
+"""Speedup from asynchrony: whole runs of one configuration that differ only in `schedule.max_staleness`.
 
     python benchmarks/asynchrony.py CONFIG [--staleness 0 1 2] [--steps 8] [--rounds 3] [--pools shared] [key=value ...]
 
-Every run is `megasync train` with real ranks, servers and weight syncs, in turns, without evaluations in between. The
-first steps of a run are not counted: until the buffer has come to its steady state they live on groups that were
-generated before. `--pools apart` gives the trainer's processes one half of the cores and the servers' the other, as on
-separate GPUs; `shared` lets both use all cores, so that `max_staleness: 0` is what a colocated synchronous run is: each
-phase has the whole machine. With `apart` a last line says what overlap alone would give: both sides' seconds of the
-synchronous run over those of the busier side.
+Every run is `megasync train` with real ranks, servers and weight syncs, without evaluations. Runs with different
+values alternate. The first steps of a run are excluded, because until the buffer reaches its steady state they consume
+groups that were generated in advance.
+
+`--pools apart` pins the trainer's processes to one half of the cores and the servers to the other, as on separate GPUs.
+With `shared` both use all cores, so `max_staleness: 0` corresponds to a colocated synchronous run, in which each phase
+has the whole machine. With `apart` the last line gives the speedup from overlap alone: the time of both sides in the
+synchronous run, divided by the time of the busier side.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-# Steps that are not counted, beside those that the buffer's head start lasts.
+# Excluded steps, in addition to those that consume groups generated in advance.
 WARM_UP = 2
 OFF = (
     "eval.every_steps=0",
@@ -34,14 +36,14 @@ OFF = (
     "checkpoint.every_steps=0",
     "checkpoint.export=false",
 )
-# A run that writes nothing for so long has failed.
+# Maximum time between two steps, in seconds; a run that exceeds it has failed.
 PATIENCE = 600.0
-# That a run gets to save and end when it is told to.
+# Time that a terminated run gets to save and exit, in seconds.
 END_SECONDS = 120.0
 
 
 def pin(root: psutil.Process) -> None:
-    """Servers get the upper half of the cores, all other processes of the run the lower."""
+    """Pins servers to the upper half of the cores, and all other processes of the run to the lower half."""
     cores = sorted(os.sched_getaffinity(0))
     lower, upper = cores[: len(cores) // 2], cores[len(cores) // 2 :]
     servers = [child for child in root.children(recursive=True) if "sglang" in " ".join(child.cmdline())]
@@ -52,6 +54,7 @@ def pin(root: psutil.Process) -> None:
 
 
 def steps_of(run_root: Path) -> list[dict]:
+    """The metrics of each finished training step, oldest first."""
     found = list(run_root.glob("*/metrics.jsonl"))
     if not found:
         return []
@@ -60,7 +63,7 @@ def steps_of(run_root: Path) -> list[dict]:
 
 
 def _watch(process: psutil.Popen, folder: Path, log: Path, apart: bool) -> None:
-    """Returns when the run has ended by itself."""
+    """Waits until the run exits. Ends the benchmark if no step finishes within `PATIENCE` seconds."""
     pinned, deadline, seen = not apart, time.monotonic() + PATIENCE, 0
     while process.poll() is None:
         done = len(steps_of(folder))
@@ -75,7 +78,7 @@ def _watch(process: psutil.Popen, folder: Path, log: Path, apart: bool) -> None:
 
 
 def _end(process: psutil.Popen) -> None:
-    """Leaves no run behind, whatever ended the watch; a killed driver takes its processes with it."""
+    """Terminates the run if it is still alive. The processes of a killed driver end with it."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -87,7 +90,7 @@ def _end(process: psutil.Popen) -> None:
 
 
 def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[str]) -> dict[str, float]:
-    """Medians per counted step, in seconds, and tokens trained per second."""
+    """Median times per counted step, in seconds; trained tokens per second; and the maximum staleness."""
     skipped = WARM_UP + staleness
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "megasync", "train", config, *OFF, f"run_root={folder}"]
@@ -123,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pools", choices=("apart", "shared"), default="shared")
     given = parser.parse_intermixed_args()
-    # Otherwise the benchmark would end without ending its run.
+    # Without this handler, SIGTERM would end the benchmark but not its run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if given.staleness[0] != 0:
         parser.error("--staleness begins with 0, which the others are compared with")

@@ -1,13 +1,13 @@
-"""The buffer, durable and not, against a queue in a Ray actor and against bare SQLite writes of the same bytes.
+"""Throughput of the buffer, durable and in memory, compared with a queue in a Ray actor and with raw SQLite writes.
 
     python benchmarks/buffer.py [--tokens 1000 10000 100000] [--repeats 5]
     python benchmarks/buffer.py --recovery
     python benchmarks/buffer.py --bookkeeping
 
-Every way takes the same groups (8 responses, random ids and log-probs) through its whole life, 8 groups a step: for
-megasync admit, commit, lease, ack and publish; for the queue put and get of pickled groups; for SQLite a transaction
-per group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s count pickled bytes for all. Rounds
-alternate; the table has medians, and ratios to the queue within one round.
+Every variant takes the same groups (8 responses, random ids and log-probs) through their whole life cycle, 8 groups per
+step. For megasync this is admit, commit, lease, ack and publish; for the queue, put and get of pickled groups; for
+SQLite, one transaction per group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s always counts
+pickled bytes. Variants alternate within each round; the table shows medians, and ratios to the queue in the same round.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ STEP = 8
 SCHEDULE = ScheduleConfig(groups_per_step=STEP, samples_per_group=SAMPLES, max_staleness=1)
 VOCABULARY = 150_000
 
-# Takes one step's groups through their life.
+# Takes the groups of one step through their life cycle.
 Way = Callable[[list[Group]], Awaitable[None]]
 
 
 class DequeQueue:
-    """What a queue between rollout and training usually is."""
+    """A typical queue between rollout and training."""
 
     def __init__(self) -> None:
         self._groups: deque[bytes] = deque()
@@ -62,7 +62,7 @@ class DequeQueue:
 
 
 def make_group(tokens: int, rng: random.Random) -> Group:
-    """``tokens`` response tokens in all."""
+    """A group of random responses with ``tokens`` response tokens in total."""
     n = tokens // SAMPLES
     responses = [
         Trajectory(
@@ -79,7 +79,7 @@ def make_group(tokens: int, rng: random.Random) -> Group:
 
 
 def named(group: Group, uid: str, version: int) -> Group:
-    """The same responses as a new group, sampled by this version."""
+    """The same responses as a new group, labelled as sampled by `version`."""
     versions = [version] * len(group.trajectories[0].versions)
     return Group(uid, [replace(t, versions=versions) for t in group.trajectories])
 
@@ -117,7 +117,7 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
 
     async def live(groups: list[Group]) -> None:
         for group in groups:
-            # The bytes are made once: this way measures nothing but the writing.
+            # Every step writes the bytes of the group's first encoding.
             data = encoded.setdefault(id(group), encode(group))
             database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), data))
         database.execute("DELETE FROM payloads")
@@ -143,7 +143,7 @@ def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
 
 
 async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
-    """The table's lines for groups of this size."""
+    """The table rows for groups of `tokens` response tokens."""
     rng = random.Random(0)
     groups = [make_group(tokens, rng) for _ in range(STEP)]
     size = statistics.mean(len(pickle.dumps(named(group, "0", 0))) for group in groups)
@@ -156,7 +156,7 @@ async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
                 start = time.perf_counter()
                 for _ in range(steps):
                     await live(groups)
-                # The first round of each warms up.
+                # The first round is a warm-up.
                 if repeat:
                     seconds.setdefault(name, []).append((time.perf_counter() - start) / (steps * STEP))
     (queue, *_) = seconds.values()
@@ -168,7 +168,7 @@ async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
 
 
 def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int) -> str:
-    """Time from an empty process to a buffer that answers, with so many finished groups and so many trained before."""
+    """Measures how long a buffer takes to load a ledger with finished groups and a `history` of earlier groups."""
     path = folder / f"recovery-{groups}-{tokens}-{history}.db"
     schedule = replace(SCHEDULE, groups_per_step=groups, max_staleness=0)
     buffer = DurableBuffer(schedule, None, time.monotonic, ledger=path)
@@ -191,7 +191,7 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
 
 
 async def bookkeeping(capacity: int, repeats: int) -> str:
-    """Time of a commit, a drop and the admission that the drop lets in, while a lease, a reclaim and others wait."""
+    """Measures a commit, a drop and the admission that follows, while a lease, a reclaim and more admissions wait."""
     took = []
     for _ in range(repeats):
         schedule = replace(SCHEDULE, groups_per_step=capacity // 2, samples_per_group=2)

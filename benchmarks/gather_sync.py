@@ -1,7 +1,10 @@
-"""The way that gathers: for each parameter an all-gather over the tensor ranks, Hugging Face tensors put together,
-each broadcast separately, while every server is paused. What most systems began with, written without handicap.
+"""Baseline weight sync: gathers each parameter and broadcasts it to the servers, which are paused meanwhile.
 
-`GatherPeer` runs on every tensor rank, `GatherSync` in the driver. One pipeline stage, one data replica.
+Each parameter is all-gathered over the tensor-parallel ranks and assembled into Hugging Face tensors, which are
+broadcast one by one. Most systems started with this design; the implementation is not deliberately slow.
+
+`GatherPeer` runs on every tensor-parallel rank, `GatherSync` in the driver. Supports one pipeline stage and one data
+replica.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ SECONDS = 300.0
 
 
 class GatherPeer:
+    """The trainer rank's side: rank 0 gathers, assembles and broadcasts; the others contribute their shards."""
+
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
         self._layout = layout
         self._rank = rank
         self._params = params
-        # Hugging Face tensors by the parameter that they come from, in the parameters' order.
+        # Names of Hugging Face tensors by the parameter that contains them, in the order of the parameters.
         self._names: dict[str, list[str]] = {}
         for name, holders in layout.holders.items():
             self._names.setdefault(holders[0].piece.param, []).append(name)
@@ -59,6 +64,8 @@ class GatherPeer:
 
 
 class GatherSync:
+    """The driver's side: pauses the servers, starts the transfer and resumes them."""
+
     def __init__(self, ranks, servers: Sequence[ServerControl], layout: Layout, dtype: str, engine_tp: int) -> None:
         self._ranks, self._servers, self._dtype, self._engine_tp = ranks, servers, dtype, engine_tp
         order: dict[str, list[str]] = {}
@@ -89,7 +96,7 @@ class GatherSync:
         )
 
     async def publish(self, version: int) -> tuple[float, float]:
-        """(seconds in all, seconds that servers stand still)."""
+        """Returns (total seconds, seconds for which servers are paused)."""
         start = time.monotonic()
         await self._all("/pause_generation", {"mode": "in_place"})
         await self._all("/begin_weight_update", {})

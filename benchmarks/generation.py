@@ -1,11 +1,12 @@
-"""Generation through megasync (client and router) against raw calls to the same SGLang servers, same prompts, same run.
+"""Throughput of generation through megasync (client and router), compared with raw calls to the same SGLang servers.
 
     python benchmarks/generation.py MODEL [--servers 2] [--concurrency 1 16 64] [--tokens 5 64] [--repeats 5] \
         [--stream 16]
 
-Raw calls go straight to the servers, in turn, over one connection pool, and keep nothing but a count of the tokens;
-that is the upper bound. With `--stream` a third way has the client take tokens as they come. Rounds alternate, so that
-whatever else the machine does meets all; the table has medians, and client CPU in milliseconds per request.
+Raw calls go directly to the servers, round-robin, over one connection pool, and keep only a count of the tokens. They
+are the upper bound. `--stream` adds a third variant, in which the client streams tokens. Variants alternate within each
+round, so that other load on the machine affects all of them. The table shows medians, and client CPU time in
+milliseconds per request.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ Generate = Callable[[list[int], int], Awaitable[int]]
 
 @dataclass(frozen=True)
 class Round:
+    """One measured round; `seconds` is wall-clock time and `client_cpu` the CPU time of this process, in seconds."""
+
     seconds: float
     requests: int
     tokens: int
@@ -47,7 +50,7 @@ class Round:
 
 
 async def run_round(generate: Generate, prompts: Sequence[list[int]], tokens: int, concurrency: int) -> Round:
-    """Sends every prompt once, `concurrency` at a time."""
+    """Sends every prompt once, with at most `concurrency` requests in flight."""
     queue = iter(prompts)
 
     async def worker() -> int:
@@ -82,7 +85,7 @@ def megasync_generate(client: RolloutClient) -> Generate:
 
 
 async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url: str) -> list[str]:
-    """The table's lines."""
+    """The lines of the table."""
     model = json.loads((arguments.model / "config.json").read_text())
     vocab, context = model["vocab_size"], model["max_position_embeddings"]
     intervals = {"megasync": 0} | ({"streamed": arguments.stream} if arguments.stream else {})
@@ -104,10 +107,10 @@ async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url
             rounds: dict[str, list[Round]] = {way: [] for way in ways}
             for repeat in range(arguments.repeats + 1):
                 for way, generate in ways.items():
-                    # New prompts each time: neither side finds its prompts in the prefix cache.
+                    # Use new prompts each time, so that no variant hits the prefix cache.
                     prompts = [[rng.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
                     done = await run_round(generate, prompts, tokens, concurrency)
-                    # The first round of each warms up.
+                    # The first round is a warm-up.
                     if repeat:
                         rounds[way].append(done)
             for way, measured in rounds.items():

@@ -1,7 +1,7 @@
-"""Trainer ranks as plain processes that only hold shards: a weight sync without Megatron and without Ray.
+"""Trainer ranks as plain processes that only hold shards, for weight syncs without Megatron and Ray.
 
-`LocalRanks` is the `TrainerRanks` of the driver side. Run as a program, this file is one rank: it reads one pickled
-call a line, and answers with one pickled line; both are in base64.
+`LocalRanks` replaces `TrainerRanks` in the driver. Run as a script, this file is one rank: each input line is a call,
+each output line a result. Both are pickled and base64-encoded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from megasync.errors import SyncError
 from megasync.layout.topology import Topology
 
-# The longest answer of a rank.
+# Maximum length of a rank's reply line, in bytes.
 LINE_BYTES = 2**24
-# How long reading a trapped parameter takes.
+# Delay of a read that the "slow" trap slows down, in seconds.
 SLOW_SECONDS = 3.0
 
 
@@ -38,7 +38,7 @@ def from_line(line: bytes) -> Any:
 
 
 class LocalRanks:
-    """One process per rank of ``topology``, holding the weights of a Hugging Face folder."""
+    """One process per rank of ``topology``. Each holds its shards of the weights in a Hugging Face folder."""
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
         self.processes = processes
@@ -73,7 +73,7 @@ class LocalRanks:
         return ranks
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Results in rank order; the first failure of a rank is raised as SyncError."""
+        """Calls a method on all ranks. Returns results in rank order; raises the first failure as SyncError."""
         calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self.processes)))
         return await asyncio.gather(*calls)
 
@@ -113,7 +113,7 @@ class LocalRanks:
 
 
 class Params(dict):
-    """A rank's parameters, and a trap: what happens when the named one is read (die, slow or raise)."""
+    """A rank's parameters by name. `trap` is (name, kind): the next read of that parameter dies, is slow or raises."""
 
     trap: tuple[str, str] | None = None
 
@@ -129,6 +129,8 @@ class Params(dict):
 
 
 class Rank:
+    """One trainer rank: its shards and the senders of every transport."""
+
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
 
@@ -168,7 +170,7 @@ class Rank:
         return GatherPeer(self._layout, self._number, self._params)
 
     def ready(self) -> None:
-        """Answered once the constructor is done."""
+        """Does nothing. A reply means that the constructor has finished."""
 
     def load(self, folder: str) -> None:
         for name, tensor in self._read(folder).items():
@@ -176,11 +178,11 @@ class Rank:
 
     def set_trap(self, param: str, kind: str) -> None:
         self._params.trap = (param, kind)
-        # What has been read once is not read again.
+        # The sender caches what it has read; clear the cache so that the next sync reads the parameter again.
         self._shards._copies.clear()
 
     def perturb(self, fraction: float) -> None:
-        """Changes about so many of the elements."""
+        """Changes about this fraction of the elements, in place."""
         import torch
 
         for tensor in self._params.values():
@@ -200,7 +202,7 @@ class Rank:
 
 
 def main() -> None:
-    # Libraries may write to standard output; the answers keep the original pipe for themselves.
+    # Libraries may write to standard output. Redirect it to standard error, and keep the original pipe for replies.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     rank = Rank(json.loads(sys.argv[1]))

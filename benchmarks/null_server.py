@@ -1,8 +1,8 @@
-"""A server in a process of its own that answers `/generate` as SGLang does, at once and with letters.
+"""A mock SGLang server that answers `/generate` immediately with a constant letter, in a separate process.
 
-    python benchmarks/null_server.py      # prints its URL, and serves until its input ends
+    python benchmarks/null_server.py      # prints its URL, and serves until standard input closes
 
-What it sends costs it as little as can be, so that whoever asks is what a benchmark measures.
+Its replies cost as little as possible, so that a benchmark measures the client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import orjson
 from aiohttp import web
 
-# Of a tokenizer with a token for each character; any id below its vocabulary does.
+# The token id of every reply. Any id in the vocabulary of the benchmark's character tokenizer works.
 TOKEN = 5
 
 

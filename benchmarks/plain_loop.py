@@ -1,11 +1,11 @@
-"""Reinforcement learning as a plain loop on the real engine and one real server: generate, train, publish, again.
+"""Reinforcement learning as a plain loop over the real trainer and one real server: generate, train, publish, repeat.
 
     python benchmarks/plain_loop.py CONFIG OUT [--lag K] [--one-by-one] [key=value ...]
 
-No Ray, no buffer, no router. Each batch is trained exactly K versions after it was sampled, which a real asynchronous
-run never does so evenly: the control of the staleness experiment. With `--one-by-one` samples are drawn one after the
-other: what `max_staleness=0` is compared with. OUT gets a JSON object: the loss of each step, each group's prompt and
-responses in the order of training, and the held-out scores as [step, score].
+It uses no Ray, no buffer and no router. Each batch is trained exactly K versions after it was sampled, whereas the lag
+of a real asynchronous run varies. This makes the loop the control of the staleness experiment. `--one-by-one` generates
+samples sequentially, as the reference for `max_staleness=0`. OUT receives a JSON object with the loss of each step, the
+prompt and responses of each group in training order, and the held-out scores as [step, score].
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megasync.trajectory import Group, Prompt, Trajectory
 
 
 class OneRank:
-    """The only trainer rank, on a thread of its own because its collectives block."""
+    """The only trainer rank. It runs on a separate thread because its collectives block."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._rank = TrainerRank(config, 0, 1, str(folder))
@@ -51,7 +51,7 @@ class OneRank:
 
 
 class PlainLoop:
-    """One rank and one server of a configuration, whose trainer must be a single rank."""
+    """The loop over one rank and one server. The configuration must have a single trainer rank."""
 
     def __init__(self, config: Config, folder: Path, lag: int, one_by_one: bool) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""A Llama of random weights and a wanted size, as a Hugging Face folder without a tokenizer."""
+"""Creates a Llama with random weights of a given size, as a Hugging Face folder without a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasync.layout.topology import Topology
 
 
 def make_random_model(folder: Path, gigabytes: float, dtype: str) -> Path:
-    """Writes about so many gigabytes (10^9 bytes) of weights, as layers of 1,536 hidden units."""
+    """Writes about `gigabytes` (10^9 bytes) of weights, as layers with hidden size 1,536. Returns `folder`."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,6 +1,6 @@
-"""Plain transfers over gloo between bare processes: what the links of this machine allow, with nothing else to do.
+"""Plain transfers over gloo between bare processes: the upper bound that the links of this machine allow.
 
-No packing, no digests, no loading, no control calls: processes hold the bytes already and drop what they receive.
+There is no packing, digest, loading or control call: senders already hold the bytes, and receivers discard them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 
 from megasync.serving.process import free_port
 
-# (sender, receiver, bytes); receivers are numbered behind the senders.
+# (sender, receiver, bytes). The numbers of receivers follow those of senders.
 Message = tuple[int, int, int]
 
 
 def _member(pipe: Connection, rank: int, world: int, port: int, messages: list[Message] | int) -> None:
-    """One process; answers each request with the seconds of its part."""
+    """The body of one process: answers each request with the duration of the transfer, in seconds."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def _member(pipe: Connection, rank: int, world: int, port: int, messages: list[M
 
 
 class RawTransfer:
-    """``world`` processes that broadcast so many bytes from the first, or exchange a list of messages."""
+    """``world`` processes that broadcast a number of bytes from the first one, or exchange a list of messages."""
 
     def __init__(self, world: int, messages: Sequence[Message] | int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class RawTransfer:
             process.start()
 
     def measure(self) -> float:
-        """Seconds of one transfer, the slowest process's."""
+        """Runs one transfer. Returns the time of the slowest process, in seconds."""
         for pipe in self._pipes:
             pipe.send(True)
         return max(pipe.recv() for pipe in self._pipes)

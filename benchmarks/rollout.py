@@ -1,18 +1,18 @@
-"""Many conversations at once, through the client and through the gateway, against raw requests to the same null server.
+"""Many concurrent conversations through the client and the gateway, compared with raw requests to the same null server.
 
     python benchmarks/rollout.py [--sessions 1000] [--turns 4] [--tokens 64] [--repeats 3]
 
-The null server answers at once, in a process of its own, so what is measured is megasync's own work in the process that
-drives the run. Every way plays `sessions` conversations of `turns` turns, all at the same time:
+The null server is a separate process and answers immediately, so the benchmark measures megasync's own work in the
+driver process. Every variant plays `sessions` conversations of `turns` turns, all concurrently:
 
-    raw        aiohttp posts a prompt as long as the conversation's, and throws the answer away
-    generate   the workflow's `client.generate` with the tokens so far; its trajectory is made at the end
+    raw        aiohttp posts a prompt of the conversation's length, and discards the response
+    generate   the workflow's `client.generate` with the tokens so far; the trajectory is built at the end
     chat       `client.chat` with the messages so far, through a chat template
-    gateway    an agent's session: the same chat by HTTP, posted by plain aiohttp clients in a process of their own
+    gateway    an agent's session: the same chat over HTTP, posted by plain aiohttp clients in a separate process
 
-Rounds alternate, so that whatever else the machine does meets all; the table has medians. `lag` is how much later than
-asked a sleep of 10 ms ends on the driver's event loop, `CPU` the driver's own per request, `growth` of its memory from
-the first round to the last, after a round that is not counted.
+Variants alternate within each round, so that other load on the machine affects all of them. The first round is a
+warm-up; the table shows medians of the others. `lag` is how late a 10 ms sleep ends on the driver's event loop, `CPU`
+the driver's CPU time per request, and `growth` the growth of its memory from the first counted round to the last.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-# Plays one conversation; returns the tokens that its trajectories train.
+# Plays one conversation. Returns the number of trained tokens in its trajectory.
 Play = Callable[[int], Awaitable[int]]
 
 
 @dataclass(frozen=True)
 class Round:
+    """One measured round: wall-clock and CPU seconds, lags in milliseconds, and resident memory in bytes."""
+
     seconds: float
     cpu: float
-    # Milliseconds.
     lags: Sequence[float]
     memory: int
 
 
 class Bench:
-    """What all ways share: sizes, and the client of the null server."""
+    """What all variants share: the sizes, and a client of the null server."""
 
     def __init__(self, url: str, sessions: int, turns: int, tokens: int) -> None:
         self.url = url
@@ -91,7 +92,7 @@ class Bench:
         await self.client.close()
         await self.control.close()
 
-    # The ways
+    # Variants
 
     async def generate(self, number: int) -> int:
         client = self.sample(number)
@@ -136,7 +137,7 @@ def trained(client: SampleClient) -> int:
 
 
 def make_tokenizer():
-    """A token for each printable character, and a chat template."""
+    """A tokenizer with one token per printable character, and with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -148,7 +149,7 @@ def make_tokenizer():
 
 
 async def run_round(play: Play, sessions: int, expected: int) -> Round:
-    """All conversations at once."""
+    """Plays all conversations concurrently. `expected` is the number of trained tokens of each."""
     lags: list[float] = []
     watch = asyncio.create_task(watch_lag(lags))
     cpu, start = time.process_time(), time.perf_counter()
@@ -169,7 +170,7 @@ async def watch_lag(lags: list[float]) -> None:
 
 @contextmanager
 def null_server():
-    """Its URL; it ends with the block."""
+    """Runs a null server within the context. Yields its URL."""
     process = subprocess.Popen(
         [sys.executable, HERE / "null_server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -182,7 +183,7 @@ def null_server():
 
 @asynccontextmanager
 async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
-    """The gateway, and a process of agents: each reads a session from a line, plays it, and reports when it is done."""
+    """Starts the gateway and a process of agents. Yields a function that has an agent play one conversation."""
     gateway = Gateway(GatewayConfig(), bench.sampling, "null")
     await gateway.start()
     process = await asyncio.create_subprocess_exec(
@@ -221,7 +222,7 @@ async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
 
 
 async def play_agents(turns: int) -> None:
-    """The process of agents: a conversation for each line of its input."""
+    """The process of agents: plays a conversation for each line of input, and prints a line when it has ended."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
@@ -262,7 +263,7 @@ async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int
         for repeat in range(repeats + 1):
             for name, play in ways.items():
                 found = await run_round(play, sessions, turns * tokens)
-                # The first one opens connections and fills caches.
+                # The first round opens connections and fills caches.
                 if repeat:
                     rounds[name].append(found)
     await bench.close()

@@ -1,10 +1,10 @@
-"""How much staleness learning stands, with and without the off-policy correction: a picture and a table.
+"""How much staleness learning tolerates, with and without the off-policy correction, as a figure and a table.
 
     python benchmarks/staleness.py OUT_FOLDER [--config configs/quickstart.yaml] [--steps 120] [--lags 0 1 4] \
         [--seeds 0 1]
 
-Every run is `plain_loop.py` on the real engine and a real server, with batches trained exactly so many versions after
-they were sampled. Finished runs are kept in OUT_FOLDER and not run again.
+Every run is `plain_loop.py` with the real trainer and a real server. Each batch is trained exactly `lag` versions after
+it was sampled. Results of finished runs are kept in OUT_FOLDER and reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABELS = {"none": "no correction", "token": "truncated importance sampling"}
 
 
 def run_one(out: Path, config: str, lag: int, correction: str, seed: int, steps: int, every: int) -> list[list[float]]:
-    """[step, held-out exact match] of one run."""
+    """Runs one configuration unless its result exists. Returns [step, held-out exact match] of each evaluation."""
     path = out / f"lag{lag}-{correction}-seed{seed}.json"
     if not path.is_file():
         overrides = {

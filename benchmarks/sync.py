@@ -1,12 +1,12 @@
-"""Weight sync on this machine: our transports, the way that gathers, and plain transfers of the same bytes, in one run.
+"""Weight sync on this machine: megasync's transports, a gathering baseline, and plain transfers of the same bytes.
 
     python benchmarks/sync.py MODEL [--tensor 2] [--servers 1] [--engine-tensor 1] [--dtype bfloat16] [--rounds 5]
-    python benchmarks/sync.py --random-gb 1.0 ...        a Llama of random weights and that size instead of MODEL
+    python benchmarks/sync.py --random-gb 1.0 ...        a random Llama of that size instead of MODEL
 
-MODEL is a Hugging Face folder. Real SGLang servers on this machine's CPU receive from trainer ranks that only hold
-shards. Rounds of all kinds take turns, after one of each that is not counted; the tables show medians. "paused" is
-the time for which a server generates nothing; `--traffic N` keeps N requests running on each server. `--deltas` also
-measures syncs in which 1 %, 10 % and all of the elements changed.
+MODEL is a Hugging Face folder. Real SGLang servers on this machine's CPU receive weights from trainer ranks that only
+hold shards. Methods alternate within each round; the first round is a warm-up, and the tables show medians. "paused" is
+the time during which a server generates nothing. `--traffic N` keeps N requests running on each server. `--deltas` also
+measures syncs after 1 %, 10 % and all of the elements have changed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from megasync.sync.shard.plan import ShardPlan, plan_shards
 from megasync.sync.shard.sync import ShardSync
 
 CHANGED = (0.01, 0.1, 1.0)
-# Tokens of the request that times a decoding step.
+# Number of tokens in the request that times a decoding step.
 STEPS = 16
 
-# version -> (seconds in all, seconds of standing still)
+# version -> (total seconds, seconds paused)
 Publish = Callable[[int], Awaitable[tuple[float, float]]]
 
 
 class Bench:
-    """One set of servers and ranks, and every way to move weights between them."""
+    """One set of servers and trainer ranks, and every method to transfer weights between them."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, logs: Path) -> None:
         self.args = args
@@ -99,7 +99,7 @@ class Bench:
             stack.push_async_callback(self.controls[-1].close)
 
     async def _ways(self, stack: AsyncExitStack) -> dict[str, Publish]:
-        """Every way to measure, connected; plain transfers first."""
+        """Connects every method, plain transfers first. Returns them by name."""
         shards = self._shard_sync(SyncConfig(pause_mode=self.args.pause))
         await shards.connect()
         stack.push_async_callback(shards.close)
@@ -191,7 +191,7 @@ class Bench:
         await control.post("/generate", {"input_ids": [1, 10, 11, 12], "sampling_params": parameters}, timeout=600)
 
     async def _step_seconds(self) -> float:
-        """Of one decoding step beside the requests that are running, as one more request sees it."""
+        """Duration of one decoding step under the current load, in seconds, measured with an additional request."""
         start = time.monotonic()
         await self._generate(self.controls[0], STEPS)
         return (time.monotonic() - start) / STEPS
@@ -240,13 +240,13 @@ class Bench:
 
 
 def rank_bytes(rank, dtype: str) -> int:
-    """Bytes of all that an engine rank keeps, in the trainer's dtype."""
+    """Bytes of all weights that an engine rank keeps, in the trainer's dtype."""
     item = {"float32": 4, "bfloat16": 2}[dtype]
     return item * sum(slot.hf_box.rows * slot.hf_box.cols for slot in rank.slots)
 
 
 def peak_megabytes(pids: list[int], reset: bool = False) -> list[float]:
-    """Peak resident memory of processes since the last reset; with ``reset``, what they hold now."""
+    """Peak resident memory of each process since the last reset, in MB. ``reset`` first resets it to current usage."""
     found = []
     for pid in pids:
         if reset:

@@ -1,15 +1,16 @@
-"""How long a shard-to-shard sync would take on a GPU cluster: computed from the real plan's bytes, not measured.
+"""Predicts the time of a shard-to-shard sync on a GPU cluster from the bytes in the real plan. Measures nothing.
 
     python benchmarks/sync_model.py [--nic 50] [--memory 2000] [CASE ...]
 
-For each case the real planner places every byte of the model; the largest load of a sender and of a receiver then give
+For each case the real planner places every byte of the model. The largest loads of a sender and a receiver then give
 
     stage  = max(bytes sent by the busiest trainer GPU, bytes received by an engine GPU) / link speed
     commit = 2 x bytes kept by an engine GPU / memory speed       (read the arena, write the parameters)
 
-Link speed is of one GPU's network card in GB/s (50 is 400 Gb/s), memory speed of one GPU in GB/s. Latencies, switches,
-packing (which overlaps) and everything that goes wrong are left out, so these are lower bounds. An engine is taken to
-cut tensors as Megatron would with as many ranks; engines share one plan, and every engine is sent to at the same time.
+Link speed is that of one GPU's network card in GB/s (50 is 400 Gb/s), memory speed that of one GPU in GB/s. Latencies,
+switches, packing (which overlaps) and failures are ignored, so the results are lower bounds. The model assumes that an
+engine shards tensors as Megatron does with as many ranks, that all engines share one plan, and that the trainer sends
+to all of them at the same time.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class Case(NamedTuple):
+    """One model and cluster: `engine` is the topology of one engine, `engines` their number."""
+
     name: str
     config: dict[str, Any]
     trainer: Topology
-    # Ranks of one engine, and how many engines there are.
     engine: Topology
     engines: int
 
@@ -57,7 +59,7 @@ def experts(layers: int, hidden: int, inner: int, heads: int, groups: int, count
 
 
 def latent(layers: int, heads: int, count: int, dense_layers: int, vocab: int) -> dict:
-    """DeepSeek-V3 and those built like it."""
+    """The configuration of DeepSeek-V3 and models with the same architecture."""
     more = {
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
@@ -111,7 +113,7 @@ CASES = [
 
 
 def engine_ranks(config: dict[str, Any], topology: Topology) -> list[EngineRank]:
-    """Ranks that keep what a Megatron model of that topology would keep."""
+    """Engine ranks that keep the same shards as the ranks of a Megatron model with this topology."""
     layout = Layout(config, topology)
     ranks = []
     for rank in range(topology.world):
@@ -127,7 +129,7 @@ def engine_ranks(config: dict[str, Any], topology: Topology) -> list[EngineRank]
 
 
 def received(plan: ShardPlan) -> int:
-    """Bytes that the busiest engine rank receives."""
+    """Largest number of bytes that an engine rank receives."""
     return max(
         sum(bucket.nbytes for bucket in plan.buckets if bucket.target == rank) for rank in range(plan.engine_ranks)
     )

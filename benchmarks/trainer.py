@@ -1,10 +1,11 @@
-"""Training tokens/s of the real ranks on synthetic groups, against Hugging Face on one process with as many threads.
+"""Training throughput of the real ranks on synthetic groups, compared with Hugging Face with as many threads.
 
     python benchmarks/trainer.py CONFIG [--prompt 110] [--response 8] [--steps 5] [key=value ...]
 
-Both do one policy-gradient forward and backward over the same sequences; megasync packs them without padding, splits
-them over its ranks and computes logits only where a response token is predicted, the peer pads them into batches as
-most small trainers do. Medians over the steps; the first step is left out.
+Both do one policy-gradient forward and backward pass over the same sequences. megasync packs them without padding,
+splits them over its ranks, and computes logits only where a response token is predicted. The Hugging Face baseline is
+one process that pads them into batches, as most small trainers do. The results are medians over the steps, without the
+first one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megasync.trajectory import Group, Trajectory
 
 
 def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:
-    """One step's groups of random tokens; lengths vary by a quarter around the given ones."""
+    """The groups of one step, with random tokens. Lengths vary by up to 25% around the given ones."""
     draw = random.Random(0)
 
     def tokens(length: int) -> list[int]:
@@ -55,7 +56,7 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
 
 
 def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[float]:
-    """Seconds of each step, the slowest rank's."""
+    """Time of each step on the slowest rank, in seconds."""
     world = pool_specs(config)["trainer"].slots
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(world)]
@@ -83,7 +84,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[float
 
 
 def measure_hugging_face(config: Config, groups: list[Group], steps: int, threads: int) -> list[float]:
-    """Seconds of each step: padded batches of about the same number of tokens as megasync's microbatches."""
+    """Time of each step, in seconds. Padded batches have about as many tokens as megasync's microbatches."""
     import torch
     from transformers import AutoModelForCausalLM
 
