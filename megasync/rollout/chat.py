@@ -1,4 +1,4 @@
-"""One chat turn: the next prompt's tokens, the generation, and the answer parsed into a message."""
+"""One chat turn: builds the next prompt's tokens, generates, and parses the answer into a message."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megasync.rollout.reply_formats import reasoning_format, tool_format
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.rollout.tools import Tool, as_tool
 
-# A tool as callers give it: a function, or a JSON schema in OpenAI's form.
+# A tool as callers pass it: a function, or a JSON schema in OpenAI's format.
 ToolLike = Callable[..., Any] | Tool | dict[str, Any]
 
 
 class Chat:
-    """Raises DataError without a tokenizer, or when it has no chat template."""
+    """Chat with one tokenizer and parser. Raises DataError without a tokenizer or if it has no chat template."""
 
     def __init__(self, tokenizer: Any, config: ChatConfig, parser: ReplyParser) -> None:
         self._template = ChatTemplate(tokenizer, config.template_options)
@@ -40,7 +40,7 @@ class Chat:
         tools: Sequence[ToolLike],
         **options: Any,
     ) -> Reply:
-        """Asks for the assistant's turn and records it in the conversation. `options` go to `generate`."""
+        """Generate the assistant's turn and record it in the conversation. `options` are passed to `generate`."""
         schemas = [tool if isinstance(tool, dict) else as_tool(tool).schema for tool in tools]
         calls_as = tool_format(self._config.tool_format, self._source) if schemas else None
         prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)

@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: messages to text, text to token ids and back, and how it closes an answer.
+"""A tokenizer's chat template: renders messages, encodes and decodes text, and finds the token that closes an answer.
 
-Rendered text is guarded (`OutsideText`): special tokens' names in messages and tools are marked, so that only the
-template's own are encoded as special tokens.
+Rendered text is guarded (`OutsideText`): names of special tokens in messages and tools are marked, so that only the
+template's own special tokens are encoded as such.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
-    """`tokenizer` is a Hugging Face tokenizer; `options` go to its template (`enable_thinking` and the like)."""
+    """The chat template of a Hugging Face tokenizer.
+
+    `options` are passed to the template, such as `enable_thinking`.
+    """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
-        """Raises DataError without a tokenizer, or when it has no chat template."""
+        """Raises DataError without a tokenizer or if it has no chat template."""
         if tokenizer is None:
             raise DataError("chat() needs a tokenizer, and this client has none; use generate() with token ids")
         if not getattr(tokenizer, "chat_template", None):
@@ -36,9 +39,9 @@ class ChatTemplate:
         self._shows_tools: bool | None = None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, answer: bool) -> str:
-        """The conversation as the model sees it, guarded; with `answer`, up to where the assistant begins.
+        """Render the conversation as guarded text. With `answer`, append the prompt for the assistant's turn.
 
-        Raises DataError when the template refuses the messages.
+        Raises DataError if the template rejects the messages.
         """
         if tools and self._shows_tools is None:
             self._shows_tools = self._render(messages, tools, answer) != self._render(messages, [], answer)
@@ -55,27 +58,27 @@ class ChatTemplate:
                 tokenize=False,
                 **self._options,
             )
-        except Exception as error:  # templates are programs that raise what they like
+        except Exception as error:  # templates are programs that may raise anything
             raise DataError(f"the chat template refused {len(messages)} messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """The template writes its special tokens itself, so none is added."""
+        """Encode rendered text. No special token is added, because the template writes its own."""
         return self._outside.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """With special tokens: tool calls and reasoning are marked by them."""
+        """Decode the ids, special tokens included, because they delimit tool calls and reasoning."""
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def closing(self, generation: Generation) -> str:
-        """The special token with which the model ended its answer; empty when it was cut, or ended by a stop text."""
+        """Return the special token that ended the answer. Empty if it was truncated or ended by a stop string."""
         ids = generation.token_ids
         closed = generation.finish_reason == "stop" and ids and ids[-1] in self._special
         return self.decode(ids[-1:]) if closed else ""
 
     def closings(self, generation: Generation) -> list[str]:
-        """What may end this answer in the template's text."""
+        """Return the texts that may end this answer in the rendered conversation."""
         return [mark for mark in dict.fromkeys((self.closing(generation), self._tokenizer.eos_token)) if mark]
 
     def answer_text(self, generation: Generation) -> str:
-        """What the model wrote, with special tokens but without the one that closes it."""
+        """Return what the model wrote, with special tokens but without the one that closes the answer."""
         return self.decode(generation.token_ids).removesuffix(self.closing(generation))

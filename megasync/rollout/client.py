@@ -1,7 +1,7 @@
 """Generates tokens on the servers, through the router.
 
 A generation survives interruptions. A request that was aborted, or whose server or router died, is sent again with the
-tokens so far as part of the prompt, within the remaining budget, and keeps the log-probs and versions of every request.
+tokens so far appended to the prompt and with the remaining budget. The log-probs and versions of all requests are kept.
 With `stream_interval`, tokens arrive while they are sampled, so a dead server costs at most that many tokens per
 request. Transient failures are retried with exponential backoff until the generation's own deadline. The caller's
 arguments are never changed, and all sampling parameters are always sent. No token id outside the vocabulary leaves this
@@ -43,21 +43,21 @@ from megasync.serving.router import ROUTING_KEY_HEADER
 
 log = logging.getLogger(__name__)
 
-# Transient statuses: no server is free or healthy, or one died during the request (the router then answers 500).
+# Transient statuses: no server is free or healthy, or a server died during the request (the router then answers 500).
 _RETRIED = frozenset({429, 500, 502, 503, 504})
-# Those among them that mean that the router sent the request to no server.
+# The subset that means that the router sent the request to no server.
 _NOT_SENT = frozenset({429, 503})
-# Statuses that mean that the request itself is wrong.
+# Statuses of an invalid request.
 _BAD_REQUEST = frozenset({400, 413, 422})
-# Seconds of backoff after a failure, doubled for each further one in a row up to the second number.
+# Backoff after a failure, in seconds: the initial value, doubled for each consecutive failure, and the maximum.
 _FAILURE_WAIT = (0.2, 5.0)
-# Seconds of backoff after an abort without a token, doubled up to the second number, so that a server that aborts
-# everything is not polled in a tight loop.
+# Backoff after an abort without a token, in seconds: initial value, doubled likewise, and maximum. It keeps the client
+# from polling a server that aborts everything in a tight loop.
 _EMPTY_ABORT_WAIT = (0.01, 1.0)
 _ABORT_TIMEOUT = 5.0
-# Seconds for the connections to close.
+# Timeout for closing the connections, in seconds.
 _CLOSE_SECONDS = 5.0
-# Invalid answers that are logged as warnings; later ones are logged at debug level.
+# Number of invalid answers that are logged as warnings; later ones are logged at debug level.
 _LOUD = 10
 _BODY_SHOWN = 500
 # Maximum size of an error answer, in bytes.
@@ -68,7 +68,7 @@ Keep = Callable[[str], PartialResponse]
 
 
 class _TransientError(Exception):
-    """A failure that is retried. `cut` says whether the server's death may have caused it."""
+    """A failure that is retried. `cut` is whether the death of a server may have caused it."""
 
     def __init__(self, message: str, cut: bool = True) -> None:
         super().__init__(message)
@@ -76,7 +76,10 @@ class _TransientError(Exception):
 
 
 class RolloutClient:
-    """One per event loop; the connection pool opens with the first request and ends with `close`."""
+    """Generates responses over one connection pool. Create one client per event loop.
+
+    The pool opens with the first request; `close` closes it.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class RolloutClient:
         self.servers = [server for server in self.servers if server.url != url]
 
     def metrics(self) -> dict[str, float]:
-        """Number of invalid answers since the start."""
+        """Returns the number of invalid answers since the start."""
         return {"rollout/invalid_answers": float(self._invalid_answers)}
 
     async def generate(
@@ -184,7 +187,7 @@ class RolloutClient:
                 f"{len(prompt)} tokens and a budget of {budget}, after {len(parts.token_ids)} tokens{last}"
             ) from None
         count = len(parts.texts)
-        # A caller that is given this response again gets the same text.
+        # A caller that receives this response again gets the same text.
         parts.texts = [self._text(parts, params)]
         return Generation(
             prompt_ids=prompt,
@@ -218,7 +221,7 @@ class RolloutClient:
         return self._chats().sets_reasoning_apart
 
     async def score(self, server: ServerControl, input_ids: Sequence[int]) -> list[float]:
-        """Log-prob of each token but the first given those before it, from that one server, at temperature 1.
+        """Scores each token but the first: its log-prob given the tokens before it, from `server`, at temperature 1.
 
         Raises DataError for fewer than two ids or ids outside the vocabulary, ServerError when the server fails, does
         not answer in time, or returns an invalid answer.
@@ -266,7 +269,7 @@ class RolloutClient:
         ticket: Ticket | None,
         deadline: asyncio.Timeout,
     ) -> None:
-        """Sends requests until the response is finished. Adds the errors on the way to `failures`."""
+        """Sends requests until the response is finished. Appends the message of each failed attempt to `failures`."""
         empty, failed = Backoff(_EMPTY_ABORT_WAIT, self._random), Backoff(_FAILURE_WAIT, self._random)
         budget = params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
@@ -313,7 +316,7 @@ class RolloutClient:
         return self._quarantine.request(key, prompt)
 
     async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
-        """The URL for the next request. The deadline is paused while the prompt is held back as a suspect."""
+        """Returns the URL for the next request. The deadline is paused while the prompt is held back as a suspect."""
         until = deadline.when()
         if self._quarantine is None or ticket is None or until is None:
             return self.url
@@ -327,8 +330,10 @@ class RolloutClient:
     async def _request(
         self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: PartialResponse
     ) -> None:
-        """Sends one request and adds its tokens to `parts`. Raises _TransientError, InvalidAnswer, and what `_refused`
-        raises."""
+        """Sends one request and adds its tokens to `parts`.
+
+        Raises _TransientError, InvalidAnswer, and the errors of `_refused`.
+        """
         sampling = body["sampling_params"]
         asked = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
         parts.begin_request(asked.tokens, self.published_version())
@@ -366,7 +371,7 @@ class RolloutClient:
                 piece = read_generated(event, asked)
                 finished = parts.add(piece)
                 if piece.finish is not None and piece.finish.status_code:
-                    # Without streaming it would have been the status of the answer.
+                    # Without streaming, the HTTP status would report this error.
                     raise StreamedError(piece.finish.status_code, piece.finish.message)
         except (aiohttp.ClientError, OSError):
             if not finished:
@@ -383,7 +388,7 @@ class RolloutClient:
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
-        """A new list of plain integers, each in [0, vocab_size). Raises DataError for other values."""
+        """Returns a new list of plain integers, each in [0, vocab_size). Raises DataError for other values."""
         try:
             # Also accepts NumPy and tensor integers, and rejects floats.
             checked = list(map(operator.index, ids))

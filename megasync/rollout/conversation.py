@@ -1,17 +1,18 @@
-"""One sample's turns, token in and token out: which turn continues which, and what the next prompt is made of.
+"""The turns of one sample, token in and token out: finds which turn continues which, and builds the next prompt.
 
-Turns are merged by prefix: a prompt that begins with all tokens of an earlier turn (its prompt and what the model
-wrote) continues that turn's line; any other begins a line, and with it a trajectory, of its own. A chat's next prompt
-is made of the tokens that are there already, and only what the template adds to them is tokenised. For that the
-rendered messages are held against what the server saw:
+Turns are merged by prefix. A prompt that begins with all tokens of an earlier turn (its prompt and its response)
+continues the line of that turn. Any other prompt begins a new line, which becomes a trajectory of its own. The next
+prompt of a chat reuses the tokens of earlier turns and tokenises only the text that the template adds. To do so, it
+compares the rendered messages with the text that the server saw:
 
-    outcome    the template                                                         the next prompt
-    ---------  -------------------------------------------------------------------  --------------------------------------
-    continued  writes all of it again as it was                                     those tokens, and the text behind them
-    realigned  writes the last answer in another form (spaces in a tool call),      those tokens, and the text behind that
-               and sticks to it; or a rewriting one, where that is asked for        answer
-    forked     rewrites earlier turns (drops their reasoning); or the messages      the messages as rendered now, as a
-               were edited                                                          line of its own
+    outcome    what the template does                                      the next prompt
+    ---------  ----------------------------------------------------------  ------------------------------------------
+    continued  renders the earlier turns unchanged                         the earlier tokens and the text after them
+    realigned  renders the last answer in another form (such as spaces     the earlier tokens and the text after the
+               in a tool call) and keeps that form; or rewrites earlier    last answer
+               turns while `realign_rewritten` is set
+    forked     rewrites earlier turns (such as dropping their reasoning);  the messages as rendered now, as a new line
+               or the caller edited the messages
 
 Invariants: no sampled token is ever replaced by another tokenisation of its text; over `trajectories` each sampled
 token is trained exactly once. `record` and `Generation.trajectory` guarantee them.
@@ -29,12 +30,12 @@ from megasync.trajectory import Trajectory
 
 Messages = Sequence[dict[str, Any]]
 
-# Stands where an answer ends while the text behind it is looked for. Plain letters: templates write them as they are.
+# Marks the end of an answer to locate the text after it. Plain characters, because templates render them unchanged.
 _END = "endOfTheAnswer7Q3V"
 
 
 class Template(Protocol):
-    """What a conversation needs of a chat template and its tokenizer."""
+    """What a conversation requires of a chat template and its tokenizer."""
 
     def render(self, messages: Messages, tools: Messages, *, answer: bool) -> str: ...
     def encode(self, text: str) -> list[int]: ...
@@ -45,7 +46,10 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A prompt that is about to be sent. `text` is of all its tokens, `rendered` what the template made of the messages."""
+    """A prompt that is ready to be sent.
+
+    `text` is the text of all its tokens; `rendered` is the template's rendering of the messages.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -56,12 +60,12 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An answered prompt."""
+    """A prompt and its answer."""
 
     prompt: ChatPrompt
     generation: Generation
     answer: dict[str, Any]
-    # Of all tokens, the answer's included.
+    # The text of all tokens, including the answer's.
     text: str
 
     @property
@@ -69,7 +73,7 @@ class _Turn:
         return [*self.prompt.messages, self.answer]
 
     def led_to(self, messages: Messages) -> bool:
-        """The messages go on from here, whatever they make of the answer."""
+        """Return whether the messages continue this prompt with an assistant message, not necessarily the answer."""
         count = len(self.prompt.messages)
         return (
             len(messages) > count
@@ -79,7 +83,7 @@ class _Turn:
 
 
 class Conversation:
-    """All generations of one sample."""
+    """The generations of one sample and the chat turns among them."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -88,7 +92,7 @@ class Conversation:
         self._turns: list[_Turn] = []
 
     def record(self, generation: Generation) -> Generation:
-        """Notes a generation and returns it with its parent: the longest earlier turn that its prompt begins with."""
+        """Record a generation and return it with its parent, the longest earlier turn that its prompt begins with."""
         best: Generation | None = None
         reached = -1
         for earlier in self.generations:
@@ -107,10 +111,10 @@ class Conversation:
     def prompt(
         self, template: Template, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
     ) -> ChatPrompt:
-        """The tokens to send for these messages. Raises DataError when the template refuses them.
+        """Build the prompt for these messages. Raises DataError if the template rejects them.
 
-        With `realign_rewritten` a template that rewrites earlier turns forks nothing: the model goes on seeing what it
-        saw.
+        With `realign_rewritten`, a template that rewrites earlier turns causes no fork: the model still sees the turns
+        as they were sampled.
         """
         messages, tools = [dict(message) for message in messages], list(tools)
         rendered = template.render(messages, tools, answer=True)
@@ -128,15 +132,16 @@ class Conversation:
         return ChatPrompt(messages, tools, template.encode(rendered), rendered, rendered)
 
     def answered(self, template: Template, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]) -> None:
-        """Notes the message that `generation` was made into, so that the next prompt can go on from it."""
+        """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it."""
         text = prompt.text + template.decode(generation.token_ids)
         self._turns.append(_Turn(prompt, generation, answer, text))
 
     def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
-        """One trajectory for each line, in the order in which they ended; every sampled token is trained in one of them.
+        """Return one trajectory per line, in the order in which the lines ended.
 
-        All of them get the reward and the last answer's text, so a reward function scores the sample and not its
-        pieces. The last one alone carries the metrics: means over trajectories are then means over samples.
+        Each sampled token is trained in exactly one trajectory. All trajectories get the reward and the text of the
+        last answer, so a reward function scores the whole sample. Only the last one carries the metrics, so that means
+        over trajectories are means over samples.
         """
         if not self.generations:
             raise DataError("the workflow asks for trajectories, but nothing was generated yet")
@@ -162,7 +167,7 @@ class Conversation:
 def _behind(
     template: Template, turn: _Turn, messages: Messages, tools: Messages, rendered: str, realign_rewritten: bool
 ) -> str | None:
-    """The text behind the turn's answer; None where the tokens up to there cannot stand for these messages."""
+    """Return the text after the turn's answer, or None if the tokens up to there do not represent these messages."""
     if list(tools) != turn.prompt.tools or list(messages[: len(turn.said)]) != turn.said:
         return None
     try:
@@ -170,12 +175,12 @@ def _behind(
             return None
         return _after_answer(template, turn, messages, tools)
     except DataError:
-        # The messages can be rendered, but not a part of them: so nothing can be said about that part.
+        # The template rejects a prefix or the marked variant of the messages, so the comparison is impossible.
         return None
 
 
 def _steady(template: Template, turn: _Turn, tools: Messages, rendered: str) -> bool:
-    """The template writes everything up to the answer as it did, and the answer as it does while it is the last one."""
+    """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
     before = template.render(turn.prompt.messages, tools, answer=False)
     done = template.render(turn.said, tools, answer=False)
     return turn.prompt.rendered.startswith(before) and done.startswith(before) and rendered.startswith(done)
@@ -195,7 +200,10 @@ def _after_answer(template: Template, turn: _Turn, messages: Messages, tools: Me
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer with the mark as its last words: where there are tool calls, templates may write those alone."""
+    """Append the end mark to the answer: to its content and to the last tool call.
+
+    If an answer has tool calls, a template may render only those.
+    """
     marked = answer | {"content": (answer.get("content") or "") + _END}
     if calls := answer.get("tool_calls"):
         function = calls[-1]["function"]

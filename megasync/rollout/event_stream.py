@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed `/generate`: each is one JSON object, the last is `[DONE]`."""
+"""Parses the server-sent events of a streamed `/generate`: each is one JSON object, the last is `[DONE]`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CONTENT_TYPE = "text/event-stream"
 
 
 async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """Yields the JSON of each object until the stream ends, complete or not; the last object says which.
+    """Yield the JSON of each event until the stream ends. Only its last object tells whether the stream is complete.
 
-    Raises aiohttp.ClientError when the connection breaks, InvalidAnswer for another content type and for a stream of
-    more than `most` bytes.
+    Raises aiohttp.ClientError if the connection breaks, and InvalidAnswer for another content type or a stream of more
+    than `most` bytes.
     """
     if response.content_type != CONTENT_TYPE:
         raise InvalidAnswer(f"its content type is {response.content_type!r:.100}, not {CONTENT_TYPE}")

@@ -1,8 +1,8 @@
-"""What one generation brought back: tokens with the log-prob and the weight version that each was sampled under.
+"""The result of a generation: tokens, each with its log-prob and the weight version that sampled it.
 
-Generations of one conversation form lines: `parent` is the one whose prompt and response this one's prompt begins with,
-token for token. Invariant: in the trajectory of a line exactly the sampled tokens are trained, each with the log-prob
-and version of its own generation; what lies between two generations (tool output, template text) has a loss mask of 0.
+The generations of a conversation form lines: the prompt of a generation begins with all tokens of its `parent`, prompt
+and response. Invariant: in the trajectory of a line exactly the sampled tokens are trained, each with the log-prob and
+version of its own generation. Tokens between two generations (tool output, template text) have a loss mask of 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """One response to one prompt. `logprobs` are natural logarithms, of the distribution at the sampling temperature."""
+    """One response to one prompt.
+
+    `logprobs` are natural logarithms of probabilities at the sampling temperature.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -28,12 +31,12 @@ class Generation:
     versions: list[int]
     finish_reason: str  # "stop" or "length"
     text: str = ""
-    # Requests it took: 1, and one more for every interruption.
+    # Number of requests: 1, plus one for each interruption.
     parts: int = 1
     parent: Generation | None = None
 
     def line(self) -> list[Generation]:
-        """The generations that led here, the first one first."""
+        """Return this generation and its ancestors, oldest first."""
         line, at = [], self
         while at is not None:
             line.append(at)
@@ -48,9 +51,10 @@ class Generation:
         metrics: dict[str, float] | None = None,
         untrained: Collection[Generation] = (),
     ) -> Trajectory:
-        """The whole line as one trajectory; `text`, this generation's own by default, is what a reward function sees.
+        """Return the whole line as one trajectory.
 
-        The tokens of `untrained` generations get a loss mask of 0: another trajectory has them.
+        A reward function receives `text`, by default the text of this generation. The tokens of `untrained` generations
+        get a loss mask of 0, because another trajectory trains them.
         """
         line = self.line()
         whole = Trajectory(
@@ -70,7 +74,7 @@ class Generation:
             whole.response_ids.extend(between + generation.token_ids)
             whole.loss_mask.extend([0] * written + [int(generation not in untrained)] * len(generation.token_ids))
             whole.logprobs.extend([0.0] * written + generation.logprobs)
-            # Nobody sampled what lies between; it is given a version so that the list has no gap, and never looked at.
+            # Tokens between generations were not sampled. Their versions only fill the list and are never read.
             last = whole.versions[-1] if whole.versions else 0
             whole.versions.extend([last] * written + generation.versions)
         return whole
@@ -78,24 +82,24 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The assistant's turn of a chat, and the messages that led to it."""
+    """The assistant's turn of a chat, with all messages up to it."""
 
-    # The answer comes last, parsed: "content", and "tool_calls" and "reasoning_content" where it has them.
+    # The parsed answer is the last one: "content", and "tool_calls" and "reasoning_content" if present.
     messages: list[dict[str, Any]]
     generation: Generation
     conversation: Conversation
     tool_calls: list[ToolCall] = field(default_factory=list)
-    # Beginnings of tool calls that the parser of the model's format could make nothing of.
+    # Number of tool calls that begin but that the parser of the model's format cannot parse.
     malformed_calls: int = 0
 
     @property
     def text(self) -> str:
-        """All that the model wrote, reasoning and tool calls included."""
+        """Everything that the model wrote, including reasoning and tool calls."""
         return self.generation.text
 
     @property
     def content(self) -> str:
-        """What is left of the text without reasoning and tool calls."""
+        """The text without reasoning and tool calls."""
         return self.messages[-1]["content"]
 
     @property
@@ -103,9 +107,12 @@ class Reply:
         return self.generation.finish_reason
 
     def trajectory(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Trajectory:
-        """The line of turns that ends here. Where the conversation forked, `trajectories` has what this leaves out."""
+        """Return the line of turns that ends with this reply as one trajectory.
+
+        If the conversation forked, use `trajectories`, which includes the other lines.
+        """
         return self.generation.trajectory(reward, metrics=self.conversation.metrics() | (metrics or {}))
 
     def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
-        """Every token of the conversation that was sampled, each trained once; see `Conversation.trajectories`."""
+        """Return all lines, with every sampled token trained once; see `Conversation.trajectories`."""
         return self.conversation.trajectories(reward, metrics)

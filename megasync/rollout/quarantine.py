@@ -1,4 +1,4 @@
-"""Keeps poison prompts, which kill servers, from taking the fleet down: the waits and trials around `suspects`.
+"""Protects the fleet from poison prompts, which kill servers: runs the waits and trials that `suspects` decides.
 
     generate() ──▶ request(key) ──▶ enter() ───── free ───▶ the router
                                         │  ▲
@@ -8,14 +8,14 @@
 
     task    consumes                    produces                      waits for
     ------  --------------------------  ----------------------------  -----------------------------------------------
-    trials  suspects waiting in enter   exclusive use of one server   completed requests, the server's end, the clock
+    trials  suspects waiting in enter   exclusive use of one server   completed requests, the server's exit, the clock
 
-After a cut nothing is sent again until the fleet had time to notice whether a server died. Otherwise a prompt that
-kills immediately would meanwhile kill the next server. Time spent in `enter` does not count against the request's
-deadline.
+After a cut, the request is not retried until the fleet has had time to detect whether a server died. Otherwise a prompt
+that kills immediately would kill the next server in the meantime. Time spent in `enter` does not count against the
+request's deadline.
 
-Keys with the same prompt, such as two epochs of a small dataset in flight together, are one suspect under the first of
-these keys: a death near one of them counts for all of them, and all are held back together.
+Keys with the same prompt, such as two epochs of a small dataset in flight at the same time, are one suspect under the
+first of these keys: a death near one of them counts against all of them, and all are held back together.
 """
 
 from __future__ import annotations
@@ -39,35 +39,38 @@ from megasync.rollout.suspects import Suspects, SuspectStatus
 
 log = logging.getLogger(__name__)
 
-# Seconds after a cut in which nothing is sent again. Processes are polled every half second, but take a moment to die.
+# Seconds after a cut before the request is retried. Processes are polled every half second, but take a moment to exit.
 VERDICT_SECONDS = 3.0
-# Seconds after which a trial ends in favour of its members. The time that the fleet takes to detect a hanging server
-# comes on top, because a prompt may also make a server hang.
+# Seconds after which a trial acquits its remaining members. The time that the fleet needs to detect a hung server is
+# added, because a prompt may also make a server hang.
 TRIAL_SECONDS = 120.0
-# Seconds between two attempts to find a server for a trial.
+# Seconds between two attempts to isolate a server for a trial.
 _SERVER_WAIT = 1.0
 
 
 class TrialServers(Protocol):
-    """What the quarantine needs of the fleet."""
+    """The part of the fleet that the quarantine uses."""
 
     async def isolate(self, avoid: Collection[int]) -> tuple[int, str] | None:
-        """Slot and URL of a serving server that runs nothing and that the router no longer uses; None if there is none."""
+        """Take a serving server out of the router and drain it, so that it runs no requests.
+
+        Returns its slot and URL, or None if no server could be isolated. Prefers a slot outside `avoid`.
+        """
 
     def release(self, slot: int) -> None:
-        """The router may send requests to it again."""
+        """Return an isolated server to the router."""
 
     def excuse(self, slot: int) -> None:
-        """A prompt caused a death of this server: it must not count against the server's restart budget."""
+        """Remove a death caused by a prompt from the restart budget of this server."""
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One generation of a prompt, from its first attempt to its end."""
+    """One generation of a prompt, from its first attempt until it ends."""
 
     key: str
     prompt: Sequence[int]
-    # Key under which the prompt is suspected: that of the first generation of the same prompt that was cut.
+    # Key under which the prompt is suspected: the key of the first generation of the same prompt that was cut.
     suspect: str
     # Of the latest attempt: clock readings of its sending and its cut, the prompt's status at the cut, whether a death
     # explains the cut, and the request body.
@@ -79,10 +82,10 @@ class Ticket:
 
 
 class Quarantine:
-    """Holds suspects back, tries them, and rejects poison prompts.
+    """Holds suspects back, runs their trials, and rejects poison prompts.
 
-    `folder` receives a file for each poison prompt; None writes none. `hang_seconds` is the time that the fleet takes
-    to declare a hanging server dead. `close` ends the background task.
+    A report of each poison prompt is written to `folder`, unless it is None. `hang_seconds` is the time that the fleet
+    needs to declare a hung server dead. `close` cancels the background task.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Quarantine:
         self._suspects = Suspects(clock)
         # By suspect: tickets that were cut or held back and have not completed.
         self._open: dict[str, set[Ticket]] = {}
-        # Suspects by the digest of their prompts. Poison ones stay, because they return, such as in the next epoch.
+        # Suspects by the digest of their prompts. Poison ones stay, because they recur, for example in the next epoch.
         self._prompts: dict[bytes, str] = {}
         self._waiting: Counter[str] = Counter()
         # Number of waits in `enter` so far, and of those in progress.
@@ -114,7 +117,7 @@ class Quarantine:
         self._reports: dict[str, dict[str, Any]] = {}
 
     def evidence(self, key: str) -> str | None:
-        """Why this prompt is never sent again; None when it may be."""
+        """Return why this prompt is never sent again, or None if it may be sent."""
         return self._evidence.get(key)
 
     def metrics(self) -> dict[str, float]:
@@ -127,7 +130,7 @@ class Quarantine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are held back or on trial, so that they take longer than others."""
+        """Whether any request is held back or on trial and may therefore take longer than usual."""
         return bool(self._held or self._suspects.members)
 
     async def close(self) -> None:
@@ -139,7 +142,7 @@ class Quarantine:
 
     @asynccontextmanager
     async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
-        """Wraps one generation. Raises PoisonPrompt for a poison prompt."""
+        """Track one generation of a prompt. The ticket closes when the context exits."""
         ticket = Ticket(key, prompt, key)
         try:
             yield ticket
@@ -149,9 +152,9 @@ class Quarantine:
         self._end(ticket, completed=True)
 
     async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
-        """Backoff while the prompt is held back; returns the URL of the server to send to, None for the router.
+        """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
 
-        Called before each request of the ticket. Raises PoisonPrompt.
+        Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
         """
         url = await self._wait_for_clearance(ticket)
         ticket.sent = self._clock()
@@ -159,7 +162,7 @@ class Quarantine:
         return url
 
     def cut(self, ticket: Ticket) -> None:
-        """The connection of the latest attempt broke before the answer was complete."""
+        """Report that the connection of the latest attempt broke before its answer was complete."""
         if not self._is_open(ticket):
             ticket.suspect = self._prompts.setdefault(_digest(ticket.prompt), ticket.key)
         ticket.cut_at, ticket.status = self._clock(), self._suspects.status(ticket.suspect)
@@ -169,7 +172,7 @@ class Quarantine:
     # Called by the fleet
 
     def left(self, slot: int, died: bool, by_requests: bool) -> None:
-        """A server stopped serving. `by_requests` says whether requests may have killed it."""
+        """Report that a server stopped serving. `by_requests` is whether requests may have killed it."""
         ours = slot == self._suspects.trial_slot
         if died:
             members = self._suspects.members if ours else frozenset()
@@ -251,7 +254,7 @@ class Quarantine:
             self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")
 
     async def _run_trials(self) -> None:
-        # Others that were cut by the same death arrive at about the same time.
+        # Wait for other prompts that were cut by the same death.
         await asyncio.sleep(self._verdict_seconds)
         while members := self._suspects.choose(self._waiting):
             try:
@@ -264,7 +267,7 @@ class Quarantine:
                 continue
             slot, self._url = place
             try:
-                # Some may have gone while the server was isolated.
+                # Some members may have ended while the server was being isolated.
                 if members := [key for key in members if self._suspects.status(key) is SuspectStatus.QUARANTINED]:
                     log.warning("Server %d runs only %s: these prompts were in flight at server deaths", slot, members)
                     await self._run_trial(members, slot)
@@ -303,7 +306,7 @@ class Quarantine:
             f"prompt {key} was in flight at {len(evidence['crowd'])} server deaths beside others, and alone at "
             f"{len(evidence['alone'])} more (servers {', '.join(str(slot) for _, slot in evidence['alone'])}){path}"
         )
-        # Other prompts under this key may have completed.
+        # Prompts under this key that have completed are not poison.
         self._prompts = {digest: other for digest, other in self._prompts.items() if other != key}
         self._prompts |= {_digest(ticket.prompt): key for ticket in tickets}
         self._reports[key] = {
@@ -318,7 +321,7 @@ class Quarantine:
         self.describe(key, {})
 
     def describe(self, key: str, row: Mapping[str, Any]) -> None:
-        """Writes the report of a poison prompt, with its dataset row. A failure to write is logged only."""
+        """Write the report of a poison prompt, with its dataset row. A write error is only logged."""
         if self._folder is None or key not in self._reports:
             return
         path = _file(self._folder, key)

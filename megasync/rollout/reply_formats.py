@@ -1,4 +1,4 @@
-"""The formats of tool calls and reasoning: the names of SGLang's parsers, and which one fits a chat template.
+"""The formats of tool calls and reasoning: the names of SGLang's parsers, and the one that fits a chat template.
 
 The parsers run in the servers (`reply_parser`), because importing them here would load half of SGLang.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from megasync.config.schema import AUTO, ChatConfig
 from megasync.errors import ConfigError, DataError
 
-# Text that only the chat templates of one family contain, and the parser of its tool calls. The first match decides.
+# Text that only the chat templates of one model family contain, and the parser of its tool calls. The first match wins.
 _TOOL_MARKS = (
     ("<｜DSML｜", "deepseekv32"),
     ("```json", "deepseekv3"),
@@ -29,7 +29,7 @@ _TOOL_MARKS = (
     ("Environment: ipython", "llama3"),
     ("<|python_tag|>", "llama3"),
 )
-# What a call begins with, for formats where an unparsable call can be told from text.
+# Pattern of the beginning of a call, for formats in which an unparsable call is distinguishable from text.
 _CALL_BEGINS = {
     "hermes": r"<tool_call>",
     "qwen": r"<tool_call>",
@@ -43,7 +43,7 @@ _CALL_BEGINS = {
     "deepseekv32": r"<｜DSML｜invoke",
     "kimi_k2": r"<\|tool_call_begin\|>",
 }
-# Known formats where SGLang is not installed, such as on a machine that only plans.
+# Known formats if SGLang is not installed, such as on a machine that only plans.
 _WITHOUT_SGLANG = {
     "tool_format": ["deepseekv3", "deepseekv31", "deepseekv32", "hermes", "llama3", "mistral", "qwen", "qwen3_coder"],
     "reasoning_format": ["deepseek-r1", "deepseek-v3", "qwen3", "qwen3-thinking"],
@@ -55,7 +55,7 @@ _NAME_FILES = {
 
 
 def check_formats(chat: ChatConfig) -> None:
-    """Raises ConfigError for a format that SGLang does not have."""
+    """Check the configured formats. Raises ConfigError for a format that SGLang does not have."""
     for key in _NAME_FILES:
         name = getattr(chat, key)
         if name not in (None, AUTO) and name not in (known := known_formats(key)):
@@ -64,17 +64,17 @@ def check_formats(chat: ChatConfig) -> None:
 
 @functools.cache
 def known_formats(key: str) -> list[str]:
-    """SGLang's own names for `key` (tool_format or reasoning_format)."""
+    """Return SGLang's parser names for `key` (tool_format or reasoning_format)."""
     path, variable = _NAME_FILES[key]
     sglang = importlib.util.find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         return _WITHOUT_SGLANG[key]
-    # Run by path: these two files import nothing, but the packages that contain them do.
+    # Run by path: these two files import nothing, but their packages would import much of SGLang.
     return list(runpy.run_path(str(Path(sglang.submodule_search_locations[0]) / path))[variable])
 
 
 def tool_format(configured: str | None, chat_template: str) -> str:
-    """The parser for tool calls. Raises DataError when none is known."""
+    """Return the name of the parser for tool calls. Raises DataError if none is known."""
     if configured is not None and configured != AUTO:
         return configured
     found = next((name for mark, name in _TOOL_MARKS if mark in chat_template), None)
@@ -88,7 +88,10 @@ def tool_format(configured: str | None, chat_template: str) -> str:
 
 
 def reasoning_format(configured: str | None, chat_template: str, render: Callable[..., str]) -> str | None:
-    """The parser for reasoning; None if answers contain none. `render` is `ChatTemplate.render`."""
+    """Return the name of the parser for reasoning, or None if answers contain no reasoning.
+
+    `render` is `ChatTemplate.render`.
+    """
     if configured != AUTO:
         return configured
     if "</think>" not in chat_template:
@@ -99,5 +102,5 @@ def reasoning_format(configured: str | None, chat_template: str, render: Callabl
 
 
 def calls_begun(name: str, text: str) -> int:
-    """Number of tool calls that the text begins; 0 for formats where this cannot be told."""
+    """Count the tool calls that begin in the text. 0 for formats in which they cannot be recognised."""
     return len(re.findall(_CALL_BEGINS[name], text)) if name in _CALL_BEGINS else 0

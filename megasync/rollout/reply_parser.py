@@ -1,7 +1,7 @@
-"""Tool calls and reasoning out of an answer's text, by SGLang's own parsers, asked of the servers.
+"""Extracts tool calls and reasoning from the text of an answer with SGLang's parsers, which run in the servers.
 
-Each server has them behind endpoints of its own that touch neither scheduler nor weights, so they answer while a server
-is paused for a sync. Whichever server answers first is right: they all have the same parsers.
+The parsing endpoints use neither the scheduler nor the weights, so they also answer while a server is paused for a
+weight sync. All servers have the same parsers, so the first answer of any server is used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds for one server's answer, and before the servers are asked once more when none gave any.
+# Timeout of one server's answer, and the pause before all servers are tried again, both in seconds.
 _ANSWER_SECONDS = 20.0
 _ROUND_SECONDS = 0.5
-# The parser raised something; and the statuses with which a server says that the request is wrong.
+# The status of an exception in the parser, and the statuses of an invalid request.
 _PARSER_FAILED = 500
 _BAD_REQUEST = frozenset({400, 422})
 
@@ -51,7 +51,7 @@ class _Parsed(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """`content` is the rest of the text; `malformed` counts calls that were begun but cannot be read."""
+    """A parsed answer. `content` is the remaining text; `malformed` counts calls that begin but cannot be parsed."""
 
     content: str
     reasoning: str = ""
@@ -60,7 +60,11 @@ class ParsedAnswer:
 
 
 class ReplyParser:
-    """`servers` gives those that can be asked now; `timeout` is in seconds, for one answer, over all tries."""
+    """Parses answers on the servers.
+
+    `servers` returns the servers that are available now. `timeout` is in seconds for each endpoint call, over all
+    retries.
+    """
 
     def __init__(self, servers: Callable[[], Sequence[ServerControl]], timeout: float) -> None:
         self._servers = servers
@@ -70,10 +74,10 @@ class ReplyParser:
     async def parse(
         self, text: str, tools: Sequence[dict[str, Any]], tool_format: str | None, reasoning_format: str | None
     ) -> ParsedAnswer:
-        """Takes reasoning out first, then calls of `tools`; a format that is None is not looked for.
+        """Extract the reasoning, then the calls of `tools`. A format of None skips the step.
 
-        Raises ServerError when no server answers in time, DataError when they refuse the tools or the format. Text that
-        makes a parser fail is malformed, not an error.
+        Raises ServerError if no server answers in time, and DataError if a server rejects the tools or the format. Text
+        that makes a parser fail counts as malformed and raises no error.
         """
         reasoning = ""
         if reasoning_format is not None:
@@ -88,12 +92,12 @@ class ReplyParser:
         if found is None:
             return ParsedAnswer(text, reasoning, malformed=max(1, begun))
         calls = tuple(_call(number, call) for number, call in enumerate(found.calls))
-        # What is left of the text may lack the malformed calls; the model is to see what it wrote.
+        # The remaining text may lack the malformed calls, but the model must see what it wrote.
         content = (found.normal_text or "") if calls else text
         return ParsedAnswer(content, reasoning, calls, max(0, begun - len(calls)))
 
     async def _ask(self, path: str, body: dict[str, Any], form: type[T]) -> T | None:
-        """The first answer of any server that makes sense; None when the parser itself failed."""
+        """Return the first valid answer of any server, or None if the parser itself failed."""
         failure = "there is no server"
         try:
             async with asyncio.timeout(self._timeout):
@@ -113,7 +117,7 @@ class ReplyParser:
                             if error.status == _PARSER_FAILED:
                                 log.debug("an answer that cannot be parsed: %s", error)
                                 return None
-                            # A server that is going away, or what stands in front of it.
+                            # The server is shutting down, or a proxy in front of it failed.
                             failure = str(error)
                         except ServerError as error:
                             failure = str(error)

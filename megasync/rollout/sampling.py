@@ -1,6 +1,6 @@
-"""Sampling parameters as they go over the wire: always all of them.
+"""Sampling parameters of a request. Every request sends all of them.
 
-A parameter that is left out would take the server's default, or the model's, and the trainer would not know.
+An omitted parameter would take the default of the server or the model, which the trainer does not know.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError
 
-# Sent with every request, besides what `SamplingConfig` has.
+# Sent with every request, in addition to the parameters of `SamplingConfig`.
 _NEUTRAL = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -26,8 +26,8 @@ _NEUTRAL = {
 }
 
 
-# With another value tokens are sampled from another distribution than the trainer scores: a part of it, or one that is
-# bent by what was sampled before or, as the end of a response is ruled out, by its length.
+# Any other value changes the sampling distribution, so that it is no longer the one that the trainer scores. It is
+# truncated, or depends on earlier tokens, or, with a minimum length that rules out the end, on the response's length.
 _TRAINED = {
     "top_p": 1.0,
     "top_k": -1,
@@ -40,7 +40,7 @@ _TRAINED = {
 
 
 def base_params(sampling: SamplingConfig) -> dict[str, Any]:
-    """Every parameter with its value; `stop` is a copy."""
+    """Return every sampling parameter with its value. `stop` is a copy."""
     return _NEUTRAL | {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -51,14 +51,14 @@ def base_params(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A new dictionary; raises DataError for a name that is no sampling parameter or a value out of range."""
+    """Merge into a new dictionary. Raises DataError for an unknown parameter or a value out of range."""
     for name in overrides:
         if name not in base:
             near = get_close_matches(name, base, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(base))}"
             raise DataError(f"{name!r} is not a sampling parameter{hint}")
     params = base | overrides
-    # SGLang takes a single text too.
+    # SGLang also accepts a single string.
     params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"] or ())
     if "" in params["stop"]:
         raise DataError("stop holds an empty text, which would end every response at once; drop it")
@@ -74,11 +74,15 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
 
 
 def check_trained(params: dict[str, Any], temperature: float) -> None:
-    """Raises DataError where a response would be sampled otherwise than the trainer scores it."""
+    """Check the parameters of a training rollout.
+
+    Raises DataError if they would sample from another distribution than the trainer scores.
+    """
     for name, value in (_TRAINED | {"temperature": temperature}).items():
         if params[name] != value:
             why = "rollout.sampling.temperature" if name == "temperature" else "the full distribution"
             raise DataError(
-                f"{name}={params[name]!r} cannot be asked for in a training rollout: the trainer scores tokens at {why}, "
+                f"{name}={params[name]!r} cannot be asked for in a training rollout: "
+                f"the trainer scores tokens at {why}, "
                 f"which is {name}={value!r}. Leave {name} out; evaluation may sample otherwise (eval.sampling)"
             )

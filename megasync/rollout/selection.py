@@ -23,9 +23,9 @@ from megasync.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The rules of `GroupConfig`. A group needs `samples` samples; `max_new_tokens` is the length limit.
+    """Applies the rules of `GroupConfig`. A group needs `samples` samples; `max_new_tokens` is the length limit.
 
-    With `relative`, a reward is compared with its group's mean, so a group needs at least two responses.
+    With `relative`, each reward is compared with the mean of its group, so a group needs at least two responses.
     """
 
     config: GroupConfig
@@ -39,11 +39,14 @@ class Selection:
 
     @property
     def samples_awaited(self) -> int:
-        """How many of them are enough; the rest is aborted."""
+        """Number of started samples that must finish; the rest are aborted."""
         return self.samples if self.config.keep == "first" else self.samples_started
 
     def select(self, scored: Sequence[Sequence[Trajectory]], counts: Counter[str]) -> list[Trajectory] | Dropped:
-        """The group made of `scored`, the trajectories of each sample. Removed and penalised ones are added to `counts`."""
+        """Select the trajectories of the group, or return why the group is dropped.
+
+        `scored` holds the trajectories of each sample. `counts` is incremented for removed and penalised ones.
+        """
         if self.config.overlong == "punish":
             scored = [[self._penalised(t, counts) for t in sample] for sample in scored]
         usable = _filtered(scored, lambda t: t.reward is not None and any(t.loss_mask))
@@ -84,7 +87,7 @@ class Selection:
 
 
 def _filtered(samples: Sequence[Sequence[Trajectory]], keep: Callable[[Trajectory], bool]) -> list[list[Trajectory]]:
-    """Each sample's trajectories for which `keep` is true; samples without any are left out."""
+    """Return each sample's trajectories for which `keep` is true. Samples without any are omitted."""
     return [kept for sample in samples if (kept := [t for t in sample if keep(t)])]
 
 
@@ -93,15 +96,15 @@ def _count(samples: Sequence[Sequence[Trajectory]]) -> int:
 
 
 def overlong_share(length: int, longest: int, margin: int) -> float:
-    """0.0 up to `longest - margin` tokens, then linear up to 1.0 at `longest`.
+    """Return 0.0 up to a length of `longest - margin` tokens, then a linear ramp to 1.0 at `longest`.
 
-    The soft over-long penalty of DAPO (Yu et al. 2025, equation 13), without its sign.
+    This is the soft over-long penalty of DAPO (Yu et al. 2025, equation 13), without its sign.
     """
     return min(1.0, max(0, length - (longest - margin)) / margin)
 
 
 def widest_spread(rewards: Sequence[float], count: int) -> list[int]:
-    """The indices, in order, of the `count` rewards with the largest variance among all choices of that size.
+    """Return the sorted indices of the `count` rewards with the largest variance among all choices of that size.
 
     The best choice always consists of the highest and the lowest rewards (max-variance down-sampling, Xu et al. 2025,
     "Not All Rollouts are Useful"), so only `count + 1` choices are compared. Ties are broken by the order of `rewards`.

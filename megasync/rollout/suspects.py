@@ -7,15 +7,15 @@ A pure state machine; the clock is passed in.
       ▲                                                   │
       └──── its cut requests completed, there or on trial
 
-A *cut* is a request whose connection broke before its answer was complete. The router does not say which server a
-request went to, so cuts and deaths are matched by time: a death is held against every prompt with a request that was
-sent before the death and cut within `MATCH_SECONDS` of it. Quarantined prompts are sent only in *trials*: a few of
-them, alone on one server. If that server dies, at least one member of the trial is poison, so the members are tried
-again in halves, down to one; whatever completes is free. With `n` quarantined prompts and `k` poison ones among them,
-this costs at most k * (log2(n) + ALONE_DEATHS) deaths.
+A *cut* is a request whose connection broke before its answer was complete. The router does not report which server
+handled a request, so cuts and deaths are matched by time: a death counts against every prompt with a request that was
+sent before the death and cut within `MATCH_SECONDS` of it. Quarantined prompts are sent only in *trials*: a few of them
+run on a server that serves nothing else. If that server dies, at least one member of the trial is presumed poison, so
+the members are bisected in further trials, down to one. Prompts that complete are free. With `n` quarantined prompts of
+which `k` are poison, this costs at most k * (log2(n) + ALONE_DEATHS) deaths.
 
-Invariant: a prompt is poison only after `ALONE_DEATHS` deaths of a server that ran it alone. So bystanders are never
-condemned, however many deaths they were near, and neither is a prompt that met one chance death in a trial.
+Invariant: a prompt is poison only after `ALONE_DEATHS` deaths of a server that ran it alone. So a bystander is never
+condemned, however many deaths it was near. Neither is a prompt whose trial met one unrelated death.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Deaths in flight beside others before a prompt is quarantined. After a single death everything that the server ran
-# would have to be tried, and most deaths have other causes; two that hit the same prompt are rare unless it caused
-# them.
+# A prompt is quarantined after this many deaths of servers that also ran other prompts. One would be too few: every
+# prompt of the server would need a trial, and most deaths have other causes. Two deaths near the same prompt are rare
+# unless it caused them.
 CROWD_DEATHS = 2
-# Deaths of a server that ran nothing else before a prompt is poison. One may be chance: a pre-empted machine, an
-# injected fault. Two chance deaths in two trials of one prompt, after two in the crowd, are not to be expected.
+# A prompt is poison after this many deaths of servers that ran nothing else. One may be unrelated, such as a pre-empted
+# machine or an injected fault. Two unrelated deaths in two trials of one prompt, after CROWD_DEATHS, are improbable.
 ALONE_DEATHS = 2
-# Seconds between a cut and the death that explains it. A crash cuts connections up to a few seconds before the exit of
-# the process is noticed. A hanging server is declared dead first, and its connections last until its process has been
-# killed.
+# Maximum seconds between a cut and the death that explains it. A crash cuts connections up to a few seconds before the
+# exit of the process is detected. A hung server is declared dead first, and its connections last until its process has
+# been killed.
 MATCH_SECONDS = 15.0
-# Seconds after which a death is no longer held against free prompts that were near it.
+# Seconds after which a death no longer counts against free prompts that were near it.
 REMEMBER_SECONDS = 3600.0
 
 
 class SuspectStatus(StrEnum):
-    """Where a prompt is in the life cycle above."""
+    """The state of a prompt in the life cycle above."""
 
     FREE = "free"
     QUARANTINED = "quarantined"
@@ -52,13 +52,13 @@ class SuspectStatus(StrEnum):
 
 @dataclass(slots=True)
 class _Record:
-    # (clock reading, slot) of each death beside others, and of each death alone.
+    # (clock reading, slot) of each death of a server that also ran other prompts, and of one that ran only this prompt.
     crowd: list[tuple[float, int]] = field(default_factory=list)
     alone: list[tuple[float, int]] = field(default_factory=list)
     status: SuspectStatus = SuspectStatus.FREE
     # Size of the largest trial that it may join; 0 before its first.
     limit: int = 0
-    # Slots where a trial was inconclusive, or where it was alone at a death.
+    # Slots on which a trial was inconclusive, or on which the server died while it ran only this prompt.
     avoid: set[int] = field(default_factory=set)
 
 
@@ -72,14 +72,14 @@ class _Death:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What a death implies: prompts now known as poison, and slots whose deaths a prompt explains, once per death."""
+    """The consequence of a death: prompts now known to be poison, and slots to excuse, one entry per excused death."""
 
     poison: tuple[str, ...] = ()
     excused: tuple[int, ...] = ()
 
 
 class Suspects:
-    """Prompts by key, servers by slot.
+    """Tracks suspect prompts. Prompts are identified by key, servers by slot.
 
     Deaths that requests cannot have caused (`by_requests=False`), such as in a weight sync, explain cuts but count
     against no prompt.
@@ -89,11 +89,11 @@ class Suspects:
         self._clock = clock
         self._records: dict[str, _Record] = {}
         self._deaths: deque[_Death] = deque()
-        # Latest cut that no death explains yet, as clock readings (sent, cut).
+        # The latest cut of each prompt that no death explains yet, as clock readings (sent, cut).
         self._cuts: dict[str, tuple[float, float]] = {}
         self._trial: set[str] = set()
         self._trial_slot: int | None = None
-        # Deaths in the crowd that a poison prompt explains.
+        # Deaths of servers with several prompts that a poison prompt explains.
         self._excused: set[tuple[float, int]] = set()
 
     def status(self, key: str) -> SuspectStatus:
@@ -101,7 +101,7 @@ class Suspects:
         return SuspectStatus.FREE if record is None else record.status
 
     def count(self, status: SuspectStatus) -> int:
-        """Number of prompts of this status; free ones count if they were near a death."""
+        """Count the prompts of this status. Free prompts count only if they were near a death."""
         return sum(record.status is status for record in self._records.values())
 
     @property
@@ -115,16 +115,19 @@ class Suspects:
         return self._trial_slot
 
     def evidence(self, key: str) -> dict[str, list[tuple[float, int]]]:
-        """(clock reading, slot) of the deaths beside others ("crowd") and of those of a server it had alone ("alone")."""
+        """Return (clock reading, slot) of the deaths that count against a prompt.
+
+        "crowd" lists deaths of servers that also ran other prompts, "alone" those of servers that ran only this one.
+        """
         record = self._records[key]
         return {"crowd": list(record.crowd), "alone": list(record.alone)}
 
     # Events
 
     def cut(self, key: str, sent: float) -> bool:
-        """A request sent at `sent` was cut. Returns whether a known death explains it."""
+        """Record that a request sent at the clock reading `sent` was cut. Returns whether a known death explains it."""
         if (status := self.status(key)) is not SuspectStatus.FREE:
-            # On trial only the death of the trial's server counts, which may not have been noticed yet.
+            # On trial only the death of the trial's server counts, which may not have been detected yet.
             return status is not SuspectStatus.ON_TRIAL
         now = self._clock()
         explained = False
@@ -139,7 +142,7 @@ class Suspects:
         return explained
 
     def died(self, slot: int, by_requests: bool = True) -> Ruling:
-        """The server of a slot died; `by_requests` says whether requests may have caused it."""
+        """Record the death of the server of a slot. `by_requests` is whether requests may have caused it."""
         now = self._clock()
         self._forget_old()
         if slot == self._trial_slot:
@@ -153,7 +156,7 @@ class Suspects:
         return Ruling()
 
     def completed(self, key: str) -> None:
-        """All cut requests of this prompt have completed: it kills no server."""
+        """Clear a prompt whose cut requests have all completed: it kills no server."""
         if self.status(key) is not SuspectStatus.POISON:
             self._records.pop(key, None)
             self._cuts.pop(key, None)
@@ -162,17 +165,17 @@ class Suspects:
     # Trials, one at a time
 
     def choose(self, waiting: Iterable[str]) -> tuple[str, ...]:
-        """The members of the next trial, among prompts that wait; empty when none of them is quarantined."""
+        """Choose the members of the next trial among waiting prompts. Empty if none of them is quarantined."""
         suspects = [key for key in waiting if self.status(key) is SuspectStatus.QUARANTINED]
         tried = sorted((key for key in suspects if self._records[key].limit), key=lambda key: self._records[key].limit)
         if tried:
             return tuple(tried[: self._records[tried[0]].limit])
-        # None was tried before: at least one of them all is poison, so halving starts here.
+        # No prompt was tried before. At least one of them is presumed poison, so the bisection starts here.
         half = (len(suspects) + 1) // 2
         return tuple(suspects[:half])
 
     def avoid(self, members: Collection[str]) -> set[int]:
-        """Slots where one of these was alone at a death, or did not complete.
+        """Return the slots on which one of these prompts was alone at a death, or had an inconclusive trial.
 
         A trial on another slot shows whether the slot was the cause.
         """
@@ -184,13 +187,13 @@ class Suspects:
             self._records[key].status = SuspectStatus.ON_TRIAL
 
     def end_trial(self) -> None:
-        """Ends the trial. Remaining members stay quarantined."""
+        """End the trial. Its remaining members return to quarantine."""
         for key in self._trial:
             self._records[key].status = SuspectStatus.QUARANTINED
         self._trial, self._trial_slot = set(), None
 
     def withdraw(self, key: str) -> None:
-        """Takes a prompt out of the trial when none of its requests is running and nothing was proven."""
+        """Remove a prompt from an inconclusive trial because none of its requests is running anymore."""
         if key in self._trial and self._trial_slot is not None:
             self._trial.discard(key)
             self._records[key].status = SuspectStatus.QUARANTINED

@@ -15,16 +15,16 @@ from megasync.trajectory import Trajectory
 def tool_agent(
     functions: Sequence[Callable[..., Any]], *, max_turns: int = 8, timeout: float = 60.0, max_output: int = 8192
 ) -> Workflow:
-    """A workflow in which the model may call `functions`, for at most `max_turns` answers.
+    """Return a workflow in which the model may call `functions`, with at most `max_turns` answers per sample.
 
-    `timeout` (seconds per call) and `max_output` (characters per result) are those of `Toolbox`. The reward function
-    scores the text of the last answer. A malformed or failed call costs the model a turn. The sample ends without a
-    further answer when the turns or the context are used up; the metrics `turn_limit` and `context_full` count these.
+    `timeout` (seconds per call) and `max_output` (characters per result) are passed to `Toolbox`. The reward function
+    scores the text of the last answer. A malformed or failed call costs the model a turn. The sample ends when the
+    turns or the context are used up; the metrics `turn_limit` and `context_full` report these ends.
 
     Raises ConfigError for a function that cannot be a tool.
     """
     tools = [as_tool(function) for function in functions]
-    # Refuses duplicate names here, not in the first sample.
+    # Rejects duplicate names now instead of in the first sample.
     Toolbox(tools)
 
     async def agent(client: SampleClient, sample: dict[str, Any]) -> list[Trajectory]:

@@ -1,10 +1,12 @@
-"""Tools: plain Python functions that the model may call, and what becomes of its calls.
+"""Tools: plain Python functions that the model may call, and the execution of its calls.
 
-A tool has type hints and a Google-style docstring; its JSON schema is made from them. It may be async. Invariant: every
-call ends within its deadline in one observation for the model, whatever the model or the tool did wrong; `Toolbox.run`
-guarantees it. Only a ServerError ends the sample instead: nobody should learn from an outage. A sync tool runs in a
-thread of its own; one that outlives its deadline is left alone there, as threads cannot be ended, and counts against
-`THREADS` until it returns. The deadline begins when the tool does: waiting for a thread does not count.
+A tool has type hints and a Google-style docstring, from which its JSON schema is generated. It may be async. Invariant:
+every call yields one observation for the model within its deadline, whatever the model or the tool did wrong;
+`Toolbox.run` guarantees it. The only exception is a ServerError, which ends the sample, because the model should not
+learn from an outage.
+
+A sync tool runs in its own thread. A thread cannot be killed, so a tool that exceeds its deadline is abandoned and
+counts against `THREADS` until it returns. The deadline starts with the tool; waiting for a thread does not count.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from megasync.importing import name_of
 
 log = logging.getLogger(__name__)
 
-# Calls of one sync tool that run at the same time in one process; more wait for their turn.
+# Maximum concurrent calls of one sync tool in one process; further calls wait.
 THREADS = 64
 _threads = DaemonThreads(THREADS)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it; `arguments` is None when they are no JSON object."""
+    """A call as the model wrote it. `arguments` is None if the model wrote no valid JSON object."""
 
     id: str
     name: str
@@ -43,12 +45,12 @@ class ToolCall:
     raw_arguments: str = ""
 
     def message(self) -> dict[str, Any]:
-        """As part of an assistant's message; chat templates want the arguments parsed."""
+        """Return the call as an entry of an assistant message. Chat templates expect parsed arguments."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments or {}}}
 
     @property
     def key(self) -> str:
-        """The same for the same call."""
+        """A key that is equal for equal calls, regardless of their ids."""
         if self.arguments is None:
             return f"{self.name} {self.raw_arguments}"
         return f"{self.name} {json.dumps(self.arguments, sort_keys=True, default=str)}"
@@ -56,7 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function with the schema that the model is shown and the types its arguments must have."""
+    """A function with its JSON schema for the model and the types of its arguments."""
 
     function: Callable[..., Any]
     schema: dict[str, Any]
@@ -67,7 +69,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with their declared types. Raises DataError saying what is wrong with which of them."""
+        """Convert the arguments to their declared types. Raises DataError that names the invalid argument."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
@@ -82,7 +84,10 @@ class Tool:
 
 
 def as_tool(function: Callable[..., Any] | Tool) -> Tool:
-    """Raises ConfigError for a function that lacks type hints or a docstring that describes its arguments."""
+    """Return the function as a tool.
+
+    Raises ConfigError if it lacks type hints or a docstring that describes its arguments.
+    """
     return function if isinstance(function, Tool) else _tool(function)
 
 
@@ -93,25 +98,25 @@ def _tool(function: Callable[..., Any]) -> Tool:
     try:
         schema = get_json_schema(function)
         types = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
-    except Exception as error:  # several of its own kinds, and whatever resolving a hint raises
+    except Exception as error:  # transformers' own errors, and any error of resolving a type hint
         raise ConfigError(
             f"{name_of(function)} cannot be a tool: {error}; give every argument a type hint and a line under 'Args:' "
             f"in the docstring"
         ) from error
-    # Not part of the format that models are trained on.
+    # Models are not trained on a "return" entry.
     schema["function"].pop("return", None)
     return Tool(function, schema, types)
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """A sample's tools. `timeout` is in seconds for each call, `max_output` in characters for each observation.
+    """The tools of one sample. `timeout` is in seconds per call, `max_output` in characters per observation.
 
         toolbox = Toolbox([search, fetch])
         reply = await client.chat(messages, tools=toolbox.tools)
         messages = reply.messages + await toolbox.run(reply.tool_calls)
 
-    `counts` says what became of the calls so far: calls, errors, timeouts, unknown, malformed, repeated.
+    `counts` counts the calls so far by kind: calls, errors, timeouts, unknown, malformed, repeated.
     """
 
     functions: Sequence[Callable[..., Any] | Tool]
@@ -128,10 +133,9 @@ class Toolbox:
             raise ConfigError(f"two tools are called {twice[0]!r}; the model could not tell them apart, rename one")
 
     async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
-        """All calls at once; one message for each, in their order, and one for the malformed ones if there are any.
+        """Run all calls concurrently. Returns one message per call, in order, plus one if any call was malformed.
 
-        Raises the ServerError of a tool, or whatever it wrapped that in with `raise ... from`, once all calls have
-        ended.
+        Raises the ServerError of a tool, or the error that wraps it (`raise ... from`), after all calls have ended.
         """
         texts = await asyncio.gather(*(self._observation(call) for call in calls), return_exceptions=True)
         for text in texts:
@@ -148,7 +152,7 @@ class Toolbox:
         return messages
 
     def metrics(self) -> dict[str, float]:
-        """Of the sample so far, under names that say so."""
+        """Return the counts of the sample so far, with the prefix `tool_`."""
         kinds = ("calls", "errors", "timeouts", "unknown", "malformed", "repeated")
         return {f"tool_{kind}": float(self.counts[kind]) for kind in kinds}
 
@@ -178,7 +182,7 @@ class Toolbox:
         except AllThreadsStuck:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} is not available: none of its {THREADS} earlier calls has ended."
-        except (Exception, asyncio.CancelledError) as error:  # whatever a user's tool raises
+        except (Exception, asyncio.CancelledError) as error:  # a user's tool may raise anything
             if cancellation_requested(error) or is_infrastructure(error):
                 raise
             self.counts["errors"] += 1
@@ -196,13 +200,15 @@ def _written(value: Any) -> str:
 
 
 async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Any:
-    """Returns what the function returns. Raises DeadlineExceeded after `seconds`, without waiting for its end, and
-    AllThreadsStuck.
+    """Call the function and return its result.
+
+    Raises DeadlineExceeded after `seconds`, without waiting for the function to end, and AllThreadsStuck if abandoned
+    calls hold all threads of a sync function.
     """
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         return await _threads.call(function, f"tool {name_of(function)}", seconds, **arguments)
     work = asyncio.ensure_future(function(**arguments))
-    # Asked to end and not waited for: a tool that ignores its cancellation must not hold up the sample.
+    # Cancelled without being awaited: a tool that ignores its cancellation must not block the sample.
     try:
         ended, _ = await asyncio.wait({work}, timeout=seconds)
     finally:
