@@ -132,7 +132,7 @@ class Keys:
 
     # Authorizes every route of a server.
     admin: str = field(repr=False)
-    # Authorizes changes to the router's list of servers. Separate, so that the router cannot control weights.
+    # Authorizes access to the router's list of servers. Separate, so that the router cannot control weights.
     router: str = field(repr=False)
     # Authorizes generation; None if generation needs no key.
     generation: str | None = field(default=None, repr=False)

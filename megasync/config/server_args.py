@@ -43,7 +43,8 @@ RESERVED: dict[str, str | None] = {
     "--encoder-only": None,
     "--use-ray": None,
 }
-# Flags that change the sampling distribution from the one that the trainer scores, each with its only harmless value.
+# Flags that make servers sample from another distribution than the trainer scores. The value is the only harmless one;
+# None if there is none.
 _BENDING: dict[str, float | None] = {
     "--preferred-sampling-params": None,
     "--speculative-accept-threshold-single": 1.0,
