@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 # A simulated run takes about a minute, plus one deadline for each hang. A run that exceeds LONGEST_LIFE seconds plus
 # HANGS times the deadline of a training step makes no progress.
 LONGEST_LIFE, HANGS = 2_000.0, 20
+# Drivers after which no fault strikes at random moments any more. Up to two drivers are killed, a full disk ends some,
+# and in rare schedules one start after another fails.
+STORMY_LIVES = 15
 # Maximum seconds for closing the client.
 CLOSE_SECONDS = 30.0
 # Texts that identify the expected errors of a run that met more faults than it tolerates.
@@ -264,6 +267,8 @@ class Life:
     # Faults at an arbitrary moment, in addition to the faults at a step of a protocol
 
     async def _strike(self) -> None:
+        if self._number > STORMY_LIVES:
+            return
         choice = self._chance.choice
         possible = [kind for kind in AT_ANY_MOMENT if kind not in self._world.absent]
         pause = choice.uniform(0.2, 5.0)

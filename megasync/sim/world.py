@@ -20,12 +20,12 @@ from megasync.sim.clock import VirtualLoop
 from megasync.sim.disk import Disk
 from megasync.sim.language import MOST_TOKENS
 from megasync.sim.laws import Laws
-from megasync.sim.life import Life
+from megasync.sim.life import STORMY_LIVES, Life
 
 # The run directory is in memory if possible: writing ledger and checkpoints is a thousand times faster there.
 SHARED_MEMORY = Path("/dev/shm")
 ROWS = 7
-# Maximum drivers of a run: up to two are killed, and a full disk ends some.
+# Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
 MOST_LIVES = 20
 DEFAULT_TIMEOUTS = "default timeouts"
 # Settings that may change when a run is resumed.
@@ -111,6 +111,8 @@ class World:
 
     def __init__(self, seed: int, loop: VirtualLoop, run_dir: Path, likely: str = "") -> None:
         self.absent = ABSENT
+        # Number of the present driver.
+        self.life = 0
         self.likely = likely
         self.chance = Chance(seed, likely)
         choice = self.chance.choice
@@ -135,6 +137,7 @@ class World:
         life, ended, here = 0, None, None
         while ended is None:
             life += 1
+            self.life = life
             self.laws.need(life <= MOST_LIVES, f"the run is not over after {MOST_LIVES} drivers")
             if life > 1:
                 self._change(choice)
@@ -181,7 +184,7 @@ class World:
     def _room(self, choice: Any) -> None:
         """Free the disk before a driver starts, or, rarely, fill it."""
         self.disk.watch()
-        full = "disk is full" not in self.absent and choice.random() < 0.03
+        full = "disk is full" not in self.absent and choice.random() < 0.03 and self.life <= STORMY_LIVES
         self.disk.free()
         if full:
             self.laws.note("the disk is full")
