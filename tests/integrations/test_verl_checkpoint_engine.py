@@ -142,7 +142,7 @@ def test_every_rollout_worker_puts_the_folder_together_bit_for_bit(sides, model)
     "fault, reason",
     [
         ({"trainer1": "breaks down"}, "ValueError: no more tensors"),
-        ({"trainer1": "is damaged"}, "is not that of trainer 1"),
+        ({"trainer1": "is damaged"}, "from trainer 1"),
         ({"rollout0": "breaks down"}, "ValueError: no room"),
     ],
     ids=["a trainer rank breaks down", "bytes are damaged", "a rollout worker breaks down"],

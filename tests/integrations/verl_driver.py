@@ -19,8 +19,11 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
-from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 from verl_rank import worker_config
+
+# This file is executed as a program, which pytest's path does not apply to.
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 SETTINGS = {"param_offload": True, "optimizer_offload": True}
 # verl reserves this many CPUs for a worker; these are not the machine's.

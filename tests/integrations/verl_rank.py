@@ -28,10 +28,13 @@ from verl.workers.config import (
 )
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import sft_loss
-from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 from megasync.errors import ConfigError
 from megasync.integrations.verl import MegasyncEngineConfig
+
+# This file is executed as a program, which pytest's path does not apply to.
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
 
 MODEL_TYPES = {"actor": "language_model", "critic": "value_model"}
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
