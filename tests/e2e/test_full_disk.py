@@ -35,7 +35,7 @@ def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniat
     error = run.output.splitlines()[-1]
     assert error.startswith(f"CheckpointError: could not write checkpoint {failed}: rank 1: OSError: ")
     assert "File too large" in error
-    assert f"megasync resume {run_dir}` goes on from {kept[-1].name}" in error
+    assert f"megasync resume {run_dir}` continues from {kept[-1].name}" in error
     assert run.output.count("could not write checkpoint") == 1
     assert run.survivors() == []
 
