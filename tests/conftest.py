@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,16 @@ def refuse_python_processes(event: str, arguments: tuple) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"tier: {config.getoption('--tier')} (of {', '.join(TIERS)})"
+
+
+def logging_state() -> tuple:
+    logger = logging.getLogger("megasync")
+    return logger.level, logger.propagate, logger.disabled, list(logger.handlers), logging.root.manager.disable
+
+
+@pytest.fixture(autouse=True)
+def logging_unchanged() -> Iterator[None]:
+    """A test that leaves logging disabled would make later tests of log messages fail."""
+    before = logging_state()
+    yield
+    assert logging_state() == before, "this test leaves the loggers of megasync changed"

@@ -72,8 +72,8 @@ class Renderer:
         """The prompt as chat messages, the system message first."""
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         if is_messages(row["prompt"]):
-            return system + [dict(message) for message in row["prompt"]]
-        return system + [{"role": "user", "content": _fill("data.prompt.template", self._config.template, row)}]
+            return [*system, *(dict(message) for message in row["prompt"])]
+        return [*system, {"role": "user", "content": _fill("data.prompt.template", self._config.template, row)}]
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""

@@ -17,6 +17,7 @@ descriptor or null), `folder` (without namespaces), and one of `command` (whose 
 text that this process runs itself against the program at the other end of the link; it is never written to a file).
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -124,10 +125,9 @@ def new_root(limits, room):
         if os.path.exists(source):
             show(source, PLACE)
     os.mkdir(f"{PLACE}/proc")
-    try:
+    # Some containers forbid it; programs work without /proc.
+    with contextlib.suppress(OSError):
         mount("proc", f"{PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    except OSError:
-        pass  # some containers forbid it, and programs work without /proc
     os.mkdir(f"{PLACE}/tmp")
     os.chmod(f"{PLACE}/tmp", 0o1777)
     os.chdir(PLACE)

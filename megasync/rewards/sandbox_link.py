@@ -478,7 +478,7 @@ class CheckSide(Link):
         given = {}
         for name, value in self.ask("names", []):
             if type(name) is str and name.isidentifier() and not hasattr(builtins, name) and not name.startswith("__"):
-                given[name] = value
+                given[name] = value  # noqa: PERF403 - the condition is clearer as a statement
         for name, module in self.ask("modules", []):
             if type(name) is str and name.isidentifier() and module in SHARED_MODULES:
                 given[name] = __import__(module)
@@ -556,7 +556,7 @@ class ProgramSide(Link):
         except BaseException as error:  # noqa: BLE001 - passed to the check
             answer = self.raised(error)
         changes = []
-        for number, (each, was) in enumerate(zip(passed, before)):
+        for number, (each, was) in enumerate(zip(passed, before, strict=False)):
             if self.pack(each) != was:
                 known = self.known(passed)
                 # The container itself is sent in full; containers inside it are sent by number.

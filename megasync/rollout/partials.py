@@ -236,7 +236,7 @@ class SampleResponses:
 
 
 def request_digest(prompt_ids: Sequence[int], params: Mapping[str, Any]) -> str:
-    """Digest of everything that a response depends on except its seed; another budget or stop text ends it elsewhere."""
+    """Digest of everything that a response depends on except its seed, including token budget and stop texts."""
     digest = hashlib.sha256(array("q", prompt_ids).tobytes())
     digest.update(orjson.dumps(dict(params), option=orjson.OPT_SORT_KEYS))
     return digest.hexdigest()[:32]

@@ -6,8 +6,8 @@
 
     loop        consumes             produces             waits for                       who unblocks it
     ----------  -------------------  -------------------  ------------------------------  ------------------------------
-    draw        prompts              groups in progress   a buffer slot, a place          training, drops; finished groups
-    regenerate  uids to regenerate   groups in progress   a stale group, a place          training; finished groups
+    draw        prompts              groups in progress   a buffer slot, a place          training, drops, ended groups
+    regenerate  uids to regenerate   groups in progress   a stale group, a place          training, ended groups
     save        partial responses    saved partials       its own timer                   the clock
     limit       the servers' loads   the gate's limit     its own timer                   the clock
 
@@ -90,7 +90,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """What failures may cost: attempts per workflow or reward that raises, and the share of groups dropped for errors."""
+    """Limits on failures: attempts per workflow or reward that raises, and the share of groups dropped for errors."""
 
     max_attempts: int = 1
     max_drop_share: float = 0.5
@@ -152,7 +152,7 @@ class Rollouter:
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns after `stop` or when the buffer is closed. Raises ServerError or DataError when it cannot continue."""
+        """Returns after `stop` or when the buffer is closed. Raises ServerError or DataError if it cannot continue."""
         if self._stopped.is_set():
             return
         loops: set[asyncio.Future[Any]] = {
@@ -252,7 +252,7 @@ class Rollouter:
             await self._save()
 
     async def _save(self) -> None:
-        """Saves in batches with other work between them: one large message would stall those who encode and record it."""
+        """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
         for batch in self._partials.unsaved():
             await self._buffer.save_partials(batch)
 

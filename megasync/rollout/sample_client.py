@@ -1,4 +1,4 @@
-"""The client as one sample's workflow sees it: every request carries the sample's routing key, seed and conversation."""
+"""The client of one sample's workflow: every request carries the sample's routing key, seed and conversation."""
 
 from __future__ import annotations
 

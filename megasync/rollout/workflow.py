@@ -48,7 +48,7 @@ class TrajectoryCheck:
         self._reported: set[str] = set()
 
     def check(self, result: object) -> list[Trajectory]:
-        """The trajectories of a result. Raises DataError, naming the workflow, for what cannot be trained or recorded."""
+        """The trajectories of a result. Raises DataError, naming the workflow, for an invalid one."""
         found = [result] if isinstance(result, Trajectory) else result
         if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
             raise DataError(

@@ -88,9 +88,9 @@ async def test_memory_and_file_stay_as_they_are(tmp_path, groups):
     memory, file, log = (max(column) for column in zip(*warm, strict=True))
     later_memory, later_file, later_log = (max(column) for column in zip(*found[len(warm) :], strict=True))
     print(
-        f"\n{groups} groups in {time.monotonic() - start:.0f} s; after a third and at the end: memory {memory / 1e6:.0f} and "
-        f"{later_memory / 1e6:.0f} MB, ledger {file / 1e6:.1f} and {later_file / 1e6:.1f} MB, log {log / 1e6:.1f} and "
-        f"{later_log / 1e6:.1f} MB"
+        f"\n{groups} groups in {time.monotonic() - start:.0f} s; after a third and at the end: memory "
+        f"{memory / 1e6:.0f} and {later_memory / 1e6:.0f} MB, ledger {file / 1e6:.1f} and {later_file / 1e6:.1f} MB, "
+        f"log {log / 1e6:.1f} and {later_log / 1e6:.1f} MB"
     )
     held = groups * 2 // 3 * GROUP_BYTES
     assert later_memory - memory < held // 4

@@ -109,7 +109,7 @@ def test_training_refuses_before_anything_starts(tmp_path):
 def test_plan_prints_the_plan_with_overrides_applied():
     result = run("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
     assert result.returncode == 2
-    assert "2 server(s)" in result.stdout and "20.0 GB" in result.stdout and "nearest configuration that fits" in result.stdout
+    assert all(text in result.stdout for text in ("2 server(s)", "20.0 GB", "nearest configuration that fits"))
 
 
 @pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])

@@ -88,7 +88,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     for name, secret in (("one", []), ("other", []), ("locked", ["-passout", "pass:secret"])):
         cert, key = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+            [*("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2")]
             + [*(secret or ["-nodes"]), "-subj", f"/CN={name}", "-out", str(cert), "-keyout", str(key)],
             check=True,
             capture_output=True,

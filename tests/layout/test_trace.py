@@ -181,6 +181,7 @@ def test_buffers_count_when_they_are_loaded():
 def test_the_last_load_of_a_place_counts():
     def copy(m, w):
         return m.w.data.copy_(w)
+
     rank = check(Module({"embed": copy, "head": copy}, w=(4, 3)), [("embed", (4, 3)), ("head", (4, 3))])
     assert [slot.hf_name for slot in rank.slots] == ["head"]
 
@@ -218,8 +219,10 @@ def test_values_derived_after_loading_are_left_to_the_hook():
 
 def test_a_trace_in_inference_mode_sees_through_composite_operations():
     """SGLang's scheduler lives in inference mode, where reshape, to and narrow arrive undecomposed."""
+
     def load(m, w):
         return m.w.data.copy_(w.reshape(3, 8).to(torch.bfloat16).narrow(1, 0, 4).contiguous())
+
     model = Module({"w": load}, torch.bfloat16, w=(3, 4))
     with torch.inference_mode():
         rank = trace_load(model, [("w", (6, 4))])

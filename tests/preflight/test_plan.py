@@ -172,7 +172,7 @@ def plan_layout_rows(plan):
 
 
 def test_experts_take_copies_of_tokens_and_more_on_the_busiest_rank(tmp_path):
-    """Bytes per token of one expert layer, by hand: 8 experts, 2 for a token, of which the busiest rank gets twice the mean."""
+    """Bytes per token of one expert layer, by hand: 8 experts, 2 per token; the busiest rank gets twice the mean."""
     values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text()) | {"num_hidden_layers": 1}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))

@@ -18,7 +18,7 @@ TOOL = {"role": "tool", "content": "r"}
 
 
 class Talk:
-    """A conversation whose model writes what it is told, one token per character, each turn under a version of its own."""
+    """A conversation whose model writes a given text, one token per character, with a new version for each turn."""
 
     def __init__(self, template, **options):
         self.template, self.options = template, options

@@ -55,8 +55,8 @@ def quarantine(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
 
 @dataclass
 class Fleet:
-    """Groups run at servers, tick by tick. A poison group kills its server `delay` ticks after it was sent; others complete
-    after `work` ticks. The clock goes on by `tick` seconds."""
+    """Groups run on servers, tick by tick. A poison group kills its server `delay` ticks after it was sent; others
+    complete after `work` ticks. A tick is `tick` seconds."""
 
     servers: int
     groups: int

@@ -1,4 +1,4 @@
-"""The simulator finds bugs: each of these is planted in the real code, and some schedule breaks the law that it breaks."""
+"""The simulator finds bugs: each of these is planted in the real code, and some schedule breaks a law."""
 
 from __future__ import annotations
 
