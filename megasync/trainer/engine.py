@@ -378,6 +378,13 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""
+        # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient
+        # hooks, which the garbage collector cannot see: model and process groups would never be freed.
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            dispatcher = vars(module).get("token_dispatcher")
+            for name, value in vars(dispatcher).items() if dispatcher else ():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
         parallel_state.destroy_model_parallel()
 
 

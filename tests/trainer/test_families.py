@@ -246,3 +246,9 @@ def layout_of(path, options):
     from megasync.layout.model_files import read_hf_config
 
     return Layout(read_hf_config(path), Topology.from_config(TrainerConfig(**options)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_closed_engine_frees_its_model(run_ranks, models, rows, family):
+    (freed,) = run_ranks("is_freed", 1, model=models[family], rows=rows)
+    assert freed

@@ -7,6 +7,7 @@ printed. An error ends the process.
 
 import collections
 import contextlib
+import gc
 import itertools
 import json
 import resource
@@ -36,6 +37,7 @@ from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
+    gc.collect()
     options = dict(trainer or {})
     config = TrainerConfig(**options, optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}))
     engine = MegatronEngine(
@@ -102,6 +104,17 @@ def layouts(models, rows, layouts, folder):
             }
             close(engine)
     return found
+
+
+def is_freed(model, rows):
+    """Whether a closed engine's model is freed after a training step."""
+    engine = make_engine(model)
+    engine.forward_backward(to_samples(rows), cross_entropy(10))
+    chunk = weakref.ref(engine._chunks[0])
+    close(engine)
+    del engine
+    gc.collect()
+    return chunk() is None
 
 
 def gradients(engine):
