@@ -233,7 +233,7 @@ class Run:
             await publisher.publish(progress.version)
         except ServerParityError as error:
             observer.message(f"restarting servers that alone disagree with the trainer: {error}")
-            await fleet.disagreed(error.reasons)
+            await fleet.parity_failed(error.reasons)
 
     async def _scale(self, fleet: Fleet, servers: int) -> str:
         """Changes the number of servers, also for a later resume of the run."""

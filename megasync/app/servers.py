@@ -71,7 +71,7 @@ class InferenceServers:
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
-        fleet.follow_deaths(quarantine.left)
+        fleet.on_departure(quarantine.left)
         stack.push_async_callback(quarantine.close)
         return cls(fleet, reward_models, keys, quarantine)
 

@@ -126,8 +126,11 @@ class Fleet:
             if control not in known:
                 on_up(control)
 
-    def follow_deaths(self, on_left: Callable[[int, bool, bool], None]) -> None:
-        """Calls `on_left(slot, died, to_blame)` when a slot stops serving; `to_blame` if requests may be the cause."""
+    def on_departure(self, on_left: Callable[[int, bool, bool], None]) -> None:
+        """Calls `on_left(slot, died, requests_suspected)` when a slot stops serving.
+
+        `requests_suspected` is whether requests may have caused the death.
+        """
         self._leavers.append(on_left)
 
     # The controller's side
@@ -169,8 +172,8 @@ class Fleet:
             for slot in slots:
                 slot.health.sync_ended()
 
-    async def disagreed(self, reasons: Mapping[str, str]) -> None:
-        """Restarts these servers: they alone compute other log-probs than the trainer from the same weights."""
+    async def parity_failed(self, reasons: Mapping[str, str]) -> None:
+        """Restarts these servers: they alone compute different log-probs from the trainer's for the same weights."""
         for slot in self._at(reasons):
             if slot.health.up:
                 self._gray["parity"] += 1
@@ -271,10 +274,10 @@ class Fleet:
         self._isolated.discard(slot)
         self._router.refresh()
 
-    def excuse(self, slot: int) -> None:
+    def refund_restart(self, slot: int) -> None:
         """A request caused a death of this slot's server, so the slot is not charged with a restart."""
         if slot in self._slots:
-            self._slots[slot].health.excuse()
+            self._slots[slot].health.refund_restart()
 
     def metrics(self) -> dict[str, float]:
         """Servers by state, and restarts of servers and router."""
@@ -353,7 +356,7 @@ class Fleet:
             self._isolated.discard(slot.index)
             self._outliers.left(slot.index)
             for on_left in self._leavers:
-                on_left(slot.index, state is ServerState.DEAD, slot.health.to_blame)
+                on_left(slot.index, state is ServerState.DEAD, slot.health.requests_suspected)
         if state is ServerState.RETIRED:
             del self._slots[slot.index]
             self._outliers.retired(slot.index)

@@ -79,7 +79,7 @@ class ServerFleet(Protocol):
         """Wraps a weight sync of these servers: requests are not blamed for a death within it."""
         ...
 
-    async def disagreed(self, reasons: Mapping[str, str]) -> None:
+    async def parity_failed(self, reasons: Mapping[str, str]) -> None:
         """Restarts servers that alone fail parity."""
 
     async def watch(self) -> None:

@@ -159,7 +159,7 @@ class FleetSync:
                 disagreement = found
         self._faults["parity_restarts"] += len(disagreement.reasons)
         self._observer.message(f"restarting servers that alone disagree with the trainer: {disagreement}")
-        await self._fleet.disagreed(disagreement.reasons)
+        await self._fleet.parity_failed(disagreement.reasons)
         return disagreement.metrics, set(disagreement.reasons)
 
     async def _handle_failure(self, error: PublishError) -> set[str]:

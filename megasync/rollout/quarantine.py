@@ -60,7 +60,7 @@ class TrialServers(Protocol):
     def release(self, slot: int) -> None:
         """Return an isolated server to the router."""
 
-    def excuse(self, slot: int) -> None:
+    def refund_restart(self, slot: int) -> None:
         """Remove a death caused by a prompt from the restart budget of this server."""
 
 
@@ -178,7 +178,7 @@ class Quarantine:
             members = self._suspects.members if ours else frozenset()
             ruling = self._suspects.died(slot, by_requests)
             for excused in ruling.excused:
-                self._servers.excuse(excused)
+                self._servers.refund_restart(excused)
             if members and by_requests:
                 log.warning("Server %d died while running only %s", slot, ", ".join(sorted(members)))
             for key in ruling.poison:

@@ -83,7 +83,7 @@ class ServerHealth:
         self._excused = False
         self._charged = False
         # For a dead server: whether requests that it ran may have killed it.
-        self.to_blame = False
+        self.requests_suspected = False
         self.state = ServerState.RESTARTING
         # Why the server is in this state; empty where the state explains itself.
         self.reason = ""
@@ -152,17 +152,17 @@ class ServerHealth:
 
     def died(self, reason: str) -> None:
         """Its process ended, did not start, or does not answer. Requests may be the cause, except during a sync."""
-        to_blame = self.serves and not self._syncing
+        requests_suspected = self.serves and not self._syncing
         self.mark_dead(reason)
-        self.to_blame = to_blame
+        self.requests_suspected = requests_suspected
 
     def mark_dead(self, reason: str) -> None:
         """Schedules a restart for a fault that no request has caused."""
         if self.state is not ServerState.RETIRED:
-            self.to_blame = False
+            self.requests_suspected = False
             self._enter(ServerState.DEAD, reason)
 
-    def excuse(self) -> None:
+    def refund_restart(self) -> None:
         """A request caused this death or an earlier one, so that death takes no restart from the budget.
 
         One call excuses one death, so a server that died three times for the same prompt is excused three times.

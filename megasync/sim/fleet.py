@@ -43,7 +43,7 @@ class SimFleet(Fleet):
         self._laws = laws
         # Deaths caused by a prompt that were attributed to requests, and deaths that were excused.
         self._blamed = self._excused = 0
-        self.follow_deaths(self._left)
+        self.on_departure(self._left)
 
     def up(self) -> list[SimServer]:
         return [server for server in self._network.servers.values() if not server.gone.is_set()]
@@ -54,13 +54,13 @@ class SimFleet(Fleet):
         poisoned = sum(server.poisoned for server in self._network.servers.values())
         return poisoned - self._blamed + min(CROWD_DEATHS, self._blamed - self._excused)
 
-    def excuse(self, slot: int) -> None:
+    def refund_restart(self, slot: int) -> None:
         self._excused += 1
-        super().excuse(slot)
+        super().refund_restart(slot)
 
-    def _left(self, slot: int, died: bool, to_blame: bool) -> None:
+    def _left(self, slot: int, died: bool, requests_suspected: bool) -> None:
         server = self._network.servers.get(self._slots[slot].url)
-        self._blamed += died and to_blame and server is not None and server.poisoned
+        self._blamed += died and requests_suspected and server is not None and server.poisoned
 
     def _server_process(self, index: int) -> SimServer:
         servers = self._network.servers

@@ -93,7 +93,7 @@ class Life:
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         self._quarantine = Quarantine(self._fleet, clock=self._loop.time, hang_seconds=hang_seconds)
-        self._fleet.follow_deaths(self._quarantine.left)
+        self._fleet.on_departure(self._quarantine.left)
         self._client = SimClient(
             config, self._network, number, self._chance.seed, self._quarantine, self._fleet.check_all
         )

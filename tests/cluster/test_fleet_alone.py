@@ -133,7 +133,7 @@ class FakeFleet(Fleet):
         self.made: list[FakeServer] = []
         self.router = FakeRouter()
         self.left: list[tuple[int, bool, bool]] = []
-        self.follow_deaths(lambda *news: self.left.append(news))
+        self.on_departure(lambda *news: self.left.append(news))
 
     def _server_process(self, index: int) -> Any:
         self.made.append(FakeServer(f"http://{index}-{len(self.made)}"))
@@ -221,7 +221,7 @@ async def test_a_server_that_dies_in_isolation_is_in_the_router_again_once_it_jo
     slot, _ = await fleet.isolate(())
     fleet.made[0].living = False
     await fleet.until(lambda: fleet.left == [(slot, True, True)])
-    fleet.excuse(slot)
+    fleet.refund_restart(slot)
     await fleet.all_join()
     assert fleet.made[3].url in fleet.router.listed
     assert not fleet._slots[slot].health._restarts._times
@@ -363,7 +363,7 @@ async def test_a_server_much_slower_than_its_peers_is_started_again(fleet):
 @in_virtual_time
 async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
     url = fleet.made[0].url
-    await fleet.disagreed({url: f"{url}, version 3: off by 3 nats"})
+    await fleet.parity_failed({url: f"{url}, version 3: off by 3 nats"})
     assert fleet.left == [(0, True, False)]
     assert fleet.router.listed == {server.url for server in fleet.made[1:3]}
     await fleet.all_join()

@@ -67,7 +67,7 @@ class FakeServers:
     def release(self, slot: int) -> None:
         self.isolated = False
 
-    def excuse(self, slot: int) -> None:
+    def refund_restart(self, slot: int) -> None:
         self.excused.append(slot)
 
 
@@ -293,7 +293,7 @@ async def test_a_group_that_kills_servers_is_dropped_with_its_reason_and_row(mak
             return 1, "http://alone"
 
         def release(self, slot): ...
-        def excuse(self, slot): ...
+        def refund_restart(self, slot): ...
 
         def crash(self, slot, culprit):
             if culprit in self.running[slot]:

@@ -168,8 +168,8 @@ class Fleet:
                 self.suspects.cut(key, self.sent[key])
         health.died("killed")
         self.clock.now += 0.5
-        for excused in self.suspects.died(slot, health.to_blame).excused:
-            self.health[excused].excuse()
+        for excused in self.suspects.died(slot, health.requests_suspected).excused:
+            self.health[excused].refund_restart()
         for key in here if late else ():
             self.suspects.cut(key, self.sent[key])
 

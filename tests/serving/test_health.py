@@ -20,7 +20,7 @@ EVENTS = {
     "sync_ended": lambda h: h.sync_ended(),
     "died": lambda h: h.died("gone"),
     "mark_dead": lambda h: h.mark_dead("slow"),
-    "excuse": lambda h: h.excuse(),
+    "refund_restart": lambda h: h.refund_restart(),
     "next_restart": lambda h: h.next_restart(),
     "begin_restart": lambda h: h.begin_restart(),
     "retire": lambda h: h.retire("scaled away"),
@@ -188,21 +188,21 @@ def test_requests_are_to_blame_for_a_death_only_while_they_run_and_no_weights_ar
     health = healthy()
     health.sync_began()
     health.died("gone")
-    assert not health.to_blame
+    assert not health.requests_suspected
     health = healthy()
     health.sync_began()
     health.sync_ended()
     health.died("gone")
-    assert health.to_blame
+    assert health.requests_suspected
     for blameless in ("mark_dead", "sync_failed"):
         health = healthy()
         EVENTS[blameless](health)
         health.died("gone")
-        assert not health.to_blame
+        assert not health.requests_suspected
     stale = ServerHealth(POLICY, FakeClock())
     stale.started()
     stale.died("gone")
-    assert not stale.to_blame
+    assert not stale.requests_suspected
 
 
 def test_syncs_that_fail_a_server_to_death_are_not_the_requests_doing():
@@ -213,7 +213,7 @@ def test_syncs_that_fail_a_server_to_death_are_not_the_requests_doing():
     health.synced()
     health.sync_failed("lost")
     health.sync_failed("lost")
-    assert (health.state, health.to_blame) == (ServerState.DEAD, False)
+    assert (health.state, health.requests_suspected) == (ServerState.DEAD, False)
 
 
 def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():
@@ -225,14 +225,14 @@ def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():
     health.started()
     health.synced()
     health.died("gone")
-    assert health.to_blame
+    assert health.requests_suspected
 
 
 def test_excused_deaths_take_no_restart():
     health = healthy()
     for _ in range(10 * POLICY.restarts):
         health.died("poison")
-        health.excuse()
+        health.refund_restart()
         assert health.next_restart() == 0.0
         health.begin_restart()
         health.started()
@@ -242,7 +242,7 @@ def test_excused_deaths_take_no_restart():
         health.begin_restart()
         health.started()
         # Found out later.
-        health.excuse()
+        health.refund_restart()
     for _ in range(POLICY.restarts):
         health.died("its own fault")
         assert health.next_restart() is not None
@@ -262,7 +262,7 @@ def test_each_death_that_one_prompt_explains_is_excused_by_itself():
     health.died("poison")
     # Convicted by this death: it and those before are excused at once, before the server starts again.
     for _ in range(POLICY.restarts):
-        health.excuse()
+        health.refund_restart()
     assert health.next_restart() == 0.0
     health.begin_restart()
     health.started()
@@ -278,6 +278,6 @@ def test_a_death_that_was_charged_already_can_be_excused_before_the_restart_begi
     for _ in range(10 * POLICY.restarts):
         health.died("poison")
         assert health.next_restart() is not None
-        health.excuse()
+        health.refund_restart()
         health.begin_restart()
         health.started()

@@ -230,7 +230,7 @@ class FakeFleet:
         yield
         self.in_sync = set()
 
-    async def disagreed(self, reasons: Mapping[str, str]) -> None:
+    async def parity_failed(self, reasons: Mapping[str, str]) -> None:
         self.disagreeing.append(dict(reasons))
         for url in reasons:
             self.up.pop(url, None)
