@@ -118,8 +118,9 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
     async def live(groups: list[Group]) -> None:
         for group in groups:
             # Every step writes the bytes of the group's first encoding.
-            data = encoded.setdefault(id(group), encode(group))
-            database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), data))
+            if id(group) not in encoded:
+                encoded[id(group)] = encode(group)
+            database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), encoded[id(group)]))
         database.execute("DELETE FROM payloads")
 
     return live

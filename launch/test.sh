@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Only the tests of the verl plugin need verl. It requires an older transformers than SGLang pins, hence --no-deps.
 bash launch/setup_extra.sh verl
-exec .venv/bin/python -m pytest "$@"
+# Two worker processes, each running whole files, so that tests share the servers that their file starts.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 
 # The weights of a rank of the miniature are smaller (0.2 MB), the state of its optimizer is larger (0.4 MB).
 ROOM = 300_000
-EVERY = 20
+EVERY = 5
 
 
 def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniature, launch, the_run_dir) -> None:
