@@ -19,7 +19,7 @@ from pathlib import Path
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import begun
 from megasync.config import CONFIG_FILE, load_config
-from megasync.config.limits import SHOWN_PATH, path_problem
+from megasync.config.limits import SHOWN_CHARACTERS, path_problem
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
 
@@ -56,8 +56,8 @@ def read_resume_file(file: Path) -> Path | None:
         return run_dir
     if path_problem(name) is not None or not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"--continue {file} names {name[:SHOWN_PATH]!r}, which is not a run directory: it has no {CONFIG_FILE}; "
-            f"put the run back there, {fix}"
+            f"--continue {file} names {name[:SHOWN_CHARACTERS]!r}, which is not a run directory: it has no "
+            f"{CONFIG_FILE}; put the run back there, {fix}"
         )
     log.warning("Starting a new run: --continue %s names %s, which ended before it began", file, run_dir)
     return None

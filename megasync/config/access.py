@@ -30,9 +30,8 @@ def given_generation_key() -> str | None:
         return None
     if len(key) < SHORTEST_KEY or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"the key in {GENERATION_KEY_VARIABLE} has {len(key)} characters and must have at least {SHORTEST_KEY}, "
-            "all of them printable ASCII and none a blank; take one such as `openssl rand -hex 24` prints, or unset "
-            "the variable"
+            f"the key in {GENERATION_KEY_VARIABLE} has {len(key)} characters; it must have at least {SHORTEST_KEY} "
+            "printable ASCII characters and no spaces. Generate one with `openssl rand -hex 24`, or unset the variable"
         )
     return key
 
@@ -52,18 +51,17 @@ def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
     given = given_generation_key()
     if cluster.generation_key == "never" and given is not None:
         raise ConfigError(
-            f"cluster.generation_key=never, but {GENERATION_KEY_VARIABLE} holds a key; unset it, or set "
-            f"generation_key=auto"
+            f"cluster.generation_key=never, but {GENERATION_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
         )
     if (cluster.tls_cert is None) != (cluster.tls_key is None):
         raise ConfigError(
-            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} are used together or not at "
-            f"all; set both or neither"
+            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} must be set together; set "
+            f"both or neither"
         )
     if cluster.tls_ca is not None and cluster.tls_cert is None:
         raise ConfigError(
-            f"cluster.tls_ca={cluster.tls_ca} is what the router's certificate is checked against, but "
-            f"cluster.tls_cert is not set; set tls_cert and tls_key, or tls_ca to null"
+            f"cluster.tls_ca={cluster.tls_ca} verifies the router's certificate, but cluster.tls_cert is not set; set "
+            f"tls_cert and tls_key, or set tls_ca to null"
         )
     if not planning:
         check_certificates(cluster)
@@ -71,10 +69,13 @@ def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
 
 def describe_access(cluster: ClusterConfig) -> str:
     """One sentence that says who can reach the servers, who may generate, and whether the router uses TLS."""
-    where = "this machine alone" if is_loopback(cluster.host) else "the network"
-    who = "holders of the generation key" if generation_needs_key(cluster) else "whoever reaches them"
+    where = "this machine only" if is_loopback(cluster.host) else "the network"
+    key = "requires the generation key" if generation_needs_key(cluster) else "requires no key"
     router = "plain HTTP" if cluster.tls_cert is None else "TLS"
-    return f"servers listen to {where} (cluster.host={cluster.host}) and generate for {who}; the router speaks {router}"
+    return (
+        f"servers accept connections from {where} (cluster.host={cluster.host}); generation {key}; the router uses "
+        f"{router}"
+    )
 
 
 def check_certificates(cluster: ClusterConfig) -> None:
@@ -140,9 +141,5 @@ class Keys:
     @classmethod
     def draw(cls, cluster: ClusterConfig) -> Keys:
         """Generates new keys. Raises ConfigError if the user's own generation key cannot be used."""
-        generation = (given_generation_key() or _random_key()) if generation_needs_key(cluster) else None
-        return cls(_random_key(), _random_key(), generation)
-
-
-def _random_key() -> str:
-    return secrets.token_hex(KEY_BYTES)
+        admin, router, generation = (secrets.token_hex(KEY_BYTES) for _ in range(3))
+        return cls(admin, router, (given_generation_key() or generation) if generation_needs_key(cluster) else None)

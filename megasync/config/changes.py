@@ -14,21 +14,21 @@ from megasync.config.load import schema_keys, section_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
-_PLACED = "the run's directory has its place; move the folder instead, while nobody runs it"
-_ORDER = "the uid of every prompt, trained or under way, names a row in the order that this gives; start a new run"
-_SHARDS = "every rank's part of the checkpoints follows from it; export the newest one and start a new run from that"
+_PLACE = "it determines the run directory; move that folder instead, while the run is stopped"
+_ORDER = "the uid of every prompt is a row number in the order that it determines; start a new run"
+_SHARDS = "it determines each rank's part of a checkpoint; export the newest checkpoint and start a new run from that"
 _DISTRIBUTION = (
-    "groups that are finished, and responses that go on, were sampled with it, and are trained on that distribution; "
-    "export the newest checkpoint and start a new run from that"
+    "finished groups and partial responses were sampled from the distribution that it determines, and are still to be "
+    "trained; export the newest checkpoint and start a new run from that"
 )
 
 FIXED = {
-    "name": _PLACED,
-    "run_root": _PLACED,
+    "name": _PLACE,
+    "run_root": _PLACE,
     "seed": _ORDER,
     "model.path": (
-        "the run's tokens and reference weights come from that folder; when it was moved, put a symbolic link at its "
-        "old place"
+        "the run's tokens and reference weights come from that folder; if it was moved, create a symbolic link at its "
+        "old path"
     ),
     "model.dtype": _SHARDS,
     "data.train": _ORDER,
@@ -113,7 +113,7 @@ def check_changes(before: Config, after: Config, step: int) -> None:
     ]
     if after.schedule.total_steps < step:
         wrong.append(
-            f"schedule.total_steps={after.schedule.total_steps} is less than the {step} steps that are trained; name "
+            f"schedule.total_steps={after.schedule.total_steps} is less than the {step} trained steps; set it to "
             f"at least {step}"
         )
     if wrong:

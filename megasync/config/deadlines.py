@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from megasync.config.limits import value_of
 from megasync.config.schema import Config
@@ -47,6 +48,7 @@ CHECKS: tuple[Term, ...] = (
     ("rollout.health.request_failures", "rollout.health.request_timeout"),
     ("rollout.health.request_failures", "rollout.health.request_seconds"),
 )
+HUNG_SERVER = "requests to a hung server would fail before it is declared dead and they continue on another server"
 
 RELATIONS = (
     Relation(((REQUEST,), (REWARD,)), NO_PROGRESS, "no group finishes before its requests and its rewards"),
@@ -81,25 +83,24 @@ RELATIONS = (
     Relation(
         ((REQUEST,),),
         "timeouts.agent",
-        "an agent would be ended, and its prompt blamed, for a request that a server may still answer",
+        "an agent would be stopped, and its prompt would count as failed, while a server may still answer its request",
         f"with {AGENT}",
         lambda config: config.rollout.agent is not None,
     ),
     Relation(
         (*CHECKS, ("timeouts.shutdown",), ("timeouts.server_start",), (REQUEST,)),
         NO_PROGRESS,
-        "when all servers hang, nothing finishes until one is found dead, ended, started again and has answered a "
-        "request",
+        "if all servers hang, nothing finishes until one is declared dead and restarted and has answered a request",
     ),
     Relation(
-        ((BUFFER_RESTART,),), NO_PROGRESS, "nothing finishes until a hung buffer is found, ended and started again"
+        ((BUFFER_RESTART,),), NO_PROGRESS, "nothing finishes until a hung buffer is detected, killed and restarted"
     ),
-    Relation(PROBES, REQUEST, "requests at a hung server fail before it is found dead and they continue elsewhere"),
-    Relation(CHECKS, REQUEST, "requests at a hung server fail before it is found dead and they continue elsewhere"),
+    Relation(PROBES, REQUEST, HUNG_SERVER),
+    Relation(CHECKS, REQUEST, HUNG_SERVER),
     Relation(
         (("timeouts.sync_stall",),),
         "timeouts.weight_sync",
-        "a stalled message would be blamed on the whole phase, which ends first",
+        "the deadline of the phase would expire first, and the error would not name the stalled message",
         "with sync.transport=p2p or auto",
         lambda config: config.sync.transport in ("p2p", "auto"),
     ),
@@ -114,14 +115,14 @@ def check_deadlines(config: Config, own_agent: bool = False) -> None:
     for relation in RELATIONS:
         if not (relation.applies(config) or (own_agent and AGENT in relation.where)):
             continue
-        needed = sum(_product(config, term) for term in relation.shorter)
+        needed = sum(prod(_factor(config, factor) for factor in term) for term in relation.shorter)
         longest = value_of(config, relation.longer)
         if not needed < longest:
             terms = " + ".join(_term(term, config) for term in relation.shorter)
-            total = f" = {needed:g} s" if len(relation.shorter) > 1 or len(relation.shorter[0]) > 1 else ""
+            total = f" = {needed:g} s" if sum(map(len, relation.shorter)) > 1 else ""
             raise ConfigError(
                 f"{relation.longer}={longest:g} must be longer than {terms}{total}: {relation.why}; raise "
-                f"{relation.longer} above {needed:g}, or lower what it must contain"
+                f"{relation.longer} above {needed:g}, or lower the shorter deadlines"
             )
 
 
@@ -135,23 +136,16 @@ def deadline_table() -> str:
 
 
 def _factor(config: Config, factor: str | float) -> float:
-    if isinstance(factor, float):
+    if not isinstance(factor, str):
         return factor
     return FIXED[factor] if factor in FIXED else value_of(config, factor)
-
-
-def _product(config: Config, term: Term) -> float:
-    product = 1.0
-    for factor in term:
-        product *= _factor(config, factor)
-    return product
 
 
 def _term(term: Term, config: Config | None = None) -> str:
     """A term as text: with the values of a configuration, or as Markdown if there is none."""
     words = []
     for factor in term:
-        if isinstance(factor, float):
+        if not isinstance(factor, str):
             words.append(f"{factor:g}")
         elif config is not None:
             words.append(f"{factor}={_factor(config, factor):g}")

@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megasync.config.limits import PATHS, SHOWN_PATH, path_problem, value_of
+from megasync.config.limits import PATH, SHOWN_CHARACTERS, keys_of, limit_of, path_problem
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
@@ -37,10 +37,10 @@ RENAMED_KEYS = {"schedule.over_age": "schedule.stale"}
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One source of keys. `place` identifies it in messages: the file, or the override as typed."""
+    """One source of keys, as plain data. `place` identifies it in messages: the file, or the override as typed."""
 
     place: str
-    values: DictConfig
+    values: dict[Any, Any]
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -90,7 +90,7 @@ def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
     base = own.pop(BASE_KEY, None)
     below = [] if base is None else _file_layers(_located(base), ())
     try:
-        return [*below, Layer("the given mapping", OmegaConf.create(own))]
+        return [*below, Layer("the given mapping", _plain(OmegaConf.create(own)))]
     except OmegaConfBaseException as error:
         raise ConfigError(f"the given mapping cannot be read as a configuration: {_first_line(error)}") from None
 
@@ -100,11 +100,11 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if path in above:
         chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
         raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
-    raw = OmegaConf.to_container(_read(path, above), resolve=False)
+    values = _read(path, above)
     if path.name == CONFIG_FILE and path.with_name(CUSTOM_FILE).is_file():
-        _rename_keys(raw)
-    base = raw.pop(BASE_KEY, None)
-    own = [Layer(str(path), OmegaConf.create(raw))]
+        _rename_keys(values)
+    base = values.pop(BASE_KEY, None)
+    own = [Layer(str(path), values)]
     if base is None:
         return own
     if not isinstance(base, str) or "${" in base:
@@ -125,17 +125,17 @@ def _rename_keys(values: dict[Any, Any]) -> None:
 
 def _located(text: str | Path, folder: Path = Path()) -> Path:
     """The absolute path of a file given relative to a folder. Raises ConfigError for an invalid path."""
-    if (trouble := path_problem(str(text))) is not None:
+    if (problem := path_problem(str(text))) is not None:
         raise ConfigError(
-            f"configuration file {str(text)[:SHOWN_PATH]!r} cannot be looked at: {trouble}; check the path"
+            f"configuration file {str(text)[:SHOWN_CHARACTERS]!r} is not a usable path: {problem}; check it"
         )
     return (folder / Path(text).expanduser()).resolve()
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
+def _read(path: Path, above: tuple[Path, ...]) -> dict[Any, Any]:
     named_by = f" (named as `base` in {above[-1]})" if above else ""
-    if (trouble := path_problem(str(path))) is not None:
-        raise ConfigError(f"configuration file {path}{named_by} cannot be looked at: {trouble}; check the path")
+    if (problem := path_problem(str(path))) is not None:
+        raise ConfigError(f"configuration file {path}{named_by} is not a usable path: {problem}; check it")
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
         raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path")
@@ -148,8 +148,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, DictConfig):
-        raise ConfigError(f"{path} must hold `key: value` pairs at its top level")
-    return values
+        raise ConfigError(f"{path} must contain `key: value` pairs at its top level")
+    return _plain(values)
 
 
 def _override_layer(text: str) -> Layer:
@@ -157,9 +157,16 @@ def _override_layer(text: str) -> Layer:
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"override {text!r} is not of the form key=value, for example trainer.data_parallel=2")
     try:
-        return Layer(f"override {text!r}", OmegaConf.from_dotlist([text]))
+        return Layer(f"override {text!r}", _plain(OmegaConf.from_dotlist([text])))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"override {text!r} cannot be read: {_first_line(error)}") from None
+
+
+def _plain(values: DictConfig) -> dict[Any, Any]:
+    """The values as plain data; references to other keys stay unresolved."""
+    plain = OmegaConf.to_container(values, resolve=False)
+    assert isinstance(plain, dict)
+    return plain
 
 
 # Merging
@@ -172,9 +179,9 @@ def _schema() -> DictConfig:
 
 
 def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
-    _refuse_unknown_keys(OmegaConf.to_container(layer.values, resolve=False), Config, "", layer.place)
+    _refuse_unknown_keys(layer.values, Config, "", layer.place)
     try:
-        return OmegaConf.merge(merged, layer.values)
+        result = OmegaConf.merge(merged, layer.values)
     except OmegaConfBaseException as error:
         key = error.full_key or "?"
         expected = dict(schema_keys()).get(key)
@@ -185,9 +192,11 @@ def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
             f"{layer.place}: {key}={_value_at(layer.values, key)!r} has the wrong type; "
             f"expected {_type_name(expected)}" + ("" if expected else f" ({_first_line(error)})")
         ) from None
+    assert isinstance(result, DictConfig)
+    return result
 
 
-def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, place: str) -> None:
+def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, place: str) -> None:
     hints = get_type_hints(section)
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -195,43 +204,40 @@ def _refuse_unknown_keys(values: Mapping[str, Any], section: type, prefix: str, 
             raise ConfigError(f"{place}: {key!r} was renamed; write {RENAMED_KEYS[key]!r} instead")
         if name not in hints:
             raise ConfigError(f"{place}: unknown key {key!r}{_nearest(str(name), section, prefix)}")
-        if value is None or (isinstance(value, str) and value.startswith("${")):
+        if value is None or str(value).startswith("${"):  # null, or a reference to another key
             continue
         hint = hints[name]
-        below = section_of(hint)
-        keyed = below is not None or get_origin(hint) is dict
-        if keyed != isinstance(value, Mapping) or isinstance(value, list) != _is_list(hint):
-            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
-        if isinstance(value, bool) and str in (hint, *get_args(hint)):
-            raise ConfigError(
-                f"{place}: {key}={value!r} must be text; a word that YAML takes for a switch needs quotes"
-            )
-        if hint is bool and not isinstance(value, (bool, str)):
-            raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
-        if below is not None:
+        _check_type(key, value, hint, place)
+        if (below := section_of(hint)) is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
         elif (entry := entry_of(hint)) is not None:
-            for name_below, values_below in value.items():
-                if not isinstance(values_below, Mapping):
-                    raise ConfigError(
-                        f"{place}: {key}.{name_below}={values_below!r} has the wrong type; expected {_type_name(entry)}"
-                    )
-                _refuse_unknown_keys(values_below, entry, f"{key}.{name_below}.", place)
+            for entry_name, entry_values in value.items():
+                _check_type(f"{key}.{entry_name}", entry_values, entry, place)
+                _refuse_unknown_keys(entry_values, entry, f"{key}.{entry_name}.", place)
+
+
+def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
+    """Raises ConfigError for a value of the wrong type that OmegaConf would convert or merge."""
+    is_section = section_of(hint) is not None or get_origin(hint) is dict
+    is_list = any(get_origin(kind) is list for kind in (hint, *get_args(hint)))
+    not_bool = hint is bool and not isinstance(value, bool | str)
+    if isinstance(value, Mapping) != is_section or isinstance(value, list) != is_list or not_bool:
+        raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+    if isinstance(value, bool) and str in (hint, *get_args(hint)):
+        raise ConfigError(f"{place}: {key}={value!r} must be text; quote it, because YAML reads it as a boolean")
 
 
 def _nearest(name: str, section: type, prefix: str) -> str:
     """A suggestion: the same name in another section, else the most similar name here, else in any section."""
-    every = [k for k, _ in schema_keys()]
-    siblings = [f.name for f in fields(section)]
-    near = difflib.get_close_matches(name, siblings, 1)
-    close = [k for k in every if k.rpartition(".")[2] == name] or [f"{prefix}{n}" for n in near]
-    if not close:
-        names = {k.rpartition(".")[2]: k for k in every}
-        close = [names[n] for n in difflib.get_close_matches(name, names, 1, 0.75)]
+    keys = [key for key, _ in schema_keys()]
+    siblings = [item.name for item in fields(section)]
+    close = [key for key in keys if key.rpartition(".")[2] == name]
+    close = close or [f"{prefix}{near}" for near in difflib.get_close_matches(name, siblings, 1)]
+    by_name = {key.rpartition(".")[2]: key for key in keys}
+    close = close or [by_name[near] for near in difflib.get_close_matches(name, by_name, 1, 0.75)]
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"
-    where = prefix.rstrip(".") or "the top level"
-    return f"; {where} knows {', '.join(siblings)}"
+    return f"; the keys of {prefix.rstrip('.') or 'the top level'} are {', '.join(siblings)}"
 
 
 def _to_object(merged: DictConfig) -> Config:
@@ -239,19 +245,14 @@ def _to_object(merged: DictConfig) -> Config:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be set; name it in the file or as {missing[0]}=VALUE")
-        return _at_home(OmegaConf.to_object(merged))
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} cannot be resolved: {_first_line(error)}") from None
-
-
-def _at_home(config: Config) -> Config:
-    """Expands `~` in every path, in place, so that no other code has to. Returns the same object."""
-    holders = [(value_of(config, key.rpartition(".")[0]) if "." in key else config, key) for key in PATHS]
-    holders += [(model, "path") for model in config.reward_models.values()]
-    for holder, key in holders:
-        name = key.rpartition(".")[2]
-        if (path := getattr(holder, name)) is not None:
-            setattr(holder, name, os.path.expanduser(path))
+    assert isinstance(config, Config)
+    # Expands `~` in every path here, so that no other code has to.
+    for _, section, item in keys_of(config):
+        if limit_of(item) is PATH and (path := getattr(section, item.name)) is not None:
+            setattr(section, item.name, os.path.expanduser(path))
     return config
 
 
@@ -260,22 +261,20 @@ def _at_home(config: Config) -> Config:
 
 def section_of(hint: Any) -> type | None:
     """The dataclass in a type such as `DatasetConfig | None`; None if there is none, or for a dictionary."""
-    if get_origin(hint) is dict:
-        return None
-    return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
-
-
-def _is_list(hint: Any) -> bool:
-    return any(get_origin(t) is list for t in (hint, *get_args(hint)))
+    return None if get_origin(hint) is dict else _dataclass_in(hint, *get_args(hint))
 
 
 def entry_of(hint: Any) -> type | None:
     """The dataclass of the values in a type such as `dict[str, RewardConfig]`; None for other types."""
-    return next(filter(is_dataclass, get_args(hint)), None) if get_origin(hint) is dict else None
+    return _dataclass_in(*get_args(hint)) if get_origin(hint) is dict else None
 
 
-def _value_at(values: DictConfig, key: str) -> Any:
-    node: Any = OmegaConf.to_container(values, resolve=False)
+def _dataclass_in(*types: Any) -> type | None:
+    return next((kind for kind in types if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def _value_at(values: dict[Any, Any], key: str) -> Any:
+    node: Any = values
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return node

@@ -17,9 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
-from megasync.config import limits
 from megasync.config.changes import fixed
 from megasync.config.deadlines import deadline_table
+from megasync.config.limits import Choice, Form, Range, limit_of
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
 from megasync.files import atomic_write
@@ -36,13 +36,6 @@ A configuration in which a deadline is not longer than the waits that it contain
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "value"}
 LINK = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
 COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
-
-RANGES = (
-    limits.RANGES
-    | {f"eval.sets.{NAMED}.{key}": value for key, value in limits.EVAL_SET_RANGES.items()}
-    | {f"reward_models.{NAMED}.{key}": value for key, value in limits.REWARD_MODEL_RANGES.items()}
-)
-CHOICES = limits.CHOICES | {f"reward_models.{NAMED}.{key}": value for key, value in limits.REWARD_MODEL_CHOICES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +60,14 @@ def rewritten(page: str) -> str:
     """The page with everything below `MARK` regenerated. Raises ValueError if the page does not contain `MARK`."""
     above, mark, _ = page.partition(MARK)
     if not mark:
-        raise ValueError(f"the page has no line {MARK!r}; put it where the reference shall stand")
+        raise ValueError(f"the page has no line {MARK!r}; insert it where the reference begins")
     return f"{above}{mark}\n\n{reference()}"
 
 
 def comments(cls: type) -> dict[str, str]:
     """The comment above each key of a section, by key."""
-    found = COMMENTED.findall(inspect.getsource(cls))
-    return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in found}
+    commented = COMMENTED.findall(inspect.getsource(cls))
+    return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in commented}
 
 
 def _sections(section: Section) -> Iterator[Section]:
@@ -95,32 +88,35 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
         yield f"The keys of `{first[section.cls]}`."
         return
     first[section.cls] = name
-    yield _linked(" ".join(inspect.getdoc(section.cls).split()))
-    hints, said = get_type_hints(section.cls), comments(section.cls)
+    yield _linked(" ".join((section.cls.__doc__ or "").split()))
+    hints, meanings = get_type_hints(section.cls), comments(section.cls)
     rows = []
     for item in fields(section.cls):
         key, hint = f"{section.prefix}{item.name}", hints[item.name]
         if section_of(hint) is not None:
             continue
-        if item.name not in said:
-            raise ValueError(f"{section.cls.__name__}.{item.name} has no comment above it; say what {key} is")
-        cells = (f"`{key}`", _value(key, hint), _default(item), _linked(said[item.name]) + STAYS * (key in fixed()))
+        if item.name not in meanings:
+            raise ValueError(f"{section.cls.__name__}.{item.name} has no comment above it; describe {key} there")
+        cells = (
+            f"`{key}`",
+            _value(item, hint),
+            _default(item),
+            _linked(meanings[item.name]) + STAYS * (key in fixed()),
+        )
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     if rows:
         yield "\n".join((HEAD, *rows))
 
 
-def _value(key: str, hint: Any) -> str:
+def _value(item: Field[Any], hint: Any) -> str:
     """The allowed values of a key, in words."""
-    optional = NoneType in get_args(hint)
-    if key in CHOICES:
-        words = ", ".join(CHOICES[key])
-    elif key in limits.PATTERNS:
-        words = limits.PATTERNS[key][1]
+    limit, optional = limit_of(item), NoneType in get_args(hint)
+    if isinstance(limit, Choice | Form):
+        words = str(limit)
     else:
         words = ", ".join(_kind(kind) for kind in (get_args(hint) if optional else (hint,)) if kind is not NoneType)
-    if key in RANGES:
-        words += f", {RANGES[key]}"
+    if isinstance(limit, Range):
+        words += f", {limit}"
     return f"{words}, or null" if optional else words
 
 
@@ -132,8 +128,8 @@ def _kind(hint: Any) -> str:
     return WORDS[hint]
 
 
-def _default(item: Field) -> str:
-    value = item.default if item.default is not MISSING else item.default_factory()
+def _default(item: Field[Any]) -> str:
+    value = item.default_factory() if item.default_factory is not MISSING else item.default
     if value == REQUIRED:
         return "required"
     words = {"": '""', "None": "null", "True": "true", "False": "false"}
@@ -142,7 +138,7 @@ def _default(item: Field) -> str:
 
 def _linked(text: str) -> str:
     """The text with each mention of a page in docs/ turned into a link."""
-    return LINK.sub(lambda found: f"[{found[1]}]({found[1]}{found[2] or ''})", text)
+    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ RESERVED: dict[str, str | None] = {
 }
 # Flags that make servers sample from another distribution than the trainer scores. The value is the only harmless one;
 # None if there is none.
-_BENDING: dict[str, float | None] = {
+_DISTRIBUTION: dict[str, float | None] = {
     "--preferred-sampling-params": None,
     "--speculative-accept-threshold-single": 1.0,
     "--speculative-accept-threshold-acc": 1.0,
@@ -70,7 +70,7 @@ OF_REWARD_MODELS: dict[str, str | None] = {
 
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
     """Raises ConfigError for an invalid or reserved flag. `servers` is the name of the section, such as "rollout"."""
-    reserved = RESERVED | own
+    reserved = {**RESERVED, **own}
     for argument in arguments:
         if not argument.startswith("--"):
             raise ConfigError(
@@ -81,13 +81,13 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
         if name in reserved:
             key = reserved[name]
             fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"
-            raise ConfigError(f"{servers}.server_args may not hold {argument}: {fix}")
+            raise ConfigError(f"{servers}.server_args must not contain {argument}: {fix}")
 
 
 def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for a flag that makes servers sample from another distribution than the trainer scores."""
-    for argument in _BENDING.keys() & arguments.keys():
-        harmless = _BENDING[argument]
+    for argument in _DISTRIBUTION.keys() & arguments.keys():
+        harmless = _DISTRIBUTION[argument]
         if harmless is None or str(arguments[argument]) not in (str(harmless), f"{harmless:g}"):
             fix = "drop it" if harmless is None else f"set it to {harmless:g} or drop it"
             raise ConfigError(

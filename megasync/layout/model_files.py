@@ -95,8 +95,8 @@ def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:
         only = " (model.config serves `megasync plan` alone)" if model.config is not None else ""
         raise ConfigError(f"model.path={model.path!r} is no folder on this machine{only}; {_how_to_get(folder)}")
     path = folder / "config.json"
-    if (trouble := path_problem(str(path))) is not None:
-        raise ConfigError(f"{path} cannot be looked at: {trouble}; give the folder to the user that runs this")
+    if (problem := path_problem(str(path))) is not None:
+        raise ConfigError(f"{path} is not accessible: {problem}; give the folder to the user that runs this")
     if not path.is_file():
         raise ConfigError(
             f"model.path={model.path!r} has no config.json; give a Hugging Face model folder (config.json, "

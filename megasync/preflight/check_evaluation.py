@@ -5,14 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megasync.config.limits import (
-    EVAL_SET_CHOICES,
-    EVAL_SET_RANGES,
-    LARGEST,
-    REWARD,
-    REWARD_FORMS,
-    check_tables,
-)
+from megasync.config.limits import LARGEST
 from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
 from megasync.errors import ConfigError
 
@@ -56,9 +49,6 @@ def _check_set(config: Config, name: str) -> None:
         raise ConfigError(f"{key}: a set's name in the metrics may have letters, digits, '_' and '-' only")
     if name == _TAKEN:
         raise ConfigError(f"{key}: the set under data.eval is called {_TAKEN!r}; choose another name")
-    check_tables(held_out, f"{key}.", EVAL_SET_RANGES, EVAL_SET_CHOICES)
-    if held_out.reward is not None and not REWARD.fullmatch(held_out.reward):
-        raise ConfigError(f"{key}.reward={held_out.reward!r} must be {REWARD_FORMS}")
     temperatures = evaluation.temperatures if held_out.temperatures is None else held_out.temperatures
     _check_answers(key, temperatures, held_out.repeats or evaluation.repeats, held_out.sampling)
     _check_size(f"{key}.data", held_out.data, key, held_out.samples or evaluation.samples)

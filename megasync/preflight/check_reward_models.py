@@ -10,12 +10,6 @@ import re
 import string
 from pathlib import Path
 
-from megasync.config.limits import (
-    REWARD_MODEL_CHOICES,
-    REWARD_MODEL_RANGES,
-    check_path,
-    check_tables,
-)
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
@@ -45,7 +39,6 @@ def check_reward_models(config: Config, planning: bool) -> None:
         key = f"reward_models.{name}"
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"{key}: a reward model's name may have letters, digits, '_' and '-' only")
-        check_tables(model, f"{key}.", REWARD_MODEL_RANGES, REWARD_MODEL_CHOICES)
         if name not in asked:
             raise ConfigError(
                 f"{key} would be started but never used; name it in a reward, such as rollout.rewards.{name}.model="
@@ -123,7 +116,6 @@ def _check_memory(config: Config) -> None:
 
 
 def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
-    check_path(f"{key}.path", model.path)
     folder = Path(model.path).expanduser()
     if planning and not folder.is_dir():
         return

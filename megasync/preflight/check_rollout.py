@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 
 from megasync.config.host import is_wildcard
-from megasync.config.limits import FUNCTION, REWARD, REWARD_FORMS
+from megasync.config.limits import FUNCTION, REWARD
 from megasync.config.schema import Config, GatewayConfig, GroupConfig, TimeoutConfig, ToolsConfig
 from megasync.errors import ConfigError
 from megasync.rollout.reply_formats import check_formats
@@ -27,8 +27,8 @@ def check_chat(config: Config) -> None:
                 )
         return
     for reference in tools.functions:
-        if not FUNCTION.fullmatch(reference):
-            raise ConfigError(f"rollout.tools.functions holds {reference!r}; write it as package.module:function")
+        if FUNCTION.refusal(reference):
+            raise ConfigError(f"rollout.tools.functions contains {reference!r}; write it as {FUNCTION}")
     if rollout.workflow is not None:
         raise ConfigError(
             f"rollout.workflow={rollout.workflow!r} and rollout.tools.functions={list(tools.functions)} both "
@@ -101,8 +101,8 @@ def check_rewards(config: Config) -> None:
                         f"{key}.model={reward.model} and {key}.{option}={value} exclude each other; drop one "
                         f"(reward_models.{reward.model} defines the model's input)"
                     )
-        elif not REWARD.fullmatch(function):
-            raise ConfigError(f"{key}.function={function!r} must be {REWARD_FORMS}")
+        elif refusal := REWARD.refusal(function):
+            raise ConfigError(f"{key}.function={function!r} {refusal}")
         if not 0 < reward.weight < math.inf:
             raise ConfigError(
                 f"{key}.weight={reward.weight:g} must be above 0; a penalty is a function whose scores are negative"

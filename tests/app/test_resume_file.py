@@ -127,7 +127,7 @@ def test_what_cannot_change_in_the_middle_of_a_run_is_refused_before_anything_st
     checkpoint = step_path(run_dir, 7)
     checkpoint.mkdir(parents=True)
     (checkpoint / MARKER).touch()
-    with pytest.raises(ConfigError, match="schedule.total_steps=5 is less than the 7 steps that are trained"):
+    with pytest.raises(ConfigError, match="schedule.total_steps=5 is less than the 7 trained steps"):
         AsyncTrainer.resume(run_dir, ["schedule.total_steps=5"])
 
 

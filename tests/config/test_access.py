@@ -41,7 +41,7 @@ def test_generation_takes_a_key_where_a_network_reaches_it(cluster, needed):
     config = ClusterConfig(**cluster)
     assert generation_needs_key(config) is needed
     assert (Keys.draw(config).generation is not None) is needed
-    assert ("generate for holders of the generation key" in describe_access(config)) is needed
+    assert ("generation requires the generation key" in describe_access(config)) is needed
 
 
 def test_keys_differ_from_each_other_and_from_run_to_run():

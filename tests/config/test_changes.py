@@ -43,7 +43,7 @@ def minimal(*overrides: str) -> Config:
     ("override", "words"),
     [
         ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 cannot replace 1 .*export the newest"),
-        ("rollout.sampling.temperature=0.5", r"temperature=0.5 cannot replace 1.0 .*that distribution"),
+        ("rollout.sampling.temperature=0.5", r"temperature=0.5 cannot replace 1.0 .*the distribution"),
         ("data.shuffle=false", "data.shuffle=false cannot replace true .*start a new run"),
         ("model.path=elsewhere", "model.path=elsewhere cannot replace m .*symbolic link"),
         ("data.train={kind: digits, source: addition}", "data.train.kind=digits cannot replace null"),
@@ -56,7 +56,7 @@ def test_what_cannot_change_is_refused_by_name(override, words):
 
 
 def test_all_reasons_are_given_at_once():
-    with pytest.raises(ConfigError, match=r"seed=3 .*model.dtype=float32 .*total_steps=5 is less than the 7 steps"):
+    with pytest.raises(ConfigError, match=r"seed=3 .*model.dtype=float32 .*total_steps=5 is less than the 7 trained"):
         check_changes(minimal(), minimal("seed=3", "model.dtype=float32", "schedule.total_steps=5"), 7)
 
 

@@ -2,43 +2,57 @@
 
 import math
 from copy import deepcopy
+from typing import get_type_hints
 
 import pytest
 
 from megasync.config import load_config
-from megasync.config.limits import CHOICES, FREE, PATHS, PATTERNS, RANGES, Range, check_limits, value_of
-from megasync.config.load import schema_keys, section_of
+from megasync.config.limits import PATH, Choice, Form, Range, check_limits, keys_of, limit_of, value_of
 from megasync.errors import ConfigError
 
-LEAVES = {key for key, hint in schema_keys() if section_of(hint) is None}
-
-
-@pytest.fixture(scope="module")
-def sound():
-    values = {
+SOUND = load_config(
+    {
         "model": {"path": "m"},
         "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "digits", "source": "copy"}},
-        "rollout": {"environment": {"kind": "gymnasium"}},
+        "rollout": {"environment": {"kind": "gymnasium"}, "rewards": {"own": {"function": "m:f"}}},
+        "eval": {"sets": {"more": {"data": {"kind": "digits", "source": "copy"}}}},
+        "reward_models": {"judge": {"kind": "generative", "path": "j"}},
     }
-    return load_config(values)
+)
+LIMITS = {key: limit_of(item) for key, _, item in keys_of(SOUND)}
+RANGES = {key: limit for key, limit in LIMITS.items() if isinstance(limit, Range)}
+CHOICES = {key: limit for key, limit in LIMITS.items() if isinstance(limit, Choice)}
+PATHS = [key for key, limit in LIMITS.items() if limit is PATH]
+# Numbers and texts that accept every value of their type, or that `check` validates with other keys.
+UNLIMITED = {
+    *(f"{data}.{key}" for data in ("data.train", "data.eval", "eval.sets.more.data") for key in ("source", "split")),
+    *(f"data.prompt.{key}" for key in ("template", "system", "example_template")),
+    *(f"{section}.top_k" for section in ("rollout.sampling", "eval.sampling", "eval.sets.more.sampling")),
+    *(f"rollout.rewards.own.{key}" for key in ("function", "weight", "model")),
+    *("rollout.environment.system", "rollout.chat.tool_format", "rollout.chat.reasoning_format"),
+    *(f"reward_models.judge.{key}" for key in ("system", "template", "pattern", "low", "high")),
+    *(f"reward_models.judge.{key}" for key in ("yes_token", "no_token")),
+}
 
 
-def test_every_key_of_the_schema_stands_in_exactly_one_table():
-    tables = [set(RANGES), set(CHOICES), set(PATTERNS), FREE]
-    assert set().union(*tables) == LEAVES
-    assert sum(map(len, tables)) == len(LEAVES)
+@pytest.fixture
+def config():
+    return deepcopy(SOUND)
 
 
-def test_the_defaults_are_within_their_limits(sound):
-    check_limits(sound)
+def test_every_number_and_text_has_a_limit_or_is_listed_as_unlimited():
+    hints = {key: get_type_hints(type(section))[item.name] for key, section, item in keys_of(SOUND)}
+    scalar = {key for key, hint in hints.items() if hint in (int, float, str, int | None, float | None, str | None)}
+    assert {key for key in scalar if LIMITS[key] is None} == UNLIMITED
+
+
+def test_the_defaults_are_within_their_limits(config):
+    check_limits(config)
 
 
 def set_value(config, key, value):
-    *sections, name = key.split(".")
-    node = config
-    for section in sections:
-        node = getattr(node, section)
-    setattr(node, name, value)
+    section, item = next((section, item) for name, section, item in keys_of(config) if name == key)
+    setattr(section, item.name, value)
 
 
 def refused(config):
@@ -48,9 +62,9 @@ def refused(config):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30, 10**30])
-def test_what_is_infinite_or_nearly_so_is_refused_for_every_key(sound, value):
+def test_an_infinite_or_huge_number_is_refused_for_every_key(value):
     for key, allowed in RANGES.items():
-        config = deepcopy(sound)
+        config = deepcopy(SOUND)
         set_value(config, key, value)
         message = refused(config)
         assert message.startswith(f"{key}={value}") and str(allowed) in message
@@ -61,32 +75,30 @@ def test_what_is_infinite_or_nearly_so_is_refused_for_every_key(sound, value):
     ("path", "reason"),
     [("", "empty"), ("a" * 300, "too long"), ("a\0b", "null byte"), ("~no-such-user/a", "home directory")],
 )
-def test_a_path_that_the_file_system_refuses_is_told_with_the_reason(sound, key, path, reason):
-    config = deepcopy(sound)
+def test_an_invalid_path_is_refused_with_the_reason(config, key, path, reason):
     set_value(config, key, path)
     message = refused(config)
     assert message.startswith(f"{key}=") and reason in message and len(message) < 400
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))
-def test_a_number_below_or_above_its_range_is_refused(sound, key):
+def test_a_number_below_or_above_its_range_is_refused(key):
     allowed = RANGES[key]
     outside = [allowed.low if allowed.open_low else allowed.low - 1, math.nan]
     if allowed.high < math.inf:
         outside.append(allowed.high if allowed.open_high else allowed.high + 1)
     for value in outside:
-        config = deepcopy(sound)
+        config = deepcopy(SOUND)
         set_value(config, key, value)
         message = refused(config)
         assert message.startswith(f"{key}={value}") and str(allowed) in message
 
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
-def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(sound, key):
-    config = deepcopy(sound)
+def test_an_unknown_choice_is_refused_with_the_known_ones(config, key):
     set_value(config, key, "nonsense")
     message = refused(config)
-    assert f"{key}='nonsense'" in message and all(choice in message for choice in CHOICES[key])
+    assert f"{key}='nonsense'" in message and all(option in message for option in CHOICES[key].options)
 
 
 @pytest.mark.parametrize(
@@ -99,25 +111,24 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(sound, key):
         ("rollout.environment.kind", "gym", "gymnasium"),
         ("cluster.address", "head", "10.0.0.1:6379"),
         ("cluster.host", "a b", "fe80::1"),
+        ("eval.sets.more.reward", "maths", "code"),
     ],
 )
-def test_a_text_of_the_wrong_form_is_refused_with_the_form(sound, key, bad, good):
-    config = deepcopy(sound)
+def test_a_text_of_the_wrong_form_is_refused_with_the_form(config, key, bad, good):
     set_value(config, key, bad)
     message = refused(config)
-    assert f"{key}={bad!r}" in message and PATTERNS[key][1] in message
+    assert f"{key}={bad!r}" in message and isinstance(LIMITS[key], Form) and str(LIMITS[key]) in message
     set_value(config, key, good)
     check_limits(config)
 
 
-def test_an_absent_section_has_no_values(sound):
-    config = deepcopy(sound)
+def test_an_absent_section_has_no_values(config):
     config.data.eval = None
     assert value_of(config, "data.eval.size") is None
     check_limits(config)
 
 
-def test_ranges_say_whether_their_ends_belong_to_them():
+def test_a_range_describes_whether_it_includes_its_ends():
     assert str(Range(0, 1, open_low=True)) == "above 0 and at most 1"
     assert str(Range(1)) == "at least 1"
     assert not Range(0, 1, open_high=True).holds(1)

@@ -72,9 +72,9 @@ def test_a_base_that_is_no_path_is_refused(tmp_path, base):
 
 @pytest.mark.parametrize("name", ["", "a" * 300, "a\0b", "~no-such-user/run.yaml"])
 def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
-    assert "cannot be looked at" in refused(name)
-    assert "cannot be looked at" in refused({"base": name})
-    assert "cannot be looked at" in refused(write(tmp_path / "run.yaml", f"base: {json.dumps(name)}\n"))
+    assert "is not a usable path" in refused(name)
+    assert "is not a usable path" in refused({"base": name})
+    assert "is not a usable path" in refused(write(tmp_path / "run.yaml", f"base: {json.dumps(name)}\n"))
 
 
 def test_a_file_that_may_not_be_read_is_told_so(tmp_path, monkeypatch):

@@ -128,7 +128,7 @@ def test_reward_pools_take_devices_of_their_own(judged):
         (["reward_models.judge.label=1"], ["reward_models.judge.label=1", "read=number"]),
         (["reward_models.judge={read: yes_no, high: 5}"], ["reward_models.judge.high=5.0", "read=yes_no"]),
         (["reward_models.judge={read: yes_no, yes_token: 'No'}"], ["reward_models.judge.yes_token", "'No'", "differ"]),
-        (["reward_models.judge={read: yes_no, yes_token: Yes}"], ["reward_models.judge.yes_token=True", "quotes"]),
+        (["reward_models.judge={read: yes_no, yes_token: Yes}"], ["reward_models.judge.yes_token=True", "quote it"]),
         (["reward_models.judge.pattern='(a)(b)'"], ["reward_models.judge.pattern='(a)(b)'", "2 groups"]),
         (["reward_models.judge.pattern='('"], ["reward_models.judge.pattern='('", "regular expression"]),
         (["reward_models.judge={low: 5, high: 5}"], ["reward_models.judge.low=5", "high=5"]),

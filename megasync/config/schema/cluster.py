@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megasync.config.limits import AT_LEAST_ONE, HOST, NOT_NEGATIVE, PATH, POSITIVE, RAY_ADDRESS, Choice, Range, limited
+
 
 @dataclass
 class ClusterConfig:
     """The machines that a run uses."""
 
     # auto takes cuda if this machine has a GPU. Training on cuda needs Transformer Engine.
-    device: str = "auto"
+    device: str = limited("auto", Choice("auto", "cpu", "cuda"))
     # Ray cluster: null starts one here for the run; "auto" or host:port joins one.
-    address: str | None = None
+    address: str | None = limited(None, RAY_ADDRESS)
     # GPUs (cuda) or ranks (cpu) per node. A pool that spans several nodes takes whole nodes.
-    devices_per_node: int = 8
+    devices_per_node: int = limited(8, Range(1, 1024))
     # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
-    host: str = "127.0.0.1"
+    host: str = limited("127.0.0.1", HOST)
     # Whether generation requests must carry a key: auto (if host is no loopback address), always or never. The run
     # generates the key, or takes it from the environment variable MEGASYNC_GENERATION_KEY: docs/security.md.
-    generation_key: str = "auto"
+    generation_key: str = limited("auto", Choice("auto", "always", "never"))
     # PEM file with the router's certificate, on the machine where the router runs; null: plain HTTP.
-    tls_cert: str | None = None
+    tls_cert: str | None = limited(None, PATH)
     # PEM file with the certificate's private key, not encrypted.
-    tls_key: str | None = None
+    tls_key: str | None = limited(None, PATH)
     # PEM file with the authorities that the router's clients trust; null: tls_cert itself.
-    tls_ca: str | None = None
+    tls_ca: str | None = limited(None, PATH)
 
 
 @dataclass
@@ -33,34 +35,34 @@ class SyncConfig:
     """How weights get from the trainer to the servers: docs/weight_sync.md."""
 
     # What servers do with running requests during a sync: in_place, retract or abort.
-    pause_mode: str = "retract"
+    pause_mode: str = limited("retract", Choice("in_place", "retract", "abort"))
     # p2p (shard to shard, into servers with megasync's plugin), broadcast (whole tensors, into any server), disk
     # (through a folder that any server can read, also outside the cluster), or auto, which takes p2p if possible, else
     # broadcast, and logs why.
-    transport: str = "auto"
+    transport: str = limited("auto", Choice("auto", "p2p", "broadcast", "disk"))
     # Maximum size of a message, or file, in MiB; a sender holds two.
-    bucket_mb: int = 256
+    bucket_mb: int = limited(256, AT_LEAST_ONE)
     # p2p: where servers stage a version until they commit it: host (pinned memory beside a GPU), or device, which
     # shortens the pause and takes as much device memory as the weights.
-    arena: str = "host"
+    arena: str = limited("host", Choice("device", "host"))
     # p2p: size of that staging area on each server rank, in MiB; null takes what a version needs. A rank with less room
     # pauses during the whole transfer.
-    arena_mb: int | None = None
+    arena_mb: int | None = limited(None, AT_LEAST_ONE)
     # p2p: number of servers that are updated concurrently; null updates all at once.
-    wave: int | None = None
+    wave: int | None = limited(None, AT_LEAST_ONE)
     # p2p: send only changed elements if that is smaller. Ranks keep a host copy of what they sent last.
     delta: bool = False
     # p2p: every n-th sync is a full one even with `delta`; 0 never.
-    delta_full_every: int = 100
+    delta_full_every: int = limited(100, NOT_NEGATIVE)
     # disk: folder for versions that all nodes and servers share and only this run writes; null takes `sync` in the run
     # directory.
-    disk_dir: str | None = None
+    disk_dir: str | None = limited(None, PATH)
     # disk: versions to keep; each is a complete Hugging Face folder.
-    disk_keep: int = 2
+    disk_keep: int = limited(2, AT_LEAST_ONE)
     # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
-    parity_every: int = 1
+    parity_every: int = limited(1, NOT_NEGATIVE)
     # Maximum mean absolute difference per token, in nats; null takes 1e-3 for float32 and 0.2 for bfloat16.
-    parity_threshold: float | None = None
+    parity_threshold: float | None = limited(None, POSITIVE)
 
 
 @dataclass
@@ -68,26 +70,26 @@ class TimeoutConfig:
     """Deadlines in seconds, one for each wait. docs/configuration.md#relations-between-deadlines"""
 
     # Start of a server or the router, until it answers.
-    server_start: float = 300.0
+    server_start: float = limited(300.0, POSITIVE)
     # Start of the trainer, until every rank has loaded its weights.
-    trainer_start: float = 300.0
+    trainer_start: float = limited(300.0, POSITIVE)
     # One generation request, or one request to a reward model.
-    request: float = 600.0
+    request: float = limited(600.0, POSITIVE)
     # Each phase of a weight sync.
-    weight_sync: float = 300.0
+    weight_sync: float = limited(300.0, POSITIVE)
     # One call of a reward function.
-    reward: float = 60.0
+    reward: float = limited(60.0, POSITIVE)
     # One call of an environment.
-    environment: float = 60.0
+    environment: float = limited(60.0, POSITIVE)
     # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count.
-    agent: float = 1500.0
+    agent: float = limited(1500.0, POSITIVE)
     # One message of a p2p sync without progress.
-    sync_stall: float = 30.0
+    sync_stall: float = limited(30.0, POSITIVE)
     # One training step, or one save of a checkpoint.
-    train_step: float = 1800.0
+    train_step: float = limited(1800.0, POSITIVE)
     # Watchdog: if no group finishes and no step is trained for this long, the run stops and reports what each part
     # waits for. Time in a step, a save, a restart of the ranks or a weight sync does not count, because each has a
     # deadline.
-    no_progress: float = 1800.0
+    no_progress: float = limited(1800.0, POSITIVE)
     # Clean exit of processes; after it they are killed.
-    shutdown: float = 60.0
+    shutdown: float = limited(60.0, POSITIVE)

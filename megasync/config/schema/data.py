@@ -7,17 +7,19 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megasync.config.limits import AT_LEAST_ONE, DATASET, DTYPE, NOT_NEGATIVE, PATH, Choice, limited
+
 
 @dataclass
 class ModelConfig:
     """The model that is trained and served."""
 
     # Folder with a Hugging Face config.json, safetensors and tokenizer (`megasync fetch` makes two small ones).
-    path: str = MISSING
+    path: str = limited(MISSING, PATH)
     # config.json that `megasync plan` reads if the model folder is not on this machine.
-    config: str | None = None
+    config: str | None = limited(None, PATH)
     # Dtype of computation, storage and serving: float32 or bfloat16. On GPUs bfloat16 keeps float32 master weights.
-    dtype: str = "bfloat16"
+    dtype: str = limited("bfloat16", DTYPE)
 
 
 @dataclass
@@ -25,15 +27,15 @@ class DatasetConfig:
     """A dataset. Both are null by default: rows may also come from Python, and `eval.sets` adds held-out sets."""
 
     # digits (procedural), reasoning_gym, jsonl, parquet, or hf (a `datasets` folder or hub name).
-    kind: str = MISSING
+    kind: str = limited(MISSING, DATASET)
     # File or folder of jsonl, parquet and hf datasets; the task's name for digits and reasoning_gym.
     source: str = MISSING
     # Split of the dataset. The generated tasks have `train` and `test`, which share no row.
     split: str = "train"
     # Rows to generate (procedural kinds) or to keep (all others); null keeps all.
-    size: int | None = None
+    size: int | None = limited(None, AT_LEAST_ONE)
     # Seed of generated rows.
-    seed: int = 0
+    seed: int = limited(0, NOT_NEGATIVE)
     # digits: length; reasoning_gym: the task's own options; hf: arguments of `datasets.load_dataset` (name, revision).
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -43,17 +45,17 @@ class PromptConfig:
     """How a row becomes a prompt."""
 
     # raw: the template below, tokenized as plain text. chat: the tokenizer's chat template.
-    format: str = "raw"
+    format: str = limited("raw", Choice("raw", "chat"))
     # Python format string over the row's columns; the default is the prompt column itself.
     template: str = "{prompt}"
     # Text before the prompt: a system message (chat), or a preamble (raw).
     system: str = ""
     # Number of solved examples before each raw prompt, taken from the first rows of the training set.
-    examples: int = 0
+    examples: int = limited(0, NOT_NEGATIVE)
     # Format of a solved example.
     example_template: str = "{prompt} {answer}\n\n"
     # Maximum prompt length in tokens. Longer prompts are refused at start (counted and named), not truncated.
-    max_tokens: int = 1024
+    max_tokens: int = limited(1024, AT_LEAST_ONE)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, REWARD, limited
 from megasync.config.schema.data import DatasetConfig
 
 
@@ -12,11 +13,11 @@ class EvalSamplingConfig:
     """Sampling parameters of evaluation that differ from training; null takes the value of `rollout.sampling`."""
 
     # Nucleus sampling: fraction of probability to sample from.
-    top_p: float | None = None
+    top_p: float | None = limited(None, FRACTION)
     # Number of most likely tokens to sample from; -1 for all.
     top_k: int | None = None
     # Maximum response length in tokens.
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = limited(None, AT_LEAST_ONE)
 
 
 @dataclass
@@ -25,15 +26,15 @@ class EvalSetConfig:
 
     data: DatasetConfig = field(default_factory=DatasetConfig)
     # Prompts per evaluation.
-    samples: int | None = None
+    samples: int | None = limited(None, AT_LEAST_ONE)
     # One score per temperature; 0 is greedy.
     temperatures: list[float] | None = None
     # Responses per prompt at temperatures above 0.
-    repeats: int | None = None
+    repeats: int | None = limited(None, AT_LEAST_ONE)
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     # `math`, `code` or `package.module:function`; null takes the run's reward, or the set's verifier if the run names
     # none.
-    reward: str | None = None
+    reward: str | None = limited(None, REWARD)
 
 
 @dataclass
@@ -41,16 +42,16 @@ class EvalConfig:
     """Evaluation on held-out sets: docs/evaluation.md."""
 
     # Training steps between evaluations; 0 evaluates only at the start and the end.
-    every_steps: int = 10
+    every_steps: int = limited(10, NOT_NEGATIVE)
     # Held-out prompts per evaluation.
-    samples: int = 128
+    samples: int = limited(128, AT_LEAST_ONE)
     # One score per temperature; 0 is greedy.
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     # Responses per prompt at temperatures above 0, for pass@k.
-    repeats: int = 1
+    repeats: int = limited(1, AT_LEAST_ONE)
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     # Maximum number of responses in generation, over all sets.
-    max_inflight: int = 32
+    max_inflight: int = limited(32, AT_LEAST_ONE)
     # Additional held-out sets, by their names in the metrics.
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 
@@ -64,4 +65,4 @@ class ObserveConfig:
     # Write TensorBoard files beside the metrics.
     tensorboard: bool = True
     # Number of sample responses written before and after training.
-    samples: int = 8
+    samples: int = limited(8, NOT_NEGATIVE)

@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megasync.config.limits import AT_LEAST_ONE, DTYPE, NOT_NEGATIVE, PATH, POSITIVE, PROPER_FRACTION, Choice, limited
+
 
 @dataclass
 class RewardConfig:
@@ -29,16 +31,16 @@ class GroupConfig:
     # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
     drop_uniform: bool = False
     # Responses sampled per prompt beyond `schedule.samples_per_group`.
-    extra_samples: int = 0
+    extra_samples: int = limited(0, NOT_NEGATIVE)
     # Which of them are kept: first (those that finish first; the others are aborted) or spread (out of all, those whose
     # rewards have the largest variance).
-    keep: str = "first"
+    keep: str = limited("first", Choice("first", "spread"))
     # Responses truncated at the length limit: keep them, mask them (out of loss and baseline), or punish length softly.
-    overlong: str = "keep"
+    overlong: str = limited("keep", Choice("keep", "mask", "punish"))
     # punish: number of tokens before `rollout.sampling.max_new_tokens` over which the reward falls.
-    overlong_tokens: int = 0
+    overlong_tokens: int = limited(0, NOT_NEGATIVE)
     # punish: penalty at the limit.
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = limited(1.0, POSITIVE)
 
 
 @dataclass
@@ -46,43 +48,43 @@ class RewardModelConfig:
     """A model on its own servers that scores responses (docs/rewards.md#reward-models). Weight syncs never touch it."""
 
     # classifier (a sequence-classification or reward head) or generative (a judge that writes).
-    kind: str = MISSING
+    kind: str = limited(MISSING, Choice("classifier", "generative"))
     # Hugging Face folder: config.json, safetensors, tokenizer.
-    path: str = MISSING
+    path: str = limited(MISSING, PATH)
     # float32 or bfloat16; null takes `model.dtype`.
-    dtype: str | None = None
+    dtype: str | None = limited(None, DTYPE)
     # own (a separate pool) or rollout (server n shares the devices of rollout server n).
-    pool: str = "own"
+    pool: str = limited("own", Choice("own", "rollout"))
     # Number of SGLang servers.
-    servers: int = 1
+    servers: int = limited(1, AT_LEAST_ONE)
     # Tensor-parallel ranks (GPUs) of each server.
-    tensor_parallel: int = 1
+    tensor_parallel: int = limited(1, AT_LEAST_ONE)
     # Fraction of a device's memory for weights and KV cache. With pool=rollout this, `rollout.mem_fraction` and those
     # of other models there must sum to less than 1.
-    mem_fraction: float = 0.8
+    mem_fraction: float = limited(0.8, PROPER_FRACTION)
     # Maximum length of the text and its answer, in tokens; null takes the model's own limit. Longer texts are not
     # scored.
-    context_length: int | None = None
+    context_length: int | None = limited(None, AT_LEAST_ONE)
     # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
-    max_total_tokens: int | None = None
+    max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
     # Maximum number of running requests per server; null leaves it to SGLang (set it on a CPU).
-    max_running_requests: int | None = None
+    max_running_requests: int | None = limited(None, AT_LEAST_ONE)
     # Additional SGLang command line arguments.
     server_args: dict[str, Any] = field(default_factory=dict)
     # Maximum number of responses in scoring; others are queued.
-    max_inflight: int = 64
+    max_inflight: int = limited(64, AT_LEAST_ONE)
     # chat: messages through the model's chat template. raw: plain text.
-    format: str = "chat"
+    format: str = limited("chat", Choice("chat", "raw"))
     # chat: a system message.
     system: str = ""
     # The model's input: a Python format string over the row's columns, with {completion}. null passes prompt and
     # response unchanged to a classifier, and asks a judge a default question.
     template: str | None = None
     # classifier: index of the output that is the score.
-    label: int = 0
+    label: int = limited(0, NOT_NEGATIVE)
     # generative: number (the last number that it writes) or yes_no (the probability of `yes_token` against `no_token`
     # as the next token).
-    read: str = "number"
+    read: str = limited("number", Choice("number", "yes_no"))
     # number: a regular expression whose last match, or its first group if it has one, is the number.
     pattern: str = r"-?\d+(?:\.\d+)?"
     # number: lower end of the scale. The score is the number's position between low and high, from 0 to 1; a number
@@ -91,9 +93,9 @@ class RewardModelConfig:
     # number: upper end of the scale.
     high: float = 10.0
     # number: maximum length of the judge's answer, in tokens.
-    max_new_tokens: int = 256
+    max_new_tokens: int = limited(256, AT_LEAST_ONE)
     # number: sampling temperature of the judge.
-    temperature: float = 0.0
+    temperature: float = limited(0.0, NOT_NEGATIVE)
     # yes_no: one token. Quote it: in YAML a bare Yes is true.
     yes_token: str = "Yes"
     # yes_no: one token.

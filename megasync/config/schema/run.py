@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megasync.config.limits import PATH, RUN_NAME, SEED, limited
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, ModelConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
@@ -17,11 +18,11 @@ class Config:
     """A run."""
 
     # Prefix of the run directory's name.
-    name: str = "run"
+    name: str = limited("run", RUN_NAME)
     # Seed of prompt order, servers and trainer ranks.
-    seed: int = 0
+    seed: int = limited(0, SEED)
     # Folder in which run directories are made, as `<name>-<time>`.
-    run_root: str = "runs"
+    run_root: str = limited("runs", PATH)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megasync.config.limits import (
+    AT_LEAST_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROCESSES,
+    PROPER_FRACTION,
+    Choice,
+    Range,
+    limited,
+)
+
 
 @dataclass
 class ScheduleConfig:
     """How much is trained, and how far generation may run ahead of training: docs/buffer.md."""
 
     # Number of training steps.
-    total_steps: int = 100
+    total_steps: int = limited(100, AT_LEAST_ONE)
     # Prompts (groups) per training step.
-    groups_per_step: int = 16
+    groups_per_step: int = limited(16, AT_LEAST_ONE)
     # Responses sampled per prompt.
-    samples_per_group: int = 8
+    samples_per_group: int = limited(8, AT_LEAST_ONE)
     # Maximum age of a trained token, in published versions. A straggler that others overtook in the look-ahead window
     # may be older (`megasync plan` shows the bound). 0 is synchronous training.
-    max_staleness: int = 1
+    max_staleness: int = limited(1, NOT_NEGATIVE)
     # Training steps between two weight syncs, each of which publishes one version.
-    weight_sync_steps: int = 1
+    weight_sync_steps: int = limited(1, AT_LEAST_ONE)
     # Maximum number of prompts in generation; null leaves it to the buffer's capacity.
-    max_inflight_groups: int | None = None
+    max_inflight_groups: int | None = limited(None, AT_LEAST_ONE)
     # true: requests survive a weight sync and continue under the new version. false: a sync waits until they are done.
     partial_rollout: bool = True
     # Look-ahead window of the batcher as a fraction of the buffer's capacity; null is strict FIFO.
-    window_fraction: float | None = 0.3
+    window_fraction: float | None = limited(0.3, FRACTION)
     # What to do with a finished group over the staleness bound: mask its stale tokens, regenerate it or drop it.
-    stale: str = "regenerate"
+    stale: str = limited("regenerate", Choice("mask", "regenerate", "drop"))
     # Stop the run once the held-out score (greedy accuracy) exceeds this; null never does.
-    stop_at_score: float | None = None
+    stop_at_score: float | None = limited(None, Range(0, 1, open_high=True))
 
 
 @dataclass
@@ -37,29 +49,29 @@ class AlgorithmConfig:
     """Advantages and loss: docs/algorithms.md."""
 
     # grpo: reward minus the group's mean, divided by its standard deviation if `normalize_std` is true.
-    advantage: str = "grpo"
+    advantage: str = limited("grpo", Choice("grpo"))
     # Divide advantages by the standard deviation of the group's rewards.
     normalize_std: bool = True
     # PPO clips the ratio below 1 - clip_low.
-    clip_low: float = 0.2
+    clip_low: float = limited(0.2, PROPER_FRACTION)
     # PPO clips the ratio above 1 + clip_high.
-    clip_high: float = 0.28
+    clip_high: float = limited(0.28, POSITIVE)
     # Dual clip: bounds the surrogate of a token with a negative advantage at `dual_clip` times that advantage, where
     # PPO has no bound; null turns it off.
-    dual_clip: float | None = 3.0
+    dual_clip: float | None = limited(3.0, Range(1, open_low=True))
     # Denominator of the PPO ratio. trainer: the trainer's own log-probs before the step (decoupled PPO). behaviour: the
     # server's log-probs.
-    ratio: str = "trainer"
+    ratio: str = limited("trainer", Choice("trainer", "behaviour"))
     # Off-policy correction by truncated importance sampling against the server's log-probs: none, token or sequence.
-    correction: str = "token"
+    correction: str = limited("token", Choice("none", "token", "sequence"))
     # Cap of the importance weights.
-    correction_cap: float = 2.0
+    correction_cap: float = limited(2.0, Range(1))
     # Coefficient of the KL penalty to the initial weights, in the loss; 0 turns it off.
-    kl_coef: float = 0.0
+    kl_coef: float = limited(0.0, NOT_NEGATIVE)
     # Estimator of that KL: k1, k2 or k3.
-    kl_kind: str = "k3"
+    kl_kind: str = limited("k3", Choice("k1", "k2", "k3"))
     # Coefficient of the entropy bonus in the loss.
-    entropy_coef: float = 0.0
+    entropy_coef: float = limited(0.0, NOT_NEGATIVE)
 
 
 @dataclass
@@ -67,21 +79,21 @@ class OptimizerConfig:
     """Adam."""
 
     # Learning rate.
-    lr: float = 1e-6
+    lr: float = limited(1e-6, POSITIVE)
     # constant, linear or cosine, after `warmup_steps`; linear and cosine reach `min_lr` at `schedule.total_steps`.
-    decay: str = "constant"
+    decay: str = limited("constant", Choice("constant", "linear", "cosine"))
     # Steps of linear warmup from 0.
-    warmup_steps: int = 0
+    warmup_steps: int = limited(0, NOT_NEGATIVE)
     # Learning rate at the end of linear or cosine decay.
-    min_lr: float = 0.0
+    min_lr: float = limited(0.0, NOT_NEGATIVE)
     # Adam's two decay rates.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     # Adam's epsilon.
-    eps: float = 1e-8
+    eps: float = limited(1e-8, POSITIVE)
     # Decoupled weight decay.
-    weight_decay: float = 0.0
+    weight_decay: float = limited(0.0, NOT_NEGATIVE)
     # Maximum gradient norm; 0 turns clipping off.
-    clip_grad: float = 1.0
+    clip_grad: float = limited(1.0, NOT_NEGATIVE)
 
 
 @dataclass
@@ -89,46 +101,46 @@ class TrainerConfig:
     """The Megatron ranks; their number is tensor x pipeline x data."""
 
     # Tensor-parallel size: ranks that share each layer.
-    tensor_parallel: int = 1
+    tensor_parallel: int = limited(1, PROCESSES)
     # Pipeline-parallel size: stages that the layers are split into.
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = limited(1, PROCESSES)
     # Data-parallel size: replicas of the model that share the batch.
-    data_parallel: int = 1
+    data_parallel: int = limited(1, PROCESSES)
     # Expert-parallel size: ranks that the experts of a layer are distributed over, taken from a stage's tensor and data
     # ranks.
-    expert_parallel: int = 1
+    expert_parallel: int = limited(1, PROCESSES)
     # Expert tensor-parallel size: ranks that share one expert; null takes `tensor_parallel`, as Megatron does.
-    expert_tensor_parallel: int | None = None
+    expert_tensor_parallel: int | None = limited(None, PROCESSES)
     # Chunks of layers per pipeline stage (interleaved schedule); 1 is the plain schedule.
-    virtual_pipeline: int = 1
+    virtual_pipeline: int = limited(1, AT_LEAST_ONE)
     # Layers of the first pipeline stage if the split is uneven; null splits evenly.
-    first_stage_layers: int | None = None
+    first_stage_layers: int | None = limited(None, AT_LEAST_ONE)
     # Layers of the last pipeline stage if the split is uneven; null splits evenly.
-    last_stage_layers: int | None = None
+    last_stage_layers: int | None = limited(None, AT_LEAST_ONE)
     # Split activations between layers over the tensor-parallel ranks.
     sequence_parallel: bool = False
     # Shard the optimizer state over the data-parallel ranks.
     distributed_optimizer: bool = True
     # Packed tokens per microbatch and rank. A longer sequence gets a microbatch of its own.
-    tokens_per_microbatch: int = 8192
+    tokens_per_microbatch: int = limited(8192, AT_LEAST_ONE)
     # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
-    minibatches: int = 1
+    minibatches: int = limited(1, AT_LEAST_ONE)
     # null or "full" (recompute each layer's activations in the backward pass).
-    recompute: str | None = None
+    recompute: str | None = limited(None, Choice("full"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Coefficient of the auxiliary loss that balances load over experts; 0 turns it off.
-    moe_aux_loss: float = 0.0
+    moe_aux_loss: float = limited(0.0, NOT_NEGATIVE)
     # Non-finite steps in a row that are skipped before the run stops.
-    max_skipped_steps: int = 3
+    max_skipped_steps: int = limited(3, NOT_NEGATIVE)
     # Attempts at a step that raises an error, on the same groups. After that the groups are dropped as failed_step,
     # with a record in RUN/failed_steps/. The count survives restarts of the run.
-    step_attempts: int = 2
+    step_attempts: int = limited(2, AT_LEAST_ONE)
     # Batches in a row that are dropped after failed steps before the run stops, because an error on different batches
     # is not caused by them. 0 drops none.
-    max_failed_steps: int = 1
+    max_failed_steps: int = limited(1, NOT_NEGATIVE)
     # Restarts of lost ranks (dead, or hung past a deadline) in a row, each from the newest checkpoint, without a new
     # step trained in between; after these the run stops. 0 stops at the first loss.
-    max_restarts: int = 3
+    max_restarts: int = limited(3, NOT_NEGATIVE)
 
 
 @dataclass
@@ -136,8 +148,8 @@ class CheckpointConfig:
     """Training checkpoints, and the export at the end."""
 
     # Training steps between checkpoints; 0 saves only at the end and on Ctrl-C.
-    every_steps: int = 50
+    every_steps: int = limited(50, NOT_NEGATIVE)
     # Checkpoints to keep, newest first. The disk needs room for one more, because older ones are deleted last.
-    keep: int = 2
+    keep: int = limited(2, AT_LEAST_ONE)
     # Export a Hugging Face checkpoint when the run ends.
     export: bool = True
