@@ -90,7 +90,7 @@ class Device:
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
             _import_megatron_uncompiled()
 
-        from megasync_patches import apply_all
+        from megasync_patches import apply_all  # pyright: ignore[reportMissingImports] - the folder patches/
 
         apply_all(self.kind)
 
@@ -154,7 +154,9 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
         return None
     import torch
 
-    return torch.cuda.current_stream(device).record_event()
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -1,5 +1,4 @@
-"""`AsyncTrainer`: the Python entry point. Takes a configuration and, optionally, the caller's own functions and
-rows."""
+"""`AsyncTrainer`: the Python entry point. Takes a configuration and, optionally, the caller's functions and rows."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
 from megasync.app.workload import Custom, prepare_workload
+from megasync.concurrency.tasks import handle_signals
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
@@ -69,8 +68,8 @@ class AsyncTrainer:
         """Resumes a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start got from Python must be passed again.
-        Raises ConfigError where it is not, for an override that cannot change in the middle of a run
-        (`config.changes`), and for a folder that is no run's; CheckpointError where there is nothing to go on from.
+        Raises ConfigError if it is not, for an override that a run cannot change (`config.changes`), and for a folder
+        that is not a run directory; CheckpointError if there is nothing to resume from.
         """
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
@@ -98,9 +97,9 @@ class AsyncTrainer:
 
     @classmethod
     def begin_or_resume(cls, config: Config, file: str | Path) -> AsyncTrainer:
-        """The run that ``file`` names goes on; where there is no such file, or that run never began, a new one begins
-        and is named there. For schedulers that start a job again with the same command; `resume_file.resolve_config`
-        has ``config``.
+        """Resumes the run that ``file`` names. Without a file, or if that run never began, starts and names a new one.
+
+        For schedulers that start a job again with the same command. `resume_file.resolve_config` returns ``config``.
         """
         trainer = cls(config)
         trainer._resume_file = Path(file)
@@ -155,40 +154,26 @@ class AsyncTrainer:
 
 @contextlib.contextmanager
 def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: leave now. SIGUSR1: log what every part waits for.
-
-    Does nothing outside the main thread, where signals cannot be handled.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    seen: list[str] = []
-
-    def on_signal(name: str) -> None:
-        if task.cancelling():
-            return  # leaving already: another cancellation would only interrupt the cleanup
-        seen.append(name)
-        if len(seen) > 1 or not run.request_stop(name):
-            task.cancel(f"{name}, told to leave now")
-
+    """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for."""
+    received: list[str] = []
     dumps: set[asyncio.Task] = set()
 
-    def on_dump() -> None:
-        dump = loop.create_task(run.dump(), name="dump")
+    def on_stop(number: signal.Signals) -> None:
+        if task.cancelling():
+            return  # stopping already: another cancellation would only interrupt the cleanup
+        received.append(number.name)
+        if len(received) > 1 or not run.request_stop(number.name):
+            task.cancel(f"{number.name}: stopping immediately")
+
+    def on_dump(_: signal.Signals) -> None:
+        dump = asyncio.create_task(run.dump(), name="dump")
         dumps.add(dump)
         dump.add_done_callback(dumps.discard)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
-    loop.add_signal_handler(signal.SIGUSR1, on_dump)
     try:
-        yield
+        with handle_signals((signal.SIGINT, signal.SIGTERM), on_stop), handle_signals((signal.SIGUSR1,), on_dump):
+            yield
     except asyncio.CancelledError:
-        if not seen:
+        if not received:
             raise
-        raise KeyboardInterrupt(f"stopped by {seen[-1]} before the run could finish cleanly") from None
-    finally:
-        for number in (*signals, signal.SIGUSR1):
-            loop.remove_signal_handler(number)
+        raise KeyboardInterrupt(f"stopped by {received[-1]} before the run could finish cleanly") from None

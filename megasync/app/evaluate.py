@@ -10,7 +10,6 @@ import asyncio
 import json
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -23,6 +22,7 @@ from rich.console import Console
 from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Task, prepare_task
 from megasync.cluster.roles import check_capabilities
+from megasync.concurrency.tasks import handle_signals, wait_for_first
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import TrainerConfig
@@ -52,8 +52,8 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
     else:
         config = load_config(target / CONFIG_FILE, overrides)
         custom = target / CUSTOM_FILE
-        brought = json.loads(custom.read_text()) if custom.is_file() else []
-        if missing := [name for name in brought if name != "train_dataset"]:
+        passed = json.loads(custom.read_text()) if custom.is_file() else []
+        if missing := [name for name in passed if name != "train_dataset"]:
             raise ConfigError(
                 f"{target} was started from Python with its own {', '.join(missing)}, which `megasync eval` lacks; "
                 f"name them in a configuration (rollout.reward, rollout.workflow, eval.sets) and evaluate it with "
@@ -130,7 +130,7 @@ def run_evaluation(
     save_config(config, out / CONFIG_FILE)
     handler = log_to_file(out / "logs" / "evaluation.log")
     try:
-        return asyncio.run(_interruptible(_CheckpointEvaluation(config, out, name, task, console)))
+        return asyncio.run(_interruptible(_evaluate(config, out, name, task, console)))
     finally:
         handler.close()
 
@@ -143,42 +143,36 @@ def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
         config.rollout.rewards, config.reward_models = {}, {}
 
 
-class _CheckpointEvaluation:
-    def __init__(self, config: Config, out: Path, name: str, task: Task, console: Console) -> None:
-        self._config = config
-        self._out = out
-        self._name = name
-        self._task = task
-        parts = [
-            (each.name, temperature, len(each.prompts) * each.repeats_at(temperature))
-            for each in task.eval_sets
-            for temperature in each.temperatures
-        ]
-        self._progress = EvaluationProgress(out, parts, console)
-
-    async def run(self) -> list[HeldOutScores]:
-        check_capabilities()
-        config, task = self._config, self._task
-        device = resolve_device(config.cluster.device)
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(task.close)
-            await task.open()
-            self._progress.message(f"starting {config.rollout.servers} server(s) of {self._name}")
-            pools = await reserve_pools(stack, config, pool_specs(config, training=False), device)
-            servers = InferenceServers.build(stack, config, self._out, device, pools, task)
-            await servers.start()
-            controls = servers.fleet.joiners()
-            client = servers.client(stack, config, task, controls)
-            await servers.fleet.joined([control.url for control in controls])
-            start = time.monotonic()
-            seed = config.seed if config.rollout.deterministic else None
-            with self._progress:
-                evaluating = evaluate(
-                    *(client, task.eval_sets, task.workflow, config.eval.max_inflight, seed), self._progress.answer
-                )
-                found = await _result_while(evaluating, _watch_servers(servers))
-            write_scores(self._out, self._name, found, time.monotonic() - start)
-            return found
+async def _evaluate(config: Config, out: Path, name: str, task: Task, console: Console) -> list[HeldOutScores]:
+    check_capabilities()
+    parts = [
+        (each.name, temperature, len(each.prompts) * each.repeats_at(temperature))
+        for each in task.eval_sets
+        for temperature in each.temperatures
+    ]
+    progress = EvaluationProgress(out, parts, console)
+    device = resolve_device(config.cluster.device)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(task.close)
+        await task.open()
+        progress.message(f"starting {config.rollout.servers} server(s) of {name}")
+        pools = await reserve_pools(stack, config, pool_specs(config, training=False), device)
+        servers = InferenceServers.build(stack, config, out, device, pools, task)
+        await servers.start()
+        controls = servers.fleet.joiners()
+        client = servers.client(stack, config, task, controls)
+        await servers.fleet.joined([control.url for control in controls])
+        start = time.monotonic()
+        seed = config.seed if config.rollout.deterministic else None
+        with progress:
+            evaluating = evaluate(
+                client, task.eval_sets, task.workflow, config.eval.max_inflight, seed, progress.answer
+            )
+            evaluation = asyncio.create_task(evaluating, name="evaluation")
+            await wait_for_first(evaluation, asyncio.create_task(_watch_servers(servers), name="servers"))
+        scores = evaluation.result()
+        write_scores(out, name, scores, time.monotonic() - start)
+        return scores
 
 
 async def _watch_servers(servers: InferenceServers) -> None:
@@ -191,45 +185,21 @@ async def _watch_servers(servers: InferenceServers) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _result_while(
-    evaluating: Coroutine[Any, Any, list[HeldOutScores]], watching: Coroutine[Any, Any, None]
-) -> list[HeldOutScores]:
-    """The result of `evaluating`, unless `watching` raises first."""
-    watch = asyncio.create_task(watching, name="servers")
-    evaluation = asyncio.create_task(evaluating, name="evaluation")
-    try:
-        done, _ = await asyncio.wait([watch, evaluation], return_when=asyncio.FIRST_COMPLETED)
-        if watch in done:
-            watch.result()
-        return evaluation.result()
-    finally:
-        watch.cancel()
-        evaluation.cancel()
-        await asyncio.gather(watch, evaluation, return_exceptions=True)
-
-
-async def _interruptible(evaluating: _CheckpointEvaluation) -> list[HeldOutScores]:
+async def _interruptible(evaluating: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
     """Ctrl-C or SIGTERM ends the evaluation cleanly: the servers are shut down first."""
-    task = asyncio.create_task(evaluating.run(), name="evaluating")
-    if threading.current_thread() is not threading.main_thread():
-        return await task
-    loop = asyncio.get_running_loop()
-    seen: list[str] = []
+    task = asyncio.create_task(evaluating, name="evaluating")
+    received: list[str] = []
 
-    def on_signal(name: str) -> None:
+    def on_signal(number: signal.Signals) -> None:
         # Once: a second cancellation would only interrupt the cleanup.
-        if not seen:
+        if not received:
             task.cancel()
-        seen.append(name)
+        received.append(number.name)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, signal.Signals(number).name)
     try:
-        return await task
+        with handle_signals((signal.SIGINT, signal.SIGTERM), on_signal):
+            return await task
     except asyncio.CancelledError:
-        if not seen:
+        if not received:
             raise
-        raise KeyboardInterrupt(f"stopped by {seen[0]}") from None
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        raise KeyboardInterrupt(f"stopped by {received[0]}") from None

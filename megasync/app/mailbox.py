@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megasync.app.run_lock import is_held
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
 from megasync.files import PART, atomic_write
@@ -48,8 +49,7 @@ class Mailbox:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_and_wait(task)
 
     async def _serve(self, handlers: Mapping[str, Handler]) -> None:
         while True:
@@ -83,7 +83,7 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
     if not is_held(run_dir):
-        raise ConfigError(f"the run in {run_dir} is not going on; start it again with `megasync resume {run_dir}`")
+        raise ConfigError(f"the run in {run_dir} is not live; start it again with `megasync resume {run_dir}`")
     stem = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
     question, answer = folder / f"{stem}.ask", folder / f"{stem}.answer"
     _write(question, {"name": name, "values": values})
@@ -96,13 +96,13 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
             )
         if not is_held(run_dir):
             question.unlink(missing_ok=True)
-            raise MegasyncError(f"the run in {run_dir} has ended before it answered")
+            raise MegasyncError(f"the run in {run_dir} ended before it answered")
         time.sleep(POLL_SECONDS)
-    said = json.loads(answer.read_text())
+    content = json.loads(answer.read_text())
     answer.unlink(missing_ok=True)
-    if "refused" in said:
-        raise MegasyncError(said["refused"])
-    return said["done"]
+    if "refused" in content:
+        raise MegasyncError(content["refused"])
+    return content["done"]
 
 
 def _write(path: Path, content: dict) -> None:

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class ActorGroup:
         shared = [ray.put(arg) if isinstance(arg, (list, dict)) else arg for arg in args]
         return await self._gather(method, [getattr(h, method).remote(*shared) for h in self.handles], timeout)
 
-    async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None) -> Any:
-        ref = getattr(self.handles[slot], method).remote(*args)
+    async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None, **kwargs: Any) -> Any:
+        ref = getattr(self.handles[slot], method).remote(*args, **kwargs)
         return (await self._gather(method, [ref], timeout, first=slot))[0]
 
     async def _gather(self, method: str, refs: list[Any], timeout: float | None, first: int = 0) -> list[Any]:
@@ -79,9 +80,7 @@ class ActorGroup:
                 )
             return [call.result() for call in calls]
         finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await cancel_and_wait(*calls)
 
     async def _result(self, slot: int, method: str, ref: Any) -> Any:
         try:

@@ -29,8 +29,8 @@ from pathlib import Path
 from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import Members, RouterSlot
-from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess
-from megasync.concurrency.tasks import gather_or_cancel
+from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess, raise_supervision_error
+from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.device import Device
@@ -38,7 +38,7 @@ from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.health import ServerState
 from megasync.serving.outliers import OutlierDetector
 from megasync.serving.router import RouterMembers
 from megasync.serving.server import ServerSpec
@@ -72,15 +72,12 @@ class Fleet:
         self._device = device
         self._pools = pools
         self._keys = keys
-        self._policy = HealthPolicy.of(config.rollout.health)
         self._slots: dict[int, ServerSlot] = {}
         self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
         self._changed = asyncio.Event()
         self._resizing = asyncio.Lock()
         self._last_gone = ""
-        self._router = RouterSlot(
-            self._router_process, self._routed, self._members, config.rollout.health, config.timeouts, clock
-        )
+        self._router = RouterSlot(self._router_process, self._routed, self._members, config, clock)
         self._outliers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where it is unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
@@ -203,13 +200,7 @@ class Fleet:
 
     async def watch(self) -> None:
         """Raises ServerError when the fleet cannot recover: too few servers are left, or the router stays down."""
-        for slot, task in self._tasks.items():
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                error = task.exception()
-                if isinstance(error, MegasyncError):
-                    raise error
-                name = "the router" if slot is None else f"server {slot.index}"
-                raise ServerError(f"internal error in the supervision of {name}: {error!r}") from error
+        raise_supervision_error(self._tasks.values())
         left, least = len(self._slots), self._config.rollout.min_servers
         if left < least:
             raise ServerError(f"{left} servers are left, fewer than rollout.min_servers={least}. {self._last_gone}")
@@ -308,10 +299,8 @@ class Fleet:
         return reason
 
     async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
         try:
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await cancel_and_wait(*self._tasks.values())
         finally:
             self._tasks.clear()
             await asyncio.gather(self._router.close(), *(slot.close() for slot in self._slots.values()))
@@ -321,13 +310,12 @@ class Fleet:
 
     def _new_slot(self, index: int) -> ServerSlot:
         self._slots[index] = ServerSlot(
+            self._config,
             index,
-            ServerHealth(self._policy, self._clock),
             lambda: self._server_process(index),
             self._control,
-            self._config.rollout.health,
-            self._config.timeouts,
             self._on_change,
+            self._clock,
             judge=self,
         )
         return self._slots[index]
@@ -409,8 +397,7 @@ class Fleet:
         slot.note(slot.health.retire, "it was scaled away")
         task = self._tasks.pop(slot, None)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_and_wait(task)
         await self._settle()
         await slot.drain(DRAIN_SECONDS)
         await slot.close()

@@ -8,7 +8,7 @@ import signal
 import threading
 
 import ray
-from megasync_patches import ray_loopback
+from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
 from megasync.config import Config
 from megasync.config.host import LOOPBACK

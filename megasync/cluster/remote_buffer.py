@@ -20,21 +20,24 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megasync.buffer.state import BufferCounters, BufferCounts, FailedStep
+from megasync.buffer import AsyncBuffer
 from megasync.cluster.actors import ActorGroup, kill_process
 from megasync.cluster.roles import ROLES
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, ProcessLost
-from megasync.trajectory import Group, Partial
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,18 @@ OPEN_SECONDS = 180.0
 ANSWER_SECONDS = 45.0
 # Seconds between two liveness checks while only waiting calls are in flight.
 PULSE_SECONDS = 15.0
+
+
+def _in_process(
+    method: Callable[Concatenate[AsyncBuffer, P], Awaitable[T]],
+) -> Callable[Concatenate[RemoteBuffer, P], CoroutineType[Any, Any, T]]:
+    """The same method, called in the buffer's process."""
+
+    @wraps(method)
+    async def call(buffer: RemoteBuffer, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await buffer._call(method.__name__, *args, **kwargs)
+
+    return call
 
 
 class RemoteBuffer:
@@ -79,68 +94,37 @@ class RemoteBuffer:
         self._killed = False
         self._process = self._start()
 
-    async def admit(self, uid: str) -> None:
-        await self._call("admit", uid)
-
-    async def commit(self, group: Group) -> bool:
-        return await self._call("commit", group)
-
-    async def drop(self, uid: str, reason: str) -> bool:
-        return await self._call("drop", uid, reason)
+    admit = _in_process(AsyncBuffer.admit)
+    commit = _in_process(AsyncBuffer.commit)
+    drop = _in_process(AsyncBuffer.drop)
+    save_partials = _in_process(AsyncBuffer.save_partials)
+    partials = _in_process(AsyncBuffer.partials)
+    lease = _in_process(AsyncBuffer.lease)
+    ack = _in_process(AsyncBuffer.ack)
+    step_failed = _in_process(AsyncBuffer.step_failed)
+    publish = _in_process(AsyncBuffer.publish)
+    rollback = _in_process(AsyncBuffer.rollback)
+    checkpointed = _in_process(AsyncBuffer.checkpointed)
+    close = _in_process(AsyncBuffer.close)
+    counts = _in_process(AsyncBuffer.counts)
+    counters = _in_process(AsyncBuffer.counters)
+    live_uids = _in_process(AsyncBuffer.live_uids)
+    waiting = _in_process(AsyncBuffer.waiting)
 
     async def reclaim(self) -> str:
         # One claimant per call: a repeated call gets the group that it may have received already.
         return await self._call("reclaim", uuid.uuid4().hex)
-
-    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
-        await self._call("save_partials", partials)
-
-    async def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
-        return await self._call("partials", uid)
-
-    async def lease(self, step: int, version: int) -> list[Group]:
-        return await self._call("lease", step, version)
-
-    async def ack(self, step: int) -> None:
-        await self._call("ack", step)
-
-    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
-        return await self._call("step_failed", step, attempts, most_in_a_row)
-
-    async def publish(self, version: int) -> None:
-        await self._call("publish", version)
-
-    async def rollback(self, step: int, version: int) -> None:
-        await self._call("rollback", step, version)
-
-    async def checkpointed(self, step: int, oldest_kept: int) -> None:
-        await self._call("checkpointed", step, oldest_kept)
-
-    async def close(self, reason: str) -> None:
-        await self._call("close", reason)
-
-    async def counts(self) -> BufferCounts:
-        return await self._call("counts")
-
-    async def counters(self) -> BufferCounters:
-        return await self._call("counters")
-
-    async def live_uids(self) -> list[str]:
-        return await self._call("live_uids")
-
-    async def waiting(self) -> dict[str, str]:
-        return await self._call("waiting")
 
     def kill(self) -> None:
         """Ends the buffer; calls in flight fail."""
         self._killed = True
         self._process.kill()
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         while True:
             process = self._process
             try:
-                return await process.call(method, *arguments)
+                return await process.call(method, *args, **kwargs)
             except ProcessLost as loss:
                 if not self._killed and not isinstance(loss.__cause__, RayActorError):
                     await process.end()
@@ -181,19 +165,16 @@ class _BufferProcess:
         self._ready: asyncio.Future[None] | None = None
         self._pulse: asyncio.Future[int] | None = None
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the buffer. Also raises ProcessLost when the process dies or does not answer."""
-        await self._wait_until_open()
+        # Concurrent callers share one wait for the ledger, and one liveness check.
+        if self._ready is None:
+            self._ready = _shared(self._open())
+        await asyncio.shield(self._ready)
         if method not in WAITS:
-            return await self._actor.call_one(0, method, *arguments, timeout=ANSWER_SECONDS)
-        call = asyncio.ensure_future(self._actor.call_one(0, method, *arguments, timeout=None))
-        try:
-            while not (await asyncio.wait([call], timeout=PULSE_SECONDS))[0]:
-                await self._check_pulse()
-            return call.result()
-        finally:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+            return await self._actor.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
+        waiting = self._actor.call_one(0, method, *args, **kwargs, timeout=None)
+        return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
 
     async def end(self) -> None:
         """Kills the process, even one that is stopped and receives nothing. Calls in flight fail."""
@@ -204,31 +185,24 @@ class _BufferProcess:
     def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
 
-    async def _wait_until_open(self) -> None:
-        """Waits until the ledger is read. Concurrent callers share one wait, and one liveness check below."""
-        if self._ready is None:
-            self._ready = _shared(self._open())
-        await asyncio.shield(self._ready)
-
     async def _open(self) -> None:
         self._pid = await self._ask_pid(START_SECONDS)
-        opened = asyncio.ensure_future(self._actor.call_one(0, "open", timeout=None))
         progress, since = "", time.monotonic()
-        try:
-            while not (await asyncio.wait([opened], timeout=min(PULSE_SECONDS, OPEN_SECONDS)))[0]:
-                last, progress = progress, await self._actor.call_one(0, "opening", timeout=OPEN_SECONDS)
-                if progress != last:
-                    since = time.monotonic()
-                    log.info("buffer: reading its ledger: %s", progress)
-                elif time.monotonic() - since >= OPEN_SECONDS:
-                    raise ProcessLost(
-                        f"the buffer's process made no progress reading its ledger for {OPEN_SECONDS:g} s "
-                        f"(read: {progress})"
-                    )
-            opened.result()
-        finally:
-            opened.cancel()
-            await asyncio.gather(opened, return_exceptions=True)
+
+        async def check_progress() -> None:
+            nonlocal progress, since
+            last, progress = progress, await self._actor.call_one(0, "opening", timeout=OPEN_SECONDS)
+            if progress != last:
+                since = time.monotonic()
+                log.info("Buffer: reading its ledger: %s", progress)
+            elif time.monotonic() - since >= OPEN_SECONDS:
+                raise ProcessLost(
+                    f"the buffer's process made no progress reading its ledger for {OPEN_SECONDS:g} s "
+                    f"(read: {progress})"
+                )
+
+        opening = self._actor.call_one(0, "open", timeout=None)
+        await _result_with_checks(opening, min(PULSE_SECONDS, OPEN_SECONDS), check_progress)
 
     async def _check_pulse(self) -> None:
         if self._pulse is None or self._pulse.done():
@@ -244,11 +218,22 @@ class _BufferProcess:
             raise ProcessLost(f"the buffer's process has not answered for {seconds:g} s") from None
 
 
-def _shared(question: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    asked = asyncio.ensure_future(question)
+async def _result_with_checks(call: Coroutine[Any, Any, T], seconds: float, check: Callable[[], Awaitable[None]]) -> T:
+    """The result of `call`. Until it arrives, `check` runs every `seconds`; an error that it raises ends the call."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([task], timeout=seconds))[0]:
+            await check()
+        return task.result()
+    finally:
+        await cancel_and_wait(task)
+
+
+def _shared(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    task = asyncio.ensure_future(call)
     # Retrieves the exception in case no caller is left to do so.
-    asked.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return asked
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def _pid(_: Any) -> int:

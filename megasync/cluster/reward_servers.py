@@ -19,15 +19,15 @@ from typing import Protocol
 
 from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
-from megasync.cluster.server_slot import ServerProcess, ServerSlot
-from megasync.concurrency.tasks import gather_or_cancel
+from megasync.cluster.server_slot import ServerProcess, ServerSlot, raise_supervision_error
+from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import reward_pool
 from megasync.device import Device
-from megasync.errors import MegasyncError, ServerError
+from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.health import ServerState
 from megasync.serving.server import reward_server_spec
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,9 @@ class RewardServers:
         self._keys = keys
         self._clients = clients
         self._clock = clock
-        self._policy = HealthPolicy.of(config.rollout.health)
         self._slots: dict[str, list[ServerSlot]] = {name: [] for name in config.reward_models}
         self._restarts = dict.fromkeys(config.reward_models, 0)
-        self._tasks: dict[asyncio.Task, str] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._last_gone: dict[str, str] = {}
 
     async def start_own(self) -> None:
@@ -80,11 +79,7 @@ class RewardServers:
 
     async def watch(self) -> None:
         """Raises ServerError when a model has no server left and none can be restarted."""
-        for task, name in self._tasks.items():
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                if isinstance(error, MegasyncError):
-                    raise error
-                raise ServerError(f"internal error in the supervision of reward model {name!r}: {error!r}") from error
+        raise_supervision_error(self._tasks)
         for name, slots in self._slots.items():
             if name in self._last_gone and not slots:
                 raise ServerError(
@@ -103,10 +98,8 @@ class RewardServers:
         return metrics
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_and_wait(*self._tasks)
         finally:
             self._tasks.clear()
             await asyncio.gather(*(slot.close() for slots in self._slots.values() for slot in slots))
@@ -122,7 +115,7 @@ class RewardServers:
             await gather_or_cancel(*(slot.start() for _, slot in slots))
             for name, slot in slots:
                 log.info("reward model %s: server at %s", name, slot.url)
-                self._tasks[asyncio.create_task(slot.run(), name=f"reward model {name} {slot.index}")] = name
+                self._tasks.append(asyncio.create_task(slot.run(), name=f"reward model {name} {slot.index}"))
 
     def _batches(self, pool: str) -> list[list[tuple[str, int]]]:
         """(model, number) of the servers, in batches that start concurrently."""
@@ -138,13 +131,12 @@ class RewardServers:
 
     def _new_slot(self, name: str, index: int, gpus: str) -> ServerSlot:
         slot = ServerSlot(
+            self._config,
             index,
-            ServerHealth(self._policy, self._clock),
             lambda: self._process(name, index, gpus),
             lambda url: ServerControl(url, self._keys.admin),
-            self._config.rollout.health,
-            self._config.timeouts,
             lambda slot, before: self._on_change(name, slot, before),
+            self._clock,
             f"reward model {name}, server",
         )
         self._slots[name].append(slot)

@@ -13,7 +13,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from megasync.cluster.server_slot import POLL_SECONDS, TAIL_LINES, ServiceProcess
-from megasync.config.schema import HealthConfig, TimeoutConfig
+from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
 from megasync.serving.restart_budget import RestartBudget
 
@@ -39,8 +39,7 @@ class RouterSlot:
         make_process: Callable[[Collection[str], int], ServiceProcess],
         wanted: Callable[[], Collection[str]],
         members: Callable[[str], Members],
-        config: HealthConfig,
-        timeouts: TimeoutConfig,
+        config: Config,
         clock: Callable[[], float],
     ) -> None:
         """`make_process` takes the servers to start with and the port, 0 for any; `members` the router's URL."""
@@ -48,9 +47,9 @@ class RouterSlot:
         self.starts = 0
         self._make_process = make_process
         self._wanted = wanted
-        self._config = config
-        self._timeouts = timeouts
-        self._restarts = RestartBudget(config.restarts, config.restart_window, clock)
+        self._config = config.rollout.health
+        self._timeouts = config.timeouts
+        self._restarts = RestartBudget(self._config.restarts, self._config.restart_window, clock)
         self._reach_members = members
         self._process: ServiceProcess | None = None
         self._members: Members | None = None

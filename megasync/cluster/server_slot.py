@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 
-from megasync.config.schema import HealthConfig, TimeoutConfig
+from megasync.concurrency.tasks import wait_for_first
+from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
 from megasync.rollout.event_stream import events
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.health import ServerHealth, ServerState
+from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +92,12 @@ class ServerSlot:
 
     def __init__(
         self,
+        config: Config,
         index: int,
-        health: ServerHealth,
         make_process: Callable[[], ServerProcess],
         make_control: Callable[[str], ServerControl],
-        config: HealthConfig,
-        timeouts: TimeoutConfig,
         on_change: Callable[[ServerSlot, ServerState], None],
+        clock: Callable[[], float] = time.monotonic,
         name: str = "server",
         judge: Judge | None = None,
     ) -> None:
@@ -109,17 +110,17 @@ class ServerSlot:
             judge: compares the server with its peers. Without one its answers are not checked.
         """
         self.index = index
-        self.health = health
+        self.health = ServerHealth(HealthPolicy.of(config.rollout.health), clock)
         self.control: ServerControl | None = None
         self.load: ServerLoad | None = None
         self.starts = 0
         self._make_process = make_process
-        self._config = config
-        self._timeouts = timeouts
+        self._config = config.rollout.health
+        self._timeouts = config.timeouts
         self._make_control = make_control
         self._on_change = on_change
         self._process: ServerProcess | None = None
-        self._reported = health.state
+        self._reported = self.health.state
         self._name = f"{name} {index}"
         self._judge = judge
         self._check_due = asyncio.Event()
@@ -141,11 +142,8 @@ class ServerSlot:
         if state is self._reported:
             return
         before, self._reported = self._reported, state
-        level = (
-            logging.INFO
-            if state in (ServerState.HEALTHY, ServerState.STALE, ServerState.RESTARTING)
-            else logging.WARNING
-        )
+        expected = state in (ServerState.HEALTHY, ServerState.STALE, ServerState.RESTARTING)
+        level = logging.INFO if expected else logging.WARNING
         log.log(level, "%s: %s -> %s %s %s", self._name, before, state, self.url, self.health.reason)
         self._wake.set()
         self._on_change(self, before)
@@ -227,14 +225,7 @@ class ServerSlot:
         ]
         if self._judge is not None:
             polls.append(asyncio.create_task(self._check(control, self._judge), name=f"check of {self._name}"))
-        try:
-            done, _ = await asyncio.wait(polls, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in polls:
-                task.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
+        await wait_for_first(*polls)
 
     async def _until_down(self) -> None:
         while self.health.up:
@@ -370,6 +361,15 @@ class ServerSlot:
             await process.stop(self._timeouts.shutdown)
 
 
+def raise_supervision_error(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Raises the error of a task that supervises servers or the router, if one has failed."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, MegasyncError):
+                raise error
+            raise ServerError(f"internal error in the supervision of {task.get_name()}: {error!r}") from error
+
+
 def throughput(info: Any) -> float:
     """Tokens per second over the last decoding steps, from `/server_info`; 0 where it is missing."""
     try:
@@ -413,16 +413,3 @@ class CheckAnswer:
             return "it has no finish_reason"
         read_scored(orjson.loads(self._last), CHECK["input_ids"])
         return None
-
-
-def nonsense(answer: Any, limits: AnswerLimits) -> str | None:
-    """Why the client would refuse a whole answer to `CHECK`, or the parity check its scores.
-
-    Servers write NaN as null.
-    """
-    check = CheckAnswer(limits)
-    try:
-        check.add(orjson.dumps(answer))
-        return check.problem()
-    except (InvalidAnswer, StreamedError) as error:
-        return str(error)

@@ -1,11 +1,14 @@
-"""Asynchronous helpers: backoff between retries, running coroutines that fail together, killing a process pool."""
+"""Asynchronous helpers: backoff between retries, tasks that end together, signals, killing a process pool."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 # Maximum wait, in seconds, until a killed process is reaped.
@@ -40,9 +43,40 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
+
+
+async def wait_for_first(*tasks: asyncio.Future[Any]) -> None:
+    """Waits until one task has ended, cancels the others and waits for them. Raises the error of the ended task."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels the tasks and waits until all have ended. Their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Calls `handler` in the event loop for each signal. No effect outside the main thread, which receives them all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, handler, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def kill_pool(pool: ProcessPoolExecutor) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megasync.concurrency.tasks import handle_signals
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.remote import SSH
 
@@ -90,7 +91,6 @@ async def _launch(job: Job, requeue: Callable[[], None] | None) -> int:
 
     launcher = Launcher(job, _print_line)
     task = asyncio.create_task(launcher.run(), name="launcher")
-    loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
     requests: set[asyncio.Task[None]] = set()
 
@@ -99,24 +99,20 @@ async def _launch(job: Job, requeue: Callable[[], None] | None) -> int:
         if len(received) > 2:
             task.cancel()
             return
-        request = loop.create_task(launcher.request_stop(signal.SIGINT))
+        request = asyncio.create_task(launcher.request_stop(signal.SIGINT))
         requests.add(request)
         request.add_done_callback(requests.discard)
 
     numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if requeue else [])]
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
     try:
-        code = await task
+        with handle_signals(numbers, on_signal):
+            code = await task
     except asyncio.CancelledError:
         return INTERRUPTED
     except MegasyncError:
         if not received:
             raise
         code = INTERRUPTED
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
     if requeue is not None and signal.SIGUSR1 in received:
         outcome = f"exited with status {code}" if code else "saved a checkpoint"
         _print_line(f"the run {outcome}; requeueing the job")

@@ -24,6 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import GENERATION_KEY_VARIABLE, given_generation_key
 from megasync.errors import MegasyncError
@@ -152,7 +153,7 @@ class Launcher:
             ]
             for supervisor in supervisors:
                 supervisor.add_done_callback(self._on_supervisor_done)
-            stack.push_async_callback(_cancel, supervisors)
+            stack.push_async_callback(cancel_and_wait, *supervisors)
             code = await self._run_doctor_and_driver(head)
             if code not in DRIVER_CODES and not self._stopping.is_set():
                 # Losing the head kills the driver too. Either loss may be noticed first.
@@ -201,7 +202,7 @@ class Launcher:
             await asyncio.sleep(0.05)
         ended.cancel()
         head_watch = asyncio.create_task(self._watch_head(node), name="head")
-        stack.push_async_callback(_cancel, [head_watch])
+        stack.push_async_callback(cancel_and_wait, head_watch)
         return self._nodes[host.name]["head"], head_watch
 
     async def _watch_head(self, head: Remote) -> None:
@@ -271,9 +272,3 @@ class Launcher:
         finally:
             self._driver = None
             await remote.end(stop_seconds + END_SECONDS)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 import psutil
-from megasync_patches import PatchError, ray_bind
+from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 
 from megasync.config.host import HOST_VARIABLE
 from megasync.config.pools import NODE_RESOURCE_AMOUNT, node_resource

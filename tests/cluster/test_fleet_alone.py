@@ -13,10 +13,11 @@ import pytest
 
 from megasync.cluster import server_slot
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.server_slot import CheckAnswer
 from megasync.config import Config
-from megasync.errors import ServerError
+from megasync.errors import InvalidAnswer, ServerError
 from megasync.rollout.event_stream import CONTENT_TYPE
-from megasync.serving.answers import AnswerLimits
+from megasync.serving.answers import AnswerLimits, StreamedError
 from megasync.serving.health import ServerState
 from megasync.sim.clock import VirtualLoop
 
@@ -39,8 +40,8 @@ GOOD = answer()
 BAD = answer(scores=[[None, 1, None], [None, 2, None], [-2.0, 3, None]])
 
 
-def event(said: Any) -> bytes:
-    return b"data: " + orjson.dumps(said) + b"\n\n"
+def event(body: Any) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 class FakeServer:
@@ -372,7 +373,7 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("body", "problem"),
     [
         (GOOD, None),
         (BAD, "token 1 has no log-prob"),
@@ -392,8 +393,13 @@ async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
         (answer() | {"error": {"code": 500, "message": "out of memory"}}, "out of memory"),
     ],
 )
-def test_the_check_refuses_what_the_client_refuses(said: Any, problem: str | None) -> None:
-    found = server_slot.nonsense(said, AnswerLimits(VOCABULARY, tokens=2, newest=lambda: 4))
+def test_the_check_refuses_what_the_client_refuses(body: Any, problem: str | None) -> None:
+    check = CheckAnswer(AnswerLimits(VOCABULARY, tokens=2, newest=lambda: 4))
+    try:
+        check.add(orjson.dumps(body))
+        found = check.problem()
+    except (InvalidAnswer, StreamedError) as error:
+        found = str(error)
     assert (found is None) if problem is None else (problem in found)
 
 

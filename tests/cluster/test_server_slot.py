@@ -1,4 +1,4 @@
-"""A slot's loops over a process that can be told to misbehave."""
+"""The loops of a server slot, over a fake process whose faults the tests choose."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from aiohttp import web
 
 from megasync.cluster import server_slot
 from megasync.cluster.server_slot import ServerSlot
+from megasync.concurrency.tasks import cancel_and_wait
+from megasync.config import Config
 from megasync.config.schema import HealthConfig, TimeoutConfig
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.health import ServerState
 
 LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
 
 
 class FakeProcess:
-    """Answers probes at a port of its own while it lives; `wedged` lets its scheduler answer nothing."""
+    """Answers probes at a port of its own while it is alive; while `hung`, its scheduler answers nothing."""
 
     def __init__(self, starts: bool = True) -> None:
         self._starts = starts
-        self.living = self.wedged = False
+        self.living = self.hung = False
 
     async def start(self, timeout: float) -> str:
         if not self._starts:
@@ -41,7 +43,7 @@ class FakeProcess:
         return web.json_response(LOADS)
 
     async def _info(self, request: web.Request) -> web.Response:
-        if self.wedged:
+        if self.hung:
             await asyncio.sleep(600)
         return web.json_response({})
 
@@ -61,17 +63,24 @@ class FakeProcess:
 async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, restarts: int = 5):
     """(slot, transitions as they come), started with the first of the processes."""
     monkeypatch.setattr(server_slot, "POLL_SECONDS", 0.01)
-    policy = HealthPolicy(3, 2, 2, restarts, 600.0)
-    config = HealthConfig(probe_seconds=0.01, request_seconds=0.01, request_timeout=0.1)
+    config = Config()
+    config.timeouts = TimeoutConfig(server_start=10.0, shutdown=1.0)
+    config.rollout.health = HealthConfig(
+        probe_seconds=0.01,
+        request_seconds=0.01,
+        request_timeout=0.1,
+        probe_failures=3,
+        request_failures=2,
+        restarts=restarts,
+        restart_window=600.0,
+    )
     seen: asyncio.Queue[tuple[ServerState, ServerState, str]] = asyncio.Queue()
     queue = iter(processes)
     slot = ServerSlot(
+        config,
         0,
-        ServerHealth(policy),
         lambda: next(queue),
         lambda url: ServerControl(url, "key"),
-        config,
-        TimeoutConfig(server_start=10.0, shutdown=1.0),
         lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
     )
     await slot.start()
@@ -79,8 +88,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
     try:
         yield slot, seen
     finally:
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+        await cancel_and_wait(life)
         await slot.close()
         assert not any(process.living for process in processes)
 
@@ -106,21 +114,21 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monke
         await first._runner.cleanup()
 
 
-async def test_a_wedged_scheduler_is_found_though_probes_are_answered(monkeypatch):
+async def test_a_hung_scheduler_is_detected_although_probes_are_answered(monkeypatch):
     first, second = FakeProcess(), FakeProcess()
     async with living(monkeypatch, first, second) as (slot, seen):
         async with asyncio.timeout(20):
             while slot.load is None:
                 await asyncio.sleep(0.01)
         assert (slot.load.token_usage, slot.load.running, slot.load.waiting) == (0.25, 2, 1)
-        first.wedged = True
+        first.hung = True
         await until(seen, ServerState.DEAD)
         assert "2 requests in a row failed" in slot.health.reason
         await until(seen, ServerState.STALE)
         assert not first.living and second.living
 
 
-async def test_a_server_that_does_not_start_again_uses_up_its_restarts_and_is_given_up(monkeypatch):
+async def test_a_slot_retires_when_failed_starts_have_used_up_its_restarts(monkeypatch):
     first = FakeProcess()
     async with living(monkeypatch, first, FakeProcess(starts=False), restarts=1) as (slot, seen):
         slot.note(slot.health.died, "killed")
@@ -129,7 +137,7 @@ async def test_a_server_that_does_not_start_again_uses_up_its_restarts_and_is_gi
         assert slot.control is None
 
 
-async def test_a_cancelled_life_does_not_start_anything_again(monkeypatch):
+async def test_a_cancelled_slot_starts_no_further_server(monkeypatch):
     first, second = FakeProcess(), FakeProcess()
     stopping = asyncio.Event()
 
@@ -148,7 +156,7 @@ async def test_a_cancelled_life_does_not_start_anything_again(monkeypatch):
     await first._runner.cleanup()
 
 
-async def test_whoever_retires_a_slot_ends_it(monkeypatch):
+async def test_retiring_a_slot_ends_its_process(monkeypatch):
     async with living(monkeypatch, FakeProcess()) as (slot, seen):
         slot.note(slot.health.retire, "it was scaled away")
         await until(seen, ServerState.RETIRED)

@@ -40,4 +40,4 @@ def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, th
     run.ends_cleanly(signal.SIGTERM, run_dir)
     assert load_config(run_dir / CONFIG_FILE).rollout.servers == 1
     ended = scale(run_dir, 2)
-    assert ended.returncode == 2 and "is not going on" in ended.stderr
+    assert ended.returncode == 2 and "is not live" in ended.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from megasync_patches import verl_cpu_group, verl_cpu_pinning
+from megasync_patches import verl_cpu_group, verl_cpu_pinning  # pyright: ignore[reportMissingImports] - the folder patches/
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
