@@ -92,8 +92,8 @@ class TrainerGroup:
     async def save(self, step: int, state: dict[str, Any]) -> Saved:
         """Writes the checkpoint of a step and removes older ones beyond `checkpoint.keep`.
 
-        Raises:
-            CheckpointError: it could not be written; names the earlier one that the run can continue from.
+        Raises CheckpointError, which names the earlier checkpoint to continue from, if the new one could not be
+        written.
         """
         from megasync.trainer import checkpoint
 

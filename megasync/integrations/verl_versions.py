@@ -11,11 +11,7 @@ SUPPORTED = ("0.9.1",)
 
 
 def check_version() -> str:
-    """The installed version of verl.
-
-    Raises:
-        ConfigError: verl is not installed, or its version is not supported.
-    """
+    """The installed version of verl. Raises ConfigError if verl is not installed, or its version is not supported."""
     supported = " or ".join(SUPPORTED)
     try:
         found = version("verl")

@@ -60,8 +60,7 @@ def _check_routing(hf_config: Mapping[str, Any]) -> None:
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope options of a config.json, in the old form (``rope_theta``, ``rope_scaling``) or ``rope_parameters``.
 
-    Raises:
-        ConfigError: the base frequency is missing, or the scaling is not implemented or lacks a constant.
+    Raises ConfigError if the base frequency is missing, or the scaling is not implemented or lacks a constant.
     """
     family = family_of(hf_config)
     hf_config = {**family.defaults, **hf_config}

@@ -88,8 +88,7 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
 def read_state(path: str | Path) -> dict[str, Any]:
     """The ``state`` that a complete checkpoint was saved with.
 
-    Raises:
-        CheckpointError: there is no complete checkpoint at ``path``.
+    Raises CheckpointError if there is no complete checkpoint at ``path``.
     """
     path = Path(path)
     if not (path / MARKER).is_file():
@@ -100,8 +99,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
     """Writes a checkpoint. A collective over all ranks, which must share a file system.
 
-    Raises:
-        CheckpointError: on every rank, if any rank could not write its part; nothing is left at ``path``.
+    Raises CheckpointError on every rank if any could not write its part; then nothing is left at ``path``.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -175,9 +173,8 @@ def load(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """(weights, optimizer state, caller's state) of one rank; restores torch's random state. A collective.
 
-    Raises:
-        CheckpointError: on every rank, if a file is missing or unreadable on any of them, or if the checkpoint has a
-            different topology, layer spec or dtype.
+    Raises CheckpointError on every rank if a file is missing or unreadable on any of them, or if the checkpoint has a
+    different topology, layer spec or dtype.
     """
     found: dict[str, Any] = {}
 

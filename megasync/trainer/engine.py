@@ -63,14 +63,13 @@ Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 class MegatronEngine:
     """One rank of a model. The constructor only validates the configuration; `initialize` needs torch.distributed.
 
+    Raises ConfigError if the world size does not match the topology, or the architecture is not supported.
+
     Args:
         total_steps: training step at which the learning rate decay ends.
         seed: for Megatron's random states, and for a value head that the model folder does not contain.
         trains: false for an engine that only scores; it has no gradients and no optimizer.
         value_head: builds a critic. `run` passes values instead of logits to ``evaluate``; log-probs are unavailable.
-
-    Raises:
-        ConfigError: the world size does not match the topology, or the architecture is not supported.
     """
 
     def __init__(
@@ -111,8 +110,7 @@ class MegatronEngine:
     def initialize(self) -> None:
         """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
 
-        Raises:
-            CheckpointError: the weights in the folder do not match its config.json.
+        Raises CheckpointError if the weights in the folder do not match its config.json.
         """
         config = self.trainer_config
         open_process_groups(self.topology)
@@ -194,10 +192,8 @@ class MegatronEngine:
         """Computes the gradients of the summed loss of all samples, replacing earlier gradients; see `update`.
 
         ``loss`` must already be normalised by a count over all samples: gradients are summed over microbatches and
-        data-parallel ranks, never averaged.
-
-        Returns:
-            "loss" and every sum that ``loss`` reports, summed over all microbatches and data-parallel ranks.
+        data-parallel ranks, never averaged. Returns "loss" and every sum that ``loss`` reports, summed over all
+        microbatches and data-parallel ranks.
         """
         self.zero_grad()
 
@@ -224,10 +220,8 @@ class MegatronEngine:
     ) -> list[torch.Tensor]:
         """Log-probs of each sample's scored tokens, float32 [scored] on the device, on every rank.
 
-        ``reference`` scores with the weights of `keep_reference` instead of the current ones; see `reference`.
-
-        Raises:
-            TrainingError: ``reference`` without `keep_reference`.
+        ``reference`` scores with the weights of `keep_reference` instead of the current ones; see `reference`. Raises
+        TrainingError for ``reference`` without `keep_reference`.
         """
         starts = [0]
         for sample in samples:
@@ -311,8 +305,7 @@ class MegatronEngine:
     def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy of each target, float32 [targets], from the logits that `run` passes to ``evaluate``.
 
-        Raises:
-            TrainingError: the engine has a value head.
+        Raises TrainingError if the engine has a value head.
         """
         if self.layout.value_head:
             raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
@@ -365,8 +358,7 @@ class MegatronEngine:
     def load(self, path: Path) -> dict[str, Any]:
         """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.
 
-        Raises:
-            CheckpointError: the checkpoint is incomplete or has a different layout.
+        Raises CheckpointError if the checkpoint is incomplete or has a different layout.
         """
         params, optimizer, state = checkpoint.load(
             Path(path), self.layout, self.model_config.dtype, self.rank, self.device.torch_device
@@ -391,8 +383,7 @@ class MegatronEngine:
 def open_process_groups(topology: Topology) -> None:
     """Opens Megatron's process groups, which several engines of one process share. A collective.
 
-    Raises:
-        ConfigError: groups of other sizes are already open in this process.
+    Raises ConfigError if groups of other sizes are already open in this process.
     """
     virtual = topology.virtual if topology.virtual > 1 else None
     if not parallel_state.is_initialized():

@@ -29,8 +29,7 @@ from megasync.trainer.rotary import PackedRotary, attention_factor
 class LatentAttention(MLASelfAttention):
     """Supports both layer flavours: down projections sharded over tensor ranks (local) or whole (Transformer Engine).
 
-    Args:
-        rope: from `architecture.rope_parameters`.
+    ``rope`` comes from `architecture.rope_parameters`.
     """
 
     def __init__(self, *args: Any, rope: Mapping[str, Any], **kwargs: Any) -> None:

@@ -92,10 +92,8 @@ class ValueModel(PolicyModel):
 def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> list[PolicyModel]:
     """Builds this rank's shard of each of its chunks, with uninitialised parameters of ``dtype`` on the device.
 
-    Needs initialised Megatron process groups.
-
-    Raises:
-        ConfigError: the layout table does not match the model that Megatron built.
+    Needs initialised Megatron process groups. Raises ConfigError if the layout table does not match the model that
+    Megatron built.
     """
     config = transformer_config(layout, trainer, device, dtype)
     rank = torch.distributed.get_rank()

@@ -55,9 +55,8 @@ class _Offloaded:
 class Offload:
     """Offloads kinds of memory to the host. Gradients are restored as zeros, everything else bitwise.
 
-    Args:
-        memory: returns the current tensors, including offloaded ones.
-        device: the device to free; tensors on other devices are left alone.
+    ``memory`` returns the current tensors, including offloaded ones. ``device`` is the device to free; tensors on other
+    devices are left alone.
     """
 
     def __init__(self, memory: Callable[[], Memory], device: Device) -> None:

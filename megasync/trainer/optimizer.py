@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of training step ``step`` (from 1): linear warm-up, then the configured decay.
 
-    Warm-up reaches ``lr`` at step ``warmup_steps``; linear and cosine decay reach ``min_lr`` at ``total_steps``.
-
-    Raises:
-        ConfigError: the decay is unknown.
+    Warm-up reaches ``lr`` at step ``warmup_steps``; linear and cosine decay reach ``min_lr`` at ``total_steps``. Raises
+    ConfigError if the decay is unknown.
     """
     if config.decay not in ("constant", "linear", "cosine"):
         raise ConfigError(f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine")
@@ -170,8 +168,7 @@ class Optimizer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores a `state`. Hyperparameters stay those of the current configuration.
 
-        Raises:
-            CheckpointError: the state was saved for other parameters.
+        Raises CheckpointError if the state was saved for other parameters.
         """
         inner = self._inner()
         params = list(self._parameters())

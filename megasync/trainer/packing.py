@@ -137,9 +137,7 @@ def assign(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) ->
     """Packs trees into microbatches for each rank, balanced by work.
 
     Every rank gets the same number of microbatches: the smallest multiple of ``multiple`` that the budget allows.
-
-    Raises:
-        ValueError: there are no trees.
+    Raises ValueError if there are no trees.
     """
     if not trees:
         raise ValueError("nothing to pack")

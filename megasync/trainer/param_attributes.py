@@ -28,9 +28,8 @@ def set_param_attributes(
     - ``allreduce``: false for experts, whose gradients are summed over the ranks with the same experts.
     - ``shared``: true for the last stage's copy of a tied embedding, which the gradient norm skips.
 
-    Args:
-        weights: this rank's, under the names of `Layout.params`.
-        sequence_parallel: whether this run splits activations between layers over tensor ranks.
+    ``weights`` are this rank's, under the names of `Layout.params`. ``sequence_parallel`` is whether this run splits
+    activations between layers over tensor ranks.
     """
     for item in layout.of_rank(rank):
         sharded = item.split is not Split.REPLICATED or item.ep is not None

@@ -71,11 +71,9 @@ class Targets:
 class PolicyTrainer:
     """Turns groups into optimizer steps of an initialised engine.
 
-    With a KL term, the engine's weights at construction become the reference.
-
-    Args:
-        dump_dir: folder for batches with a non-finite loss or gradient.
-        temperature: sampling temperature of the trajectories, at which they are also scored.
+    With a KL term, the engine's weights at construction become the reference. Batches with a non-finite loss or
+    gradient are written to ``dump_dir``. ``temperature`` is the sampling temperature of the trajectories, at which they
+    are also scored.
     """
 
     def __init__(
@@ -99,13 +97,9 @@ class PolicyTrainer:
     def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
         """Trains on the groups. A collective; returns the same metrics on every rank.
 
-        Args:
-            step: number of this step, from 1; determines the learning rate.
-            version: current weight version, from which staleness is counted.
-
-        Raises:
-            NonFiniteError: more optimizer steps in a row than allowed had a non-finite loss or gradient.
-            TrainingError: a group has fewer than two rewards.
+        ``step`` counts from 1 and determines the learning rate. Staleness is counted from the weight version
+        ``version``. Raises NonFiniteError if more optimizer steps in a row than allowed had a non-finite loss or
+        gradient, and TrainingError if a group has fewer than two rewards.
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}

@@ -59,8 +59,7 @@ class _Pass:
 class ReferenceWeights:
     """A copy of the current weights of ``chunks``.
 
-    Args:
-        chunks: this rank's model chunks from `model.build_chunks`.
+    ``chunks`` are this rank's model chunks from `model.build_chunks`.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], device: Device) -> None:
@@ -83,8 +82,7 @@ class ReferenceWeights:
     def applied(self) -> Iterator[None]:
         """Makes the chunks compute with these weights within the context.
 
-        Raises:
-            TrainingError: some modules ran more often than others, so not every block used these weights.
+        Raises TrainingError if some modules ran more often than others, so not every block used these weights.
         """
         device = self._device.torch_device
         buffers = [torch.empty(self._slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]

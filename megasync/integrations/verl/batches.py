@@ -26,8 +26,7 @@ REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_on
 class VerlBatch:
     """The microbatches of one call, in the engine's format.
 
-    Raises:
-        TrainingError: a sequence has fewer than two tokens.
+    Raises TrainingError if a sequence has fewer than two tokens.
     """
 
     def __init__(self, parts: Sequence[TensorDict]) -> None:

@@ -40,15 +40,14 @@ WORD = 8
 class MegasyncCheckpointEngine(CheckpointEngine):
     """One process's side of a transfer, on a trainer rank or a rollout worker.
 
+    Raises ConfigError if the bucket size or the timeout is not positive.
+
     Args:
         bucket_size: bytes of whole tensors that a rollout worker assembles at a time. A larger tensor, with those that
             the servers fuse with it, forms its own bucket.
         is_master: whether this is the first trainer rank.
         timeout: seconds for the rendezvous, and for a whole transfer.
         host: address of this process for the others; None asks Ray.
-
-    Raises:
-        ConfigError: the bucket size or the timeout is not positive.
     """
 
     def __init__(
@@ -112,11 +111,8 @@ class MegasyncCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         """Sends this rank's share of the weights.
 
-        Args:
-            weights: from `get_per_tensor_param` of megasync's engine.
-
-        Raises:
-            SyncError: the weights are from another engine, a worker left, or the deadline passed.
+        ``weights`` come from `get_per_tensor_param` of megasync's engine. Raises SyncError if the weights are from
+        another engine, a worker left, or the deadline passed.
         """
         if not isinstance(weights, Weights):
             raise SyncError(
@@ -137,8 +133,7 @@ class MegasyncCheckpointEngine(CheckpointEngine):
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors, bucket by bucket, on this process's device.
 
-        Raises:
-            SyncError: a sender left, time ran out, or a part is not what was sent.
+        Raises SyncError if a sender left, time ran out, or a part is not what was sent.
         """
         deadline, step = Deadline(self._timeout), f"step {global_steps}"
         try:

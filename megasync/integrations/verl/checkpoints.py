@@ -31,10 +31,8 @@ class Checkpoints:
     def save(self, local_path: str, state: dict[str, Any], keep: int | None) -> None:
         """Writes a checkpoint, replacing an existing one.
 
-        Then removes all but the newest ``keep`` that this process has saved; None keeps all.
-
-        Raises:
-            CheckpointError: on every rank, if any could not write its part.
+        Then removes all but the newest ``keep`` that this process has saved; None keeps all. Raises CheckpointError on
+        every rank if any could not write its part.
         """
         path = Path(local_path)
         self._on_first_rank(lambda: _clear(path), "make room for", path)

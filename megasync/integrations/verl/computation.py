@@ -136,8 +136,7 @@ class Computation:
     def update(self, step: int) -> float:
         """Clips and updates, or skips the update if a loss or the norm is not finite on any rank.
 
-        Returns:
-            The norm of the gradients before clipping.
+        Returns the norm of the gradients before clipping.
         """
         return self._engine.update(step, self._losses_are_finite).grad_norm
 

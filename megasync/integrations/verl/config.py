@@ -56,9 +56,7 @@ class MegasyncEngineConfig(McoreEngineConfig):
     """verl's Megatron configuration for megasync's engine.
 
     Set `actor_rollout_ref.actor.megatron._target_` to this class, and those of the reference policy and the critic.
-
-    Raises:
-        ConfigError: a setting is not supported by megasync.
+    Raises ConfigError if a setting is not supported by megasync.
     """
 
     strategy: str = STRATEGY
@@ -103,8 +101,7 @@ def verl_setting_names() -> Iterator[None]:
 def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None, world: int) -> TrainerConfig:
     """megasync's trainer section for ``world`` ranks; without an optimizer, for an engine that only scores.
 
-    Raises:
-        ConfigError: a setting is not supported, or the parallel sizes do not divide the number of ranks.
+    Raises ConfigError if a setting is not supported, or the parallel sizes do not divide the number of ranks.
     """
     if not isinstance(engine, MegasyncEngineConfig):
         raise ConfigError(
@@ -170,8 +167,7 @@ def to_optimizer(optimizer: McoreOptimizerConfig) -> tuple[OptimizerConfig, int]
 def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     """megasync's model section.
 
-    Raises:
-        ConfigError: an adapter, or another change of the model that megasync does not support.
+    Raises ConfigError for an adapter, and for any other change of the model that megasync does not support.
     """
     if model.lora_rank or model.lora.get("rank") or model.lora_adapter_path:
         raise ConfigError(
@@ -192,8 +188,7 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
 def check_contents(checkpoint: CheckpointConfig) -> None:
     """Refuses partial checkpoints: megasync saves and loads model, optimizer and extra state together.
 
-    Raises:
-        ConfigError: only some of the three, unknown contents, or asynchronous saving.
+    Raises ConfigError for only some of the three, unknown contents, and asynchronous saving.
     """
     for key, known in (("save_contents", WHOLE | {"hf_model"}), ("load_contents", WHOLE | {"hf_model"})):
         contents = set(getattr(checkpoint, key))

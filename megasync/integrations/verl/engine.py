@@ -56,10 +56,7 @@ class MegasyncEngine(BaseEngine):
     """One rank of a language model. Methods are collectives, except properties and getters of ranks and sizes.
 
     The constructor converts and validates the configuration. As verl requires, the rank's position is known before
-    `initialize` builds anything.
-
-    Raises:
-        ConfigError: a setting, the architecture or the world size is not supported.
+    `initialize` builds anything. Raises ConfigError if a setting, the architecture or the world size is not supported.
     """
 
     value_head = False
@@ -147,10 +144,7 @@ class MegasyncEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves this rank's memory to the host ("cpu") or back to its device. Does nothing on a CPU.
 
-        Gradients are restored as zeros.
-
-        Raises:
-            ConfigError: another kind of device.
+        Gradients are restored as zeros. Raises ConfigError for another kind of device.
         """
         own = get_device_name()
         if device not in ("cpu", own):
@@ -178,8 +172,7 @@ class MegasyncEngine(BaseEngine):
     def optimizer_step(self) -> float:
         """Clips and updates, or skips the update if the norm is not finite on any rank.
 
-        Returns:
-            The norm of the gradients before clipping.
+        Returns the norm of the gradients before clipping.
         """
         return self._computation.update(self._step)
 
@@ -193,15 +186,10 @@ class MegasyncEngine(BaseEngine):
     ) -> dict[str, Any]:
         """Implements verl's interface. Gradients are added to those of earlier calls.
 
-        Args:
-            data: the sequences of this data-parallel rank, with jagged ``input_ids``.
-
-        Returns:
-            ``model_output`` (jagged ``log_probs``, and ``entropy`` if requested; in training only with
-            ``return_model_output``), ``loss`` and ``metrics`` of each microbatch; {} before the last stage.
-
-        Raises:
-            TrainingError: the batch is not supported, or there is no loss to train with.
+        ``data`` holds the sequences of this data-parallel rank, with jagged ``input_ids``. Returns ``model_output``
+        (jagged ``log_probs``, and ``entropy`` if requested; in training only with ``return_model_output``),
+        ``loss`` and ``metrics`` of each microbatch; {} before the last stage. Raises TrainingError if the batch is not
+        supported, or there is no loss to train with.
         """
         return self._computation.forward_backward(data, loss_function, forward_only)
 

@@ -16,10 +16,7 @@ EXPORT_BYTES = 256 * 2**20
 class Weights(Iterator[tuple[str, torch.Tensor]]):
     """Iterates over the whole tensors of the model under Hugging Face names, on every rank.
 
-    All ranks must consume all tensors.
-
-    Args:
-        held: a context in which this rank's shards are on their device.
+    All ranks must consume all tensors. ``held`` opens a context in which this rank's shards are on their device.
     """
 
     def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
@@ -37,8 +34,7 @@ class Weights(Iterator[tuple[str, torch.Tensor]]):
 class LiveWeights:
     """Looks like a model to verl's trainer with separate servers, which copies and restores its parameters.
 
-    Args:
-        held: as in `Weights`.
+    ``held`` is as in `Weights`.
     """
 
     def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
