@@ -120,8 +120,9 @@ def test_quickstart_and_tests_pass_their_arguments_on(checkout):
         "megasync fetch digits",
         "megasync train configs/quickstart.yaml schedule.total_steps=3",
     ]
-    assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == "python -m pytest -k x\n"
-    assert bash(checkout / ".ci" / "run").stdout == "python -m pytest\n"
+    workers = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
+    assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == f"{workers} -k x\n"
+    assert bash(checkout / ".ci" / "run").stdout == f"{workers}\n"
 
 
 def test_a_single_machine_is_checked_for_its_configuration_before_training(checkout):
