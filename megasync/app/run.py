@@ -213,9 +213,9 @@ class Run:
             self._workload.eval_sets,
             self._workload.workflow,
             config.eval.max_inflight,
-            observer.answers,
-            config.observe.samples,
-            seed,
+            seed=seed,
+            on_answers=observer.answers,
+            shown=config.observe.samples,
         )
 
     async def _first_weights(

@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
@@ -203,9 +204,7 @@ class Controller:
             try:
                 await self._fleet_sync.wait_for_fleet_or(lease, stop)
             finally:
-                lease.cancel()
-                stop.cancel()
-                await asyncio.gather(lease, stop, return_exceptions=True)
+                await cancel_and_wait(lease, stop)
             if not lease.cancelled():
                 return lease.result()
             # The next lease of the same step gets the batch that the cancelled one may have taken.

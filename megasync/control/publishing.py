@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import ServerParityError
 from megasync.sync.attempt import PublishError
 
@@ -90,8 +91,7 @@ class FleetSync:
                 await self.wait_for_fleet_or(working)
             working.result()
         finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            await cancel_and_wait(working)
 
     async def wait_for_fleet_or(self, *tasks: asyncio.Task[Any]) -> None:
         """Returns when one of the tasks is done, or when the fleet has changed since this was last asked."""
@@ -101,8 +101,7 @@ class FleetSync:
             if changed.done():
                 changed.result()
         finally:
-            changed.cancel()
-            await asyncio.gather(changed, return_exceptions=True)
+            await cancel_and_wait(changed)
 
     @asynccontextmanager
     async def _requests_paused(self) -> AsyncGenerator[None]:
@@ -119,8 +118,7 @@ class FleetSync:
                 gate.result()
             yield
         finally:
-            gate.cancel()
-            await asyncio.gather(gate, return_exceptions=True)
+            await cancel_and_wait(gate)
             self._rollouter.open()
 
     async def _publish_to_all(self, version: int) -> dict[str, float]:

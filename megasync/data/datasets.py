@@ -82,12 +82,17 @@ def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
         import datasets
     except ModuleNotFoundError as error:
         raise _missing("hf", error) from error
+    folder = Path(config.source)
+    # The package declares a union of four kinds of datasets; one split of one is an iterable of rows.
+    rows: Any
     try:
-        if (Path(config.source) / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(config.source)[config.split]
-        if (Path(config.source) / "state.json").is_file():
-            return datasets.load_from_disk(config.source)
-        return datasets.load_dataset(config.source, split=config.split, **config.options)
+        if (folder / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(config.source)[config.split]
+        elif (folder / "state.json").is_file():
+            rows = datasets.load_from_disk(config.source)
+        else:
+            rows = datasets.load_dataset(config.source, split=config.split, **config.options)
+        return rows
     except Exception as error:  # the package raises errors of a dozen libraries; the cause is chained
         raise DataError(f"hf:{config.source} (split {config.split}): {type(error).__name__}: {error}") from error
 

@@ -32,7 +32,8 @@ class OutsideText:
         names = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)} - {""}
         # Longest first, because one name may be a prefix of another.
         longest = "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
-        self._special = re.compile(f"({longest})") if names else None
+        # Without names, a pattern that never matches.
+        self._special = re.compile(f"({longest or '(?!)'})")
         self._ids = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
     def guard(self, value: Any) -> Any:
@@ -41,7 +42,7 @@ class OutsideText:
         A value without such a name is returned itself, not as a copy.
         """
         if isinstance(value, str):
-            return self._special.sub(_marked, value) if self._special and self._special.search(value) else value
+            return self._special.sub(_marked, value) if self._special.search(value) else value
         if isinstance(value, Mapping):
             guarded = [(self.guard(key), self.guard(item)) for key, item in value.items()]
             same = all(k is key and v is item for (k, v), (key, item) in zip(guarded, value.items(), strict=True))
@@ -53,7 +54,7 @@ class OutsideText:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a guarded text, [tokens]; `add_special_tokens` adds those that the tokenizer puts around it."""
-        if MARK not in text or self._special is None:
+        if MARK not in text:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []
         ids: list[int] = []
         whole = ""  # unmarked text since the last marked piece, special tokens included

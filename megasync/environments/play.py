@@ -7,6 +7,7 @@ from typing import Any
 from megasync.config.schema import EnvironmentConfig
 from megasync.environments.pool import EnvironmentPool
 from megasync.environments.protocol import environment_factory
+from megasync.rollout.sample_client import SampleClient
 from megasync.trajectory import Trajectory
 
 
@@ -27,7 +28,7 @@ class Play:
         factory = environment_factory(config.kind, config.options)
         return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
 
-    async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
+    async def __call__(self, client: SampleClient, sample: dict[str, Any]) -> list[Trajectory]:
         turns, total, done = 0, 0.0, False
         async with self._pool.lease() as episode:
             observation = await episode.reset(sample)
@@ -38,7 +39,8 @@ class Play:
                 messages = reply.messages
                 observation, reward, done = await episode.step(reply.text)
                 total += reward
-        return reply.trajectories(total, {"environment/turns": float(turns), "environment/finished": float(done)})
+        metrics = {"environment/turns": float(turns), "environment/finished": float(done)}
+        return client.conversation.trajectories(total, metrics)
 
     async def close(self) -> None:
         """Closes the environments."""

@@ -29,9 +29,11 @@ class Environment(Protocol):
 
     def reset(self, sample: dict[str, Any]) -> str:
         """Starts the episode of a dataset row and returns the first observation."""
+        ...
 
     def step(self, action: str) -> Step:
         """Applies the model's text as an action. An invalid action is reported by the observation, not as an error."""
+        ...
 
     def close(self) -> None: ...
 

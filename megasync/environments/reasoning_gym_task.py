@@ -20,7 +20,7 @@ class ReasoningGymTask:
 
     def __init__(self, task: str, extract: str = "tag", strict: bool = True) -> None:
         self._reward = GymReward(task, extract, strict)
-        self._row: dict[str, list] = {}
+        self._row: dict[str, list[Any]] = {}
 
     def reset(self, sample: dict[str, Any]) -> str:
         if missing := [column for column in COLUMNS if column not in sample]:

@@ -33,6 +33,7 @@ class Worker(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a call that cannot be stopped is in progress."""
+        ...
 
 
 class LoopWorker:
@@ -60,12 +61,12 @@ class ThreadWorker:
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        self._orders: SimpleQueue[tuple[Future, str, tuple] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         self._busy = False
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        answer: Future = Future()
+        answer: Future[Any] = Future()
         self._orders.put((answer, method, arguments))
         return await asyncio.wrap_future(answer)
 
@@ -104,7 +105,7 @@ class ProcessWorker:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._pool.submit(_call, self._factory, method, arguments))
+        return await asyncio.wrap_future(self._pool.submit(_call_in_process, self._factory, method, arguments))
 
     def end(self) -> None:
         kill_pool(self._pool)
@@ -118,7 +119,7 @@ class ProcessWorker:
 _here: list[Environment] = []
 
 
-def _call(factory: Factory, method: str, arguments: tuple) -> Any:
+def _call_in_process(factory: Factory, method: str, arguments: tuple[Any, ...]) -> Any:
     if not _here:
         _here.append(factory())
     return getattr(_here[0], method)(*arguments)

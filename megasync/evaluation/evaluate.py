@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Any
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.failures import cancellation_requested
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient, request_seed
+from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
 from megasync.trajectory import Prompt
 
@@ -63,7 +63,7 @@ _Job = tuple[HeldOutSet, float, int, Prompt, int]
 
 
 async def evaluate(
-    client: Any,
+    client: Client,
     sets: Sequence[HeldOutSet],
     workflow: Workflow,
     max_inflight: int,
@@ -84,9 +84,7 @@ async def evaluate(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel_and_wait(*workers)
     return [evaluator.result(held_out, temperature) for held_out in sets for temperature in held_out.temperatures]
 
 
@@ -124,7 +122,7 @@ class _Evaluator:
     """The state that the workers of one evaluation share."""
 
     def __init__(
-        self, client: Any, workflow: Workflow, seed: int | None, on_answer: Callable[[HeldOutAnswer], None]
+        self, client: Client, workflow: Workflow, seed: int | None, on_answer: Callable[[HeldOutAnswer], None]
     ) -> None:
         self._client = client
         self._workflow = workflow
@@ -215,49 +213,38 @@ def reported_ks(n: int) -> list[int]:
     return sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n}) if n > 1 else []
 
 
-# (training step, weight version, (prompt, text, reward) of the first set's answers at its first temperature)
-AnswersSink = Callable[[int, int, Sequence[tuple[str, str, float | None]]], None]
-
-
+@dataclass(frozen=True, slots=True)
 class PeriodicEvaluation:
-    """The run's evaluation, called as `await evaluation(step, version)`.
+    """The run's evaluation, called as `await evaluation(step, version)`; the first fields are as in `evaluate`.
 
-    The run's score is that of the first set at its first temperature. `on_answers` gets the answers to that set's first
-    `shown` prompts.
+    The run's score is that of the first set at its first temperature. `on_answers(step, version, answers)` receives
+    (prompt, text, reward) of the answers to the first `shown` prompts of that set at that temperature.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        sets: Sequence[HeldOutSet],
-        workflow: Workflow,
-        max_inflight: int,
-        on_answers: AnswersSink,
-        shown: int,
-        seed: int | None,
-    ) -> None:
-        self._client = client
-        self._sets = sets
-        self._workflow = workflow
-        self._max_inflight = max_inflight
-        self._on_answers = on_answers
-        self._shown = shown
-        self._seed = seed
+    client: Client
+    sets: Sequence[HeldOutSet]
+    workflow: Workflow
+    max_inflight: int
+    seed: int | None = field(default=None, kw_only=True)
+    on_answers: Callable[[int, int, Sequence[tuple[str, str, float | None]]], None] = field(
+        default=lambda step, version, answers: None, kw_only=True
+    )
+    shown: int = field(default=0, kw_only=True)
 
     async def __call__(self, step: int, version: int) -> dict[str, float]:
         """The metrics of `metrics_of`, and eval/seconds."""
         start = time.monotonic()
-        first = self._sets[0].name, self._sets[0].temperatures[0]
+        first = self.sets[0].name, self.sets[0].temperatures[0]
         kept: dict[int, HeldOutAnswer] = {}
 
         def keep(answer: HeldOutAnswer) -> None:
-            shown = answer.number < self._shown and answer.repeat == 0 and answer.reward is not None
+            shown = answer.number < self.shown and answer.repeat == 0 and answer.reward is not None
             if shown and (answer.held_out, answer.temperature) == first:
                 kept[answer.number] = answer
 
-        found = await evaluate(self._client, self._sets, self._workflow, self._max_inflight, self._seed, keep)
+        found = await evaluate(self.client, self.sets, self.workflow, self.max_inflight, self.seed, keep)
         answers = [kept[number] for number in sorted(kept)]
-        self._on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
+        self.on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
         return metrics_of(found) | {"eval/seconds": time.monotonic() - start}
 
 

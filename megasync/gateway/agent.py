@@ -18,6 +18,7 @@ from megasync.errors import ConfigError, DataError, ServerError
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.importing import name_of
+from megasync.rollout.sample_client import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class AgentWorkflow:
         """Starts the gateway. Raises ConfigError when its address cannot be bound."""
         await self._gateway.start()
 
-    async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
+    async def __call__(self, client: SampleClient, sample: dict[str, Any]) -> list[Trajectory]:
         """Runs the agent for one sample and returns the trajectories.
 
         Raises ServerError when a server failed any of the agent's requests, even if the agent caught that error;

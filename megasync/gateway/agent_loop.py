@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.concurrency.threads import DaemonThreads, DeadlineExceeded
 from megasync.importing import name_of
 
@@ -28,8 +29,7 @@ class AgentLoop:
         self._name = f"agent {name_of(function)}"
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._threads = DaemonThreads(threads)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
 
     async def call(self, seconds: float, /, **arguments: Any) -> Any:
         """Calls the function, and returns or raises what it does. Cancellation reaches async functions only.
@@ -52,13 +52,13 @@ class AgentLoop:
 
     async def close(self) -> None:
         """Cancels the agents, then stops the loop. A loop that an agent blocks is abandoned."""
-        loop, self._loop = self._loop, None
-        if loop is None:
+        if self._running is None:
             return
+        (loop, thread), self._running = self._running, None
         ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_cancel_all(), loop))
         await asyncio.wait({ended}, timeout=_CLOSE_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
-        await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
+        await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
 
     async def _guarded(self, arguments: dict[str, Any]) -> Any:
         try:
@@ -68,11 +68,12 @@ class AgentLoop:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name="agents", daemon=True)
-            self._thread.start()
-        return self._loop
+        if self._running is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run, args=(loop,), name="agents", daemon=True)
+            thread.start()
+            self._running = loop, thread
+        return self._running[0]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -84,7 +85,4 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_and_wait(*(asyncio.all_tasks() - {asyncio.current_task()}))

@@ -25,6 +25,7 @@ from megasync.gateway.chat_request import ChatBody, parse_chat
 from megasync.gateway.completion import Completion, deltas, finish_reason, token_logprobs
 from megasync.gateway.errors import RequestError, as_request_error
 from megasync.gateway.session import Session
+from megasync.rollout.sample_client import SampleClient
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Gateway:
             await runner.cleanup()
 
     @asynccontextmanager
-    async def session(self, client: Any) -> AsyncIterator[Session]:
+    async def session(self, client: SampleClient) -> AsyncIterator[Session]:
         """A session of one SampleClient, which ends with the block."""
         await self.start()
         session = Session(client, self._sampling, self._config.sampling == "request")
@@ -111,7 +112,7 @@ class Gateway:
                 )
             if not session.admits(request.headers.get("Authorization", "")):
                 raise RequestError(401, "the key is not the session's; pass the api_key that the agent was given")
-            session.began(asyncio.current_task())
+            session.begin_request()
             return await handler(request)
         except Exception as error:  # every error is reported to the agent
             refused = as_request_error(error)

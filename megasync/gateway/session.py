@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
 from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schemas
@@ -24,15 +25,16 @@ from megasync.gateway.completion import LiveText
 from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
 from megasync.rollout.generation import Reply
+from megasync.rollout.sample_client import SampleClient
 
 # A reply, and the message that the agent receives for it.
 Answered = tuple[Reply, dict[str, Any]]
 
 
 class Session:
-    """`client` is a SampleClient, `sampling` the configured sampling, `chooses` as in `sampling_options`."""
+    """`sampling` is the configured sampling, `chooses` as in `sampling_options`."""
 
-    def __init__(self, client: Any, sampling: SamplingConfig, chooses: bool) -> None:
+    def __init__(self, client: SampleClient, sampling: SamplingConfig, chooses: bool) -> None:
         self.id = secrets.token_urlsafe(24)
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         # The first server failure. The sample must then be repeated, whatever the agent returns.
@@ -41,27 +43,26 @@ class Session:
         self._sampling = sampling
         self._chooses = chooses
         self._transcript = Transcript()
-        self._requests: set[asyncio.Task] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._ended = False
 
     def admits(self, authorization: str) -> bool:
         """Whether the header `Bearer ...` has the session's key, compared in constant time."""
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode())
 
-    def began(self, request: asyncio.Task) -> None:
-        """Registers a request's task, so that `end` cancels it. Raises RequestError after the session has ended."""
+    def begin_request(self) -> None:
+        """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
         if self._ended:
             raise RequestError(404, "the session has ended: its agent has returned", code="session_ended")
+        request = asyncio.current_task()
+        assert request is not None
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
 
     async def end(self) -> None:
         """Cancels the running requests and waits for them."""
         self._ended = True
-        running = list(self._requests)
-        for request in running:
-            request.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_and_wait(*self._requests)
 
     async def answer(self, body: ChatBody, watch: Callable[[Sequence[int]], None] | None = None) -> Answered:
         """The reply to a request, and the message for the agent.
@@ -82,7 +83,7 @@ class Session:
             raise
         return reply, self._transcript.answered(reply)
 
-    async def stream(self, body: ChatBody) -> AsyncIterator[str | Answered]:
+    async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:
         """Yields text as it is sampled, then the answer. Text that must be parsed or cut comes only with the answer.
 
         Raises the same errors as `answer`.
@@ -101,8 +102,7 @@ class Session:
                 yield piece
             yield answer.result()
         finally:
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
+            await cancel_and_wait(answer)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids as the agent sees it, without special tokens."""

@@ -33,6 +33,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, PoisonPrompt
 from megasync.files import atomic_write
 from megasync.rollout.suspects import Suspects, SuspectStatus
@@ -135,8 +136,7 @@ class Quarantine:
 
     async def close(self) -> None:
         if self._trials is not None:
-            self._trials.cancel()
-            await asyncio.gather(self._trials, return_exceptions=True)
+            await cancel_and_wait(self._trials)
 
     # Called by the client
 

@@ -23,14 +23,14 @@ import copy
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
-from megasync.concurrency.tasks import Backoff
+from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.data import PromptSource
 from megasync.errors import DataError, MegasyncError, ServerError
@@ -172,7 +172,7 @@ class Rollouter:
                 task.result()
         finally:
             self._again.clear()
-            await _cancel({*watched, *self._groups.values()})
+            await cancel_and_wait(*watched, *self._groups.values())
             if self._save_seconds:
                 await self._save_at_end()
 
@@ -383,7 +383,7 @@ class Rollouter:
             while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(running)
+            await cancel_and_wait(*running)
         results = [task.result() for task in tasks if not task.cancelled()]
         samples = [result for result in results if isinstance(result, list)]
         # Several may end at the same moment.
@@ -428,11 +428,3 @@ class Rollouter:
 
 def _succeeded(sample: asyncio.Task[list[Trajectory] | str]) -> bool:
     return sample.done() and not sample.cancelled() and isinstance(sample.result(), list)
-
-
-async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels the tasks and waits until all have ended. Their results were taken before."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,20 +10,21 @@ from megasync.environments import Play
 from megasync.errors import ConfigError
 
 
-class FakeReply(SimpleNamespace):
-    def trajectories(self, reward, metrics):
-        return [trajectory(self.text, reward, metrics=metrics)]
-
-
 class FakeClient:
+    """Also its own conversation, of which only the last answer counts."""
+
     def __init__(self, *answers):
         self.answers = list(answers)
         self.asked = []
+        self.conversation = self
 
     async def chat(self, messages, **options):
         self.asked.append([message["content"] for message in messages])
-        text = self.answers.pop(0)
-        return FakeReply(text=text, messages=[*messages, {"role": "assistant", "content": text}])
+        self.text = self.answers.pop(0)
+        return SimpleNamespace(text=self.text, messages=[*messages, {"role": "assistant", "content": self.text}])
+
+    def trajectories(self, reward, metrics):
+        return [trajectory(self.text, reward, metrics=metrics)]
 
 
 async def play(client, sample, **config):

@@ -219,7 +219,7 @@ async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fak
         HeldOutSet("hard", prompts(2), RewardRunner(lambda completions, **columns: [0.0]), (0.0, 1.0), 2),
     ]
     shown = []
-    held_out = PeriodicEvaluation(client, sets, single_turn, 4, lambda *told: shown.append(told), 1, None)
+    held_out = PeriodicEvaluation(client, sets, single_turn, 4, on_answers=lambda *call: shown.append(call), shown=1)
     metrics = await held_out(3, 5)
     assert metrics.pop("eval/seconds") >= 0
     assert metrics == {

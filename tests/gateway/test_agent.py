@@ -284,12 +284,13 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
 
     loop = AgentLoop(forever, threads=1)
     call = asyncio.create_task(loop.call(60.0))
-    while loop._thread is None:
+    while loop._running is None:
         await asyncio.sleep(0.01)
+    _, thread = loop._running
     await asyncio.sleep(0.05)
     await loop.close()
     assert ended.is_set()
-    assert not loop._thread.is_alive()
+    assert not thread.is_alive()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, 5)
 
