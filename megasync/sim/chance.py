@@ -74,9 +74,6 @@ class Chance:
         """Draw a number in [0, 1)."""
         return self._draw(f"share {about}")
 
-    def below(self, bound: int, about: str) -> int:
-        return int(self.share(about) * bound)
-
     def _draw(self, key: str) -> float:
         self._asked[key] += 1
         return _number(f"{self.seed} {key} {self._asked[key]}")

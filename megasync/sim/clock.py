@@ -1,9 +1,7 @@
 """An asyncio event loop with virtual time.
 
-The clock is paused while any callback is ready, then jumps to the next timer.
-A run of hours takes only the time that its callbacks need. The loop detects two situations in which a real loop would
-run forever. It raises `Deadlock` when no callback is ready and no timer is set, because nothing can wake a task. It
-raises `Livelock` when callbacks keep running while the time does not advance.
+The clock is paused while any callback is ready, then jumps to the next timer. A run of hours takes only the time that
+its callbacks need. Where a real loop would run forever, this one raises `Deadlock` or `Livelock`.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def sleep_until_timer(self, seconds: float | None) -> None:
         if seconds is None:
-            raise Deadlock(
-                f"at {self._now:.3f} s nothing is left that could wake anybody:\n"
-                f"{describe_tasks(asyncio.all_tasks(self))}"
-            )
+            raise Deadlock(f"at {self._now:.3f} s no timer is set and no task can run:\n{self.describe()}")
         self._now += seconds
+
+    def describe(self) -> str:
+        return describe_tasks(asyncio.all_tasks(self))
 
 
 class _Timers(selectors.SelectSelector):
@@ -56,10 +54,7 @@ class _Timers(selectors.SelectSelector):
         if timeout is not None and timeout <= 0:
             self._rounds += 1
             if self._rounds > ROUNDS_AT_ONCE:
-                raise Livelock(
-                    f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n"
-                    f"{describe_tasks(asyncio.all_tasks(self._loop))}"
-                )
+                raise Livelock(f"{ROUNDS_AT_ONCE} rounds at {self._loop.time():.3f} s:\n{self._loop.describe()}")
         else:
             self._rounds = 0
             self._loop.sleep_until_timer(timeout)

@@ -7,22 +7,23 @@ reply is lost or the process dies during it. The retry reaches the replacement p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from megasync.buffer import AsyncBuffer
+from megasync.buffer.state import BufferCounts
+from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.errors import LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import Laws
+from megasync.trajectory import Partial
 
 CALL_SECONDS = 0.002
 
 
-class DistantBuffer:
-    """The methods of `AsyncBuffer` as remote calls.
-
-    `on_orphan` receives the errors of calls whose callers were cancelled.
-    """
+class DistantBuffer(RemoteBuffer):
+    """`RemoteBuffer` over simulated calls. `on_orphan` receives the errors of calls whose callers were cancelled."""
 
     def __init__(
         self,
@@ -31,22 +32,22 @@ class DistantBuffer:
         laws: Laws,
         on_orphan: Callable[[str, BaseException], None],
     ) -> None:
-        self._start = start
+        self._start_process = start
         self._chance = chance
         self._laws = laws
         self._on_orphan = on_orphan
         self._claims = 0
         self._cut = False
-        self._calls: set[asyncio.Task] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         # The buffer's counts when it was killed.
-        self._before: dict[str, Any] | None = None
+        self._before: BufferCounts | None = None
         # Whether the ledger failed to record a change.
         self.unrecorded = False
         self._open()
 
     def _open(self) -> None:
         self._died = asyncio.Event()
-        self.process = self._start()
+        self.process = self._start_process()
         self._opened = False
 
     def _ready(self) -> None:
@@ -84,26 +85,24 @@ class DistantBuffer:
         self._claims += 1
         return await self._call("reclaim", f"claimant {self._claims}")
 
-    def __getattr__(self, method: str) -> Any:
-        async def call(*args: Any) -> Any:
-            return await self._call(method, *args)
+    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
+        for uid, _, _ in partials:
+            # A saved partial was taken before the final piece of its request, with the server's report of versions.
+            self._laws.unreported(uid)
+        await super().save_partials(partials)
 
-        return call
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        if method == "save_partials":
-            for uid, _, _ in args[0]:
-                # A saved partial was taken before the final piece of its request, with the server's report of versions.
-                self._laws.unheard(uid)
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         # The key omits the reason of `close`: it may contain the run directory, whose name differs in each process.
-        about = f"{method} {getattr(args[0], 'uid', args[0])}" if args and method != "close" else method
+        named = arguments and method != "close"
+        about = f"{method} {getattr(arguments[0], 'uid', arguments[0])}" if named else method
         await self._travel(about)
         while True:
             if self._cut:
                 await asyncio.Event().wait()
             if self._chance.happens("buffer dies", f"before {about}"):
                 self.crash()
-            answered, answer = await self._deliver(about, method, args)
+            request = partial(getattr(self.process, method), *arguments, **options)
+            answered, answer = await self._deliver(about, request)
             if answered and self._chance.happens("buffer dies", f"after {about}"):
                 self.crash()
                 continue
@@ -114,10 +113,10 @@ class DistantBuffer:
     async def _travel(self, about: str) -> None:
         await asyncio.sleep(self._chance.seconds("call", CALL_SECONDS, about))
 
-    async def _deliver(self, about: str, method: str, args: tuple) -> tuple[bool, Any]:
+    async def _deliver(self, about: str, request: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[bool, Any]:
         """Return whether the process survived until it replied, and its reply."""
         self._ready()
-        call = asyncio.create_task(getattr(self.process, method)(*args), name=f"call {about}")
+        call = asyncio.create_task(request(), name=f"call {about}")
         death = asyncio.create_task(self._died.wait(), name=f"death during {about}")
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -133,6 +132,6 @@ class DistantBuffer:
         finally:
             death.cancel()
 
-    def _orphaned(self, about: str, call: asyncio.Task) -> None:
-        if not call.cancelled() and call.exception() is not None:
-            self._on_orphan(about, call.exception())
+    def _orphaned(self, about: str, call: asyncio.Task[Any]) -> None:
+        if not call.cancelled() and (error := call.exception()) is not None:
+            self._on_orphan(about, error)

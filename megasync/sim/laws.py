@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megasync.buffer.state import BufferCounts, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
 from megasync.rollout.sample_client import request_seed
@@ -50,7 +51,7 @@ class Laws:
         # The first violation, wherever it was detected.
         self.broken: Exception | None = None
         # Groups with a response whose final piece, which carries the server's report of versions, did not arrive.
-        self._unheard: set[str] = set()
+        self._unreported: set[str] = set()
         self._committed: dict[str, list[Trajectory]] = {}
         self._named: dict[int, Weights] = {0: INITIAL}
         # Versions of all tokens that were committed to the buffer.
@@ -72,43 +73,46 @@ class Laws:
 
     def need(self, holds: bool, law: str) -> None:
         if not holds:
-            self.note(f"BROKEN: {law}")
-            self.broken = self.broken or Broken(law)
-            raise Broken(law)
+            self.fail(law)
 
-    def broke(self, error: BaseException) -> None:
-        """Record an error raised in a task that is not awaited."""
+    def fail(self, law: str) -> NoReturn:
+        self.note(f"BROKEN: {law}")
+        self.broken = self.broken or Broken(law)
+        raise Broken(law)
+
+    def record(self, error: BaseException) -> None:
+        """Keep an error raised in a task that is not awaited."""
         self.broken = self.broken or (error if isinstance(error, Exception) else Broken(repr(error)))
 
-    def watch(self, state: Any) -> None:
+    def watch(self, state: TrajectoryBuffer) -> None:
         """Wrap every event of this state machine so that its counts are checked afterwards."""
         for name in EVENTS:
-            setattr(state, name, self._followed(state, name))
+            setattr(state, name, self._watched(state, name))
 
-    def _followed(self, state: Any, name: str) -> Callable:
+    def _watched(self, state: TrajectoryBuffer, name: str) -> Callable[..., Any]:
         method = getattr(state, name)
 
         def event(*args: Any) -> Any:
-            answer = method(*args)
+            result = method(*args)
             if name == "commit":
                 self._is_sampled(args[0])
                 self._sampled.update(version for trajectory in args[0].trajectories for version in trajectory.versions)
             if name == "publish":
                 self._recorded = args[0]
-            if answer is not None or name in ("ack", "publish", "rollback", "close"):
+            if result is not None or name in ("ack", "publish", "rollback", "close"):
                 shown = ", ".join(a.uid if isinstance(a, Group) else str(a) for a in args)
-                self.note(f"buffer {name}({shown}) -> {_shown(answer)}")
+                self.note(f"buffer {name}({shown}) -> {_shown(result)}")
             self.balance(state.counts())
-            return answer
+            return result
 
         return event
 
-    def survives(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+    def survives(self, before: BufferCounts, after: BufferCounts) -> None:
         """Check that a buffer lost nothing when it was killed and restarted."""
-        kept = {key: before[key] for key in ("admitted", "trained", "dropped", "live", "slots")}
-        self.need(kept.items() <= after.items(), f"a killed buffer had {before} and has {after}")
+        same = all(before[key] == after[key] for key in ("admitted", "trained", "dropped", "live", "slots"))
+        self.need(same, f"a killed buffer had {before} and has {after}")
 
-    def balance(self, counts: dict[str, Any]) -> None:
+    def balance(self, counts: BufferCounts) -> None:
         dropped = sum(counts["dropped"].values())
         self.need(
             counts["admitted"] == counts["trained"] + dropped + counts["live"],
@@ -152,20 +156,21 @@ class Laws:
 
     def serves(self, url: str, version: int, weights: Weights | None) -> None:
         """Check the weights from which a server answers a request. None stands for a mixture of versions."""
-        self.need(weights is not None, f"{url} answers from a mixture of versions")
+        if weights is None:
+            self.fail(f"{url} answers from a mixture of versions")
         self.names(version, weights)
         allowed = {self.published, *self._begun}
         self.need(version in allowed, f"{url} answers from version {version}; {sorted(allowed)} may serve")
 
     # Responses
 
-    def unheard(self, key: str) -> None:
+    def unreported(self, key: str) -> None:
         """Record that a request with this routing key ended before its final piece arrived.
 
         Its group's tokens may then be labelled too old. After invalid answers the client appends "#" and their number
         to the key.
         """
-        self._unheard.add(key.partition("#")[0])
+        self._unreported.add(key.partition("#")[0])
 
     def _is_sampled(self, group: Group) -> None:
         """Check that each response belongs to a sample of the group, and no two to the same."""
@@ -179,7 +184,7 @@ class Laws:
                     left.remove(index)
                     break
             else:
-                self.need(False, f"a response of {group.uid} is of none of its samples: {faults}")
+                self.fail(f"a response of {group.uid} is of none of its samples: {faults}")
             self._is_versioned(group.uid, trajectory)
         self._committed.setdefault(group.uid, []).extend(group.trajectories)
 
@@ -191,7 +196,7 @@ class Laws:
             self.need(isinstance(value, float) and value < 0, f"a log-prob of {uid} is {value!r}")
             true = sampled_by(value)
             self.need(
-                claimed == true or (claimed < true and uid in self._unheard),
+                claimed == true or (claimed < true and uid in self._unreported),
                 f"token {at} of {uid} has version {claimed}, and was sampled by {true}",
             )
 
@@ -222,13 +227,13 @@ class Laws:
                     any(_same(trajectory, committed) for committed in self._committed.get(group.uid, ())),
                     f"a response of {group.uid} is trained as it was never committed",
                 )
-                age = version - trajectory.oldest_version
+                oldest, bound = trajectory.oldest_version, self.pacing.staleness_bound
                 self.need(
-                    age <= self.pacing.staleness_bound,
-                    f"{group.uid} is trained {age} versions old, over the bound of {self.pacing.staleness_bound}",
+                    oldest is not None and version - oldest <= bound,
+                    f"{group.uid} is trained at version {version} on tokens of {oldest}, over the bound of {bound}",
                 )
 
-    def ends(self, steps: int, seen: Weights, counts: dict[str, Any]) -> None:
+    def ends(self, steps: int, seen: Weights, counts: BufferCounts) -> None:
         """Check the final weights and counts of a run that finished all its steps."""
         groups = [uid for step in seen for uid in step]
         self.need(len(seen) == steps, f"{len(seen)} steps were trained at the end, not {steps}")
@@ -249,5 +254,5 @@ def _same(trajectory: Trajectory, committed: Trajectory) -> bool:
     )
 
 
-def _shown(answer: Any) -> str:
-    return ", ".join(group.uid for group in answer) if isinstance(answer, list) else str(answer)
+def _shown(result: Any) -> str:
+    return ", ".join(group.uid for group in result) if isinstance(result, list) else str(result)

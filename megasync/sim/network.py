@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -24,28 +25,36 @@ LATENCY_SECONDS = 0.003
 
 
 class Answer:
-    """The server's side of an HTTP response: chunks of the body, then its end or a broken connection."""
+    """An HTTP response, for the server that sends it and, as `aiohttp.ClientResponse`, for the client that reads it.
+
+    Its body consists of chunks, then its end or a broken connection.
+    """
 
     def __init__(self) -> None:
         self.status = 200
         self.content_type = "application/json"
+        self.headers: dict[str, str] = {}
+        self.ended = False
         self.broken = False
         # The client has closed the connection.
         self.left = False
         self._pieces: deque[bytes] = deque()
-        self.ended = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def send(self, piece: bytes) -> None:
         self._pieces.append(piece)
-        self._news.set()
+        self._changed.set()
 
     def end(self) -> None:
         self.ended = True
-        self._news.set()
+        self._changed.set()
 
     @property
-    def read(self) -> bool:
+    def content(self) -> Answer:
+        return self
+
+    @property
+    def received(self) -> bool:
         """Whether the client has received the whole body."""
         return self.ended and not self.broken and not self._pieces
 
@@ -53,12 +62,12 @@ class Answer:
         """Break the connection. The client can still read chunks that were sent before."""
         if not self.ended:
             self.broken = self.ended = True
-            self._news.set()
+            self._changed.set()
 
-    async def whole(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
+    async def read(self) -> bytes:
+        return b"".join([piece async for piece in self.iter_any()])
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def iter_any(self) -> AsyncIterator[bytes]:
         while True:
             while self._pieces:
                 yield self._pieces.popleft()
@@ -66,45 +75,43 @@ class Answer:
                 raise aiohttp.ClientPayloadError("the connection broke")
             if self.ended:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
 
 class Network:
     """Maps URLs to the simulated servers and the router."""
 
     def __init__(self, chance: Chance, laws: Laws) -> None:
-        self._chance = chance
+        self.chance = chance
         self.laws = laws
         self.servers: dict[str, SimServer] = {}
         self.router: SimRouter
 
-    async def call(self, url: str, data: bytes | None, key: str) -> _Response:
+    async def call(self, url: str, data: bytes | None, key: str) -> Answer:
         """Send a request and return its response. Raises aiohttp.ClientConnectionError if nothing listens there."""
         parts = urlsplit(url)
         base, body = f"{parts.scheme}://{parts.netloc}", orjson.loads(data) if data else {}
-        await asyncio.sleep(self._chance.seconds("call", LATENCY_SECONDS, key or base))
+        await asyncio.sleep(self.chance.seconds("call", LATENCY_SECONDS, key or base))
         if base == ROUTER_URL:
-            answer = await self._routed(body, key)
-        elif parts.path == "/generate":
-            answer = await _begun(self._server(base).generate(body, key), body)
-        else:
-            answer = await self._server(base).answer(parts.path, body)
-        return _Response(url, answer)
+            return await self._routed(body, key)
+        if parts.path == "/generate":
+            return await _begun(self._server(base).generate(body, key), body)
+        return await self._server(base).answer(parts.path, body)
 
     async def _routed(self, body: dict[str, Any], key: str) -> Answer:
         """Route a request as the router does: 503 without a server, 500 if the server dies before it sends anything."""
         if not self.router.up:
             raise _unreachable(ROUTER_URL)
         if not self.router.listed:
-            return _failed(503, "no server is available")
-        server = self.servers[self.router.choose(self._chance.share(f"route {key}"))]
+            return failed_answer(503, "no server is available")
+        server = self.servers[self.router.choose(self.chance.share(f"route {key}"))]
         try:
-            return await _begun(self.router.carries(server.generate(body, key)), body)
+            return await _begun(self.router.register(server.generate(body, key)), body)
         except aiohttp.ClientError as error:
             if not self.router.up:
                 raise
-            return _failed(500, str(error))
+            return failed_answer(500, str(error))
 
     def _server(self, url: str) -> SimServer:
         server = self.servers[url]
@@ -119,62 +126,29 @@ class SimSession:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def post(self, url: str, *, data: bytes | None = None, headers: dict[str, str] | None = None, **_: Any) -> _Call:
-        key = (headers or {}).get(ROUTING_KEY_HEADER, "")
-        return _Call(self._network, url, data, key, None)
+    def post(
+        self, url: str, *, data: bytes | None = None, headers: Mapping[str, str] | None = None, **_: Any
+    ) -> AbstractAsyncContextManager[Answer]:
+        return self._exchange(url, data, (headers or {}).get(ROUTING_KEY_HEADER, ""), None)
 
     def request(
         self, method: str, url: str, *, data: bytes | None = None, timeout: aiohttp.ClientTimeout, **_: Any
-    ) -> _Call:
-        return _Call(self._network, url, data, "", timeout.total)
+    ) -> AbstractAsyncContextManager[Answer]:
+        return self._exchange(url, data, "", timeout.total)
+
+    @asynccontextmanager
+    async def _exchange(self, url: str, data: bytes | None, key: str, timeout: float | None) -> AsyncGenerator[Answer]:
+        """A request and its response. Leaving the context before the response has ended closes the connection."""
+        async with asyncio.timeout(timeout):
+            answer = await self._network.call(url, data, key)
+        try:
+            yield answer
+        finally:
+            if not answer.received:
+                answer.left = True
+                self._network.laws.unreported(key)
 
     async def close(self) -> None: ...
-
-
-class _Call:
-    """An HTTP request. Leaving its context before the response has ended closes the connection."""
-
-    def __init__(self, network: Network, url: str, data: bytes | None, key: str, timeout: float | None) -> None:
-        self._network = network
-        self._url = url
-        self._data = data
-        self._key = key
-        self._timeout = timeout
-        self._response: _Response | None = None
-
-    async def __aenter__(self) -> _Response:
-        async with asyncio.timeout(self._timeout):
-            self._response = await self._network.call(self._url, self._data, self._key)
-        return self._response
-
-    async def __aexit__(self, *_: object) -> None:
-        if not self._response.answer.read:
-            self._response.answer.left = True
-            self._network.laws.unheard(self._key)
-
-
-class _Response:
-    """The part of `aiohttp.ClientResponse` that the client and the control use."""
-
-    def __init__(self, url: str, answer: Answer) -> None:
-        self.url = url
-        self.answer = answer
-        self.content = self
-        self.headers: dict[str, str] = {}
-
-    @property
-    def status(self) -> int:
-        return self.answer.status
-
-    @property
-    def content_type(self) -> str:
-        return self.answer.content_type
-
-    async def read(self) -> bytes:
-        return await self.answer.whole()
-
-    def iter_any(self) -> AsyncIterator[bytes]:
-        return self.answer.pieces()
 
 
 async def _begun(answer: Answer, body: dict[str, Any]) -> Answer:
@@ -183,7 +157,7 @@ async def _begun(answer: Answer, body: dict[str, Any]) -> Answer:
         answer.content_type = "text/event-stream"
         return answer
     try:
-        return _done(await answer.whole())
+        return _done(await answer.read())
     except asyncio.CancelledError:
         answer.left = True
         raise
@@ -194,21 +168,17 @@ def _unreachable(url: str) -> aiohttp.ClientConnectorError:
     return aiohttp.ClientConnectorError(key, ConnectionRefusedError("connection refused"))
 
 
-def _done(body: bytes) -> Answer:
+def _done(body: bytes, status: int = 200) -> Answer:
     answer = Answer()
+    answer.status = status
     answer.send(body)
     answer.end()
     return answer
 
 
-def _failed(status: int, text: str) -> Answer:
-    answer = _done(text.encode())
-    answer.status = status
-    return answer
+def json_answer(value: Any) -> Answer:
+    return _done(orjson.dumps(value))
 
 
-def said(value: Any, status: int = 200) -> Answer:
-    """Build a complete JSON response."""
-    answer = _done(orjson.dumps(value))
-    answer.status = status
-    return answer
+def failed_answer(status: int, text: str) -> Answer:
+    return _done(text.encode(), status)

@@ -16,7 +16,7 @@ from megasync.errors import ServerError
 from megasync.sim.chance import Chance
 from megasync.sim.language import END, VOCABULARY, logprob, next_token
 from megasync.sim.laws import INITIAL, Laws, Weights
-from megasync.sim.network import ROUTER_URL, Answer, said
+from megasync.sim.network import ROUTER_URL, Answer, failed_answer, json_answer
 
 START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS = 0.6, 0.2, 0.005, 0.04
 # Number of requests that fill a server's KV cache.
@@ -72,6 +72,9 @@ class SimServer:
     async def tail(self, lines: int) -> str:
         return "killed"
 
+    async def visible_devices(self) -> str:
+        return ""
+
     async def stop(self, timeout: float) -> None:
         self.kill()
 
@@ -94,7 +97,7 @@ class SimServer:
     def pause(self) -> None:
         self._running.clear()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._running.set()
 
     # HTTP interface, used by clients
@@ -113,7 +116,7 @@ class SimServer:
         request.task.add_done_callback(lambda task: self._ended(request, task))
         return answer
 
-    def _ended(self, request: _Request, task: asyncio.Task) -> None:
+    def _ended(self, request: _Request, task: asyncio.Task[None]) -> None:
         del self._requests[request.rid]
         if task.cancelled():
             if request.aborted:
@@ -121,8 +124,8 @@ class SimServer:
                 self._send(request, "abort")
             else:
                 request.answer.cut()
-        elif task.exception() is not None:
-            self._laws.broke(task.exception())
+        elif (error := task.exception()) is not None:
+            self._laws.record(error)
 
     async def _sample(self, request: _Request) -> None:
         if request.ids[0] == self._poison:
@@ -185,12 +188,12 @@ class SimServer:
             self._abort(body)
         if path == "/parse_function_call":
             if self._chance.happens("parsing fails", self.url):
-                return said("shutting down", status=503)
-            return said({"normal_text": body["text"], "calls": []})
+                return failed_answer(503, "shutting down")
+            return json_answer({"normal_text": body["text"], "calls": []})
         running = len(self._requests)
         load = {"token_usage": min(1.0, running / ROOM), "num_running_reqs": running, "num_waiting_reqs": 0}
         speed = running / (self.slowness * TOKEN_SECONDS)
-        return said({"loads": [load], "internal_states": [{"last_gen_throughput": speed}]})
+        return json_answer({"loads": [load], "internal_states": [{"last_gen_throughput": speed}]})
 
 
 class _Request:
@@ -205,7 +208,7 @@ class _Request:
         self.ids: list[int] = body["input_ids"]
         self.budget: int = params["max_new_tokens"]
         self.least: int = self.budget if params.get("ignore_eos") else params.get("min_new_tokens", 0)
-        self.task: asyncio.Task | None = None
+        self.task: asyncio.Task[None] | None = None
         self.aborted = False
         self.token_ids: list[int] = []
         self._versions: list[int] = []
@@ -267,7 +270,7 @@ class SimRouter:
         self.up = False
         self._starts = 0
         self._chance = chance
-        self._carried: list[Answer] = []
+        self._passing: list[Answer] = []
 
     async def start(self, timeout: float) -> str:
         self._starts += 1
@@ -288,9 +291,9 @@ class SimRouter:
     def kill(self) -> None:
         """Kill the router: responses through it break off, while the servers continue to sample them."""
         self.up = False
-        for answer in self._carried:
+        for answer in self._passing:
             answer.cut()
-        self._carried.clear()
+        self._passing.clear()
 
     async def adjust(self, wanted: Collection[str]) -> bool:
         """Adjust the list as `RouterMembers` does: returns True once the list already equals `wanted`."""
@@ -307,8 +310,8 @@ class SimRouter:
         """Return the server for a request. `number` is in [0, 1)."""
         return sorted(self.listed)[int(number * len(self.listed))]
 
-    def carries(self, answer: Answer) -> Answer:
-        """Register an answer that passes through the router, and return it."""
-        self._carried = [other for other in self._carried if not other.ended]
-        self._carried.append(answer)
+    def register(self, answer: Answer) -> Answer:
+        """Add an answer that passes through the router, and return it."""
+        self._passing = [other for other in self._passing if not other.ended]
+        self._passing.append(answer)
         return answer

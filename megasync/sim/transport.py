@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Collection
 
 from megasync.errors import RankLost
-from megasync.sim.chance import Chance
-from megasync.sim.client import SimControl
-from megasync.sim.laws import Laws, Weights
+from megasync.serving.control import ServerControl
+from megasync.sim.laws import Weights
+from megasync.sim.network import Network
 from megasync.sim.ranks import SimRanks
 from megasync.sim.servers import SimServer
 from megasync.sync.attempt import PublishError
@@ -17,21 +17,21 @@ STAGE_SECONDS, COMMIT_SECONDS = 0.06, 0.01
 
 
 class SimPublisher:
-    """The controller's `Publisher`. A hung server is detected after `deadline` seconds (`timeouts.weight_sync`)."""
+    """A `WeightPublisher`. A hung server is detected after `deadline` seconds (`timeouts.weight_sync`)."""
 
-    def __init__(self, ranks: SimRanks, chance: Chance, laws: Laws, deadline: float) -> None:
+    def __init__(self, ranks: SimRanks, network: Network, deadline: float) -> None:
         self._ranks = ranks
+        self._network = network
+        self._chance, self._laws = network.chance, network.laws
         self._deadline = deadline
-        self._chance = chance
-        self._laws = laws
-        self._servers: dict[str, SimServer] = {}
+        self._urls: set[str] = set()
         self._linked_to = ranks.starts
 
-    def add(self, control: SimControl) -> None:
-        self._servers[control.url] = control.server
+    def add(self, control: ServerControl) -> None:
+        self._urls.add(control.url)
 
     def remove(self, url: str) -> None:
-        self._servers.pop(url, None)
+        self._urls.discard(url)
 
     def forget_ranks(self) -> None:
         self._linked_to = self._ranks.starts
@@ -40,7 +40,7 @@ class SimPublisher:
         self._laws.need(self._linked_to == self._ranks.starts, "the transport knows the ranks that it asks")
         weights = self._ranks.weights
         self._laws.publish_begins(version, weights)
-        targets = {url: s for url, s in sorted(self._servers.items()) if only is None or url in only}
+        targets = {url: self._network.servers[url] for url in sorted(self._urls) if only is None or url in only}
         self._laws.note(f"publish {version} to {', '.join(targets)}")
         failed = {url: "it is no longer among the servers" for url in sorted(only or ()) if url not in targets}
         moved: list[str] = []
@@ -52,7 +52,7 @@ class SimPublisher:
                 await self._commit(version, weights, targets, failed, moved)
         except RankLost as loss:
             # A server that waits for the dead rank may be reported as failed, or may not; the schedule decides.
-            blamed = [url for url in targets if self._chance.below(2, f"blame {url} {version}")]
+            blamed = [url for url in targets if self._chance.share(f"blame {url} {version}") >= 0.5]
             failed |= dict.fromkeys(blamed, "it waited for the trainer")
             cause = loss
         broken = not failed and cause is None and self._chance.happens("link breaks in a sync", f"version {version}")
@@ -97,7 +97,7 @@ class SimPublisher:
                 failed[url] = "it died in its commit"
                 continue
             server.version, server.weights = version, weights
-            server.go_on()
+            server.resume()
             self._laws.names(version, server.weights)
             moved.append(url)
         await self._ranks.work(f"sync {version}", 0.0)

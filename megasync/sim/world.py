@@ -5,28 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import resource
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megasync.config import Config
 from megasync.config.pacing import Pacing
 from megasync.errors import CheckpointError, LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.clock import VirtualLoop
-from megasync.sim.disk import Disk
+from megasync.sim.driver import FAULTY_DRIVERS, Driver
 from megasync.sim.language import MOST_TOKENS
 from megasync.sim.laws import Laws
-from megasync.sim.life import STORMY_LIVES, Life
 
 # The run directory is in memory if possible: writing ledger and checkpoints is a thousand times faster there.
 SHARED_MEMORY = Path("/dev/shm")
 ROWS = 7
 # Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
-MOST_LIVES = 20
+MAX_DRIVERS = 20
 DEFAULT_TIMEOUTS = "default timeouts"
 # Settings that may change when a run is resumed.
 RESUMABLE = (
@@ -45,9 +44,6 @@ RESUMABLE = (
     "checkpoint.keep",
 )
 
-# Faults that a run cannot handle yet; they are excluded from all schedules.
-ABSENT: frozenset[str] = frozenset()
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -61,7 +57,7 @@ class Outcome:
     steps: int
     versions: int
     # Number of drivers, and virtual seconds.
-    lives: int
+    drivers: int
     seconds: float
     faults: dict[str, int] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)
@@ -75,7 +71,7 @@ def simulate(seed: int, likely: str = "") -> Outcome:
     """
     loop = VirtualLoop()
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="megasync-sim-", dir=folder) as run_dir, _alone(seed):
+    with tempfile.TemporaryDirectory(prefix="megasync-sim-", dir=folder) as run_dir, _isolated(seed):
         world = World(seed, loop, Path(run_dir), likely)
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -88,7 +84,7 @@ def simulate(seed: int, likely: str = "") -> Outcome:
 
 
 @contextmanager
-def _alone(seed: int) -> Iterator[None]:
+def _isolated(seed: int) -> Iterator[None]:
     """Seed the global random state and disable logging, because a schedule causes thousands of failures."""
     disabled, state = logging.root.manager.disable, random.getstate()
     logging.disable(logging.CRITICAL)
@@ -100,72 +96,82 @@ def _alone(seed: int) -> Iterator[None]:
         random.setstate(state)
 
 
+class Disk:
+    """A disk that may be full: a limit on file sizes (RLIMIT_FSIZE), so that real writes fail half-way."""
+
+    def __init__(self) -> None:
+        # Whether the disk was full at any time since the present driver started.
+        self.was_full = False
+        self._usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, room: int) -> None:
+        """Limit every file of this process to `room` bytes."""
+        self.was_full = True
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, self._usual[1]))
+
+    def free(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._usual)
+
+
 class World:
     """The state that survives a driver: the run directory, the configuration, the laws and the seed's decisions.
 
     `rows` is the size of the dataset. `poison` is the row whose requests kill their server, or None. `chats` is whether
-    the workflow uses chats with tools. `absent` are the faults excluded from all schedules.
+    the workflow uses chats with tools.
     """
 
     rows = ROWS
 
     def __init__(self, seed: int, loop: VirtualLoop, run_dir: Path, likely: str = "") -> None:
-        self.absent = ABSENT
-        # Number of the present driver.
-        self.life = 0
         self.likely = likely
         self.chance = Chance(seed, likely)
         choice = self.chance.choice
         self.config = _config(choice)
-        tight = choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS
-        if tight or DEFAULT_TIMEOUTS in self.absent:
-            _hasten(self.config)
+        if choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS:
+            _shorten_timeouts(self.config)
         self.chats = choice.random() < 0.3
-        self.poison = self._sometimes("prompt kills servers", choice.randrange(ROWS), 0.1)
+        row = choice.randrange(ROWS)
+        self.poison = row if choice.random() < 0.1 else None
         self.loop = loop
         self.run_dir = run_dir
         self.disk = Disk()
         self.laws = Laws(seed, loop.time, run_dir)
 
-    def _sometimes(self, fault: str, row: int, probability: float) -> int | None:
-        drawn = self.chance.choice.random() < probability
-        return row if drawn and fault not in self.absent else None
-
     async def run(self) -> Outcome:
         choice = self.chance.choice
         deaths = [choice.uniform(0.5, 15.0) for _ in range(choice.choice([0, 0, 1, 2]))]
-        life, ended, here = 0, None, None
-        while ended is None:
-            life += 1
-            self.life = life
-            self.laws.need(life <= MOST_LIVES, f"the run is not over after {MOST_LIVES} drivers")
-            if life > 1:
-                self._change(choice)
-            self._room(choice)
-            self.laws.note(f"driver {life} starts")
-            unrecorded = here is not None and here.buffer.unrecorded
+        driver: Driver | None = None
+        for number in range(1, MAX_DRIVERS + 1):
+            if number > 1:
+                self._change_config(choice)
+            self._change_disk(choice, number)
+            self.laws.note(f"driver {number} starts")
+            unrecorded = driver is not None and driver.buffer.unrecorded
             try:
-                here = Life(self, life)
+                driver = Driver(self, number)
             except (LedgerError, CheckpointError) as error:
                 if not self.disk.was_full or str(self.run_dir) not in str(error):
                     raise
-                self.laws.note(f"driver {life} does not start, its disk is full: {type(error).__name__}")
+                self.laws.note(f"driver {number} does not start, its disk is full: {type(error).__name__}")
                 continue
-            self._prepare(here, unrecorded)
-            ended = await here.run(deaths.pop() if deaths else None)
-        faults = {kind: met for kind, met in self.chance.met.items() if met}
-        return Outcome(
-            self.chance.seed,
-            ended,
-            here.progress.step,
-            here.progress.version,
-            life,
-            self.loop.time(),
-            faults,
-            self.laws.history,
-        )
+            self.laws.pacing = Pacing.of(self.config.schedule)
+            self.laws.samples = self.config.schedule.samples_per_group
+            self.laws.driver_died(driver.buffer.process._state.status.newest_version if unrecorded else None)
+            ended = await driver.run(deaths.pop() if deaths else None)
+            if ended is not None:
+                return Outcome(
+                    seed=self.chance.seed,
+                    ended=ended,
+                    steps=driver.progress.step,
+                    versions=driver.progress.version,
+                    drivers=number,
+                    seconds=self.loop.time(),
+                    faults={kind: met for kind, met in self.chance.met.items() if met},
+                    history=self.laws.history,
+                )
+        self.laws.fail(f"the run is not over after {MAX_DRIVERS} drivers")
 
-    def _change(self, choice: Any) -> None:
+    def _change_config(self, choice: random.Random) -> None:
         """Change some of the settings that `megasync resume RUN key=value` may change, in some of the resumes."""
         if choice.random() < 0.5 and self.likely not in RESUMABLE:
             return
@@ -174,31 +180,24 @@ class World:
         other.schedule.samples_per_group = choice.randint(2, 3)
         for key in RESUMABLE:
             section, _, name = key.partition(".")
-            mine, value = getattr(self.config, section), getattr(getattr(other, section), name)
+            current, value = getattr(self.config, section), getattr(getattr(other, section), name)
             drawn = choice.random() < 0.3 or key == self.likely
-            if drawn and key not in self.absent and getattr(mine, name) != value:
+            if drawn and getattr(current, name) != value:
                 self.laws.note(f"resumed with {key}={value}")
                 self.chance.met[f"resumed with another {key}"] += 1
-                setattr(mine, name, value)
+                setattr(current, name, value)
 
-    def _room(self, choice: Any) -> None:
+    def _change_disk(self, choice: random.Random, driver: int) -> None:
         """Free the disk before a driver starts, or, rarely, fill it."""
-        self.disk.watch()
-        full = "disk is full" not in self.absent and choice.random() < 0.03 and self.life <= STORMY_LIVES
+        self.disk.was_full = False
+        full = choice.random() < 0.03 and driver <= FAULTY_DRIVERS
         self.disk.free()
         if full:
             self.laws.note("the disk is full")
             self.disk.fill(choice.choice([0, 4096, 40_000]))
 
-    def _prepare(self, life: Life, unrecorded: bool) -> None:
-        """Give the laws the settings of this driver."""
-        self.laws.pacing = Pacing.of(self.config.schedule)
-        self.laws.samples = self.config.schedule.samples_per_group
-        newest = life.buffer.process._state.status.newest_version if unrecorded else None
-        self.laws.driver_died(newest)
 
-
-def _config(choice: Any) -> Config:
+def _config(choice: random.Random) -> Config:
     """Draw the configuration of a small run: events that are rare in a large run are frequent in it."""
     config = Config()
     schedule = config.schedule
@@ -223,8 +222,8 @@ def _config(choice: Any) -> Config:
     return config
 
 
-def _hasten(config: Config) -> None:
-    """Shorten the timeouts so that hangs are detected within seconds or minutes."""
+def _shorten_timeouts(config: Config) -> None:
+    """Make hangs detectable within seconds or minutes."""
     health, timeouts = config.rollout.health, config.timeouts
     health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
     health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2

@@ -8,26 +8,30 @@ wired as `Run` wires the real parts.
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
-from megasync.data import PromptSource
+from megasync.data import PromptSource, Renderer
 from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
 from megasync.evaluation.evaluate import PeriodicEvaluation
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
+from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
-from megasync.sim.client import SimClient
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
-from megasync.sim.laws import Broken
-from megasync.sim.network import Network
+from megasync.sim.language import CONTEXT, END, VOCABULARY, Tokenizer
+from megasync.sim.laws import Broken, Laws
+from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.ranks import SimRanks
 from megasync.sim.servers import LIES, SimServer
 from megasync.sim.transport import SimPublisher
@@ -38,12 +42,12 @@ from megasync.trajectory import Prompt, Trajectory
 if TYPE_CHECKING:
     from megasync.sim.world import World
 
-# A simulated run takes about a minute, plus one deadline for each hang. A run that exceeds LONGEST_LIFE seconds plus
+# A simulated run takes about a minute, plus one deadline for each hang. A run that exceeds LONGEST_RUN seconds plus
 # HANGS times the deadline of a training step makes no progress.
-LONGEST_LIFE, HANGS = 2_000.0, 20
-# Drivers after which no fault strikes at random moments any more. Up to two drivers are killed, a full disk ends some,
+LONGEST_RUN, HANGS = 2_000.0, 20
+# Drivers after which faults no longer strike at arbitrary moments. Up to two drivers are killed, a full disk ends some,
 # and in rare schedules one start after another fails.
-STORMY_LIVES = 15
+FAULTY_DRIVERS = 15
 # Maximum seconds for closing the client.
 CLOSE_SECONDS = 30.0
 # Texts that identify the expected errors of a run that met more faults than it tolerates.
@@ -60,7 +64,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 ROW_TOKEN = 200
 
 
-class Life:
+class Driver:
     """One driver and its parts. Raises LedgerError if it cannot write the run directory."""
 
     def __init__(self, world: World, number: int) -> None:
@@ -68,9 +72,9 @@ class Life:
         self._number = number
         self._chance, self._laws, self._loop = world.chance, world.laws, world.loop
         self._config = config = world.config
-        schedule = config.schedule
+        schedule, timeouts, health = config.schedule, config.timeouts, config.rollout.health
         rows = [{"prompt": chr(ROW_TOKEN + row)} for row in range(world.rows)]
-        self._source = PromptSource(rows, _Renderer(), shuffle=True, seed=self._chance.seed)
+        self._source = PromptSource(rows, _RowRenderer(), shuffle=True, seed=self._chance.seed)
         self._checkpoint = checkpoint.latest(world.run_dir)
         ledger = world.run_dir / LEDGER_FILE
         self.progress = restore(self._checkpoint, ledger, schedule, self._source, self._laws.note)
@@ -83,34 +87,50 @@ class Life:
             self._orphan,
         )
         self._network = Network(self._chance, self._laws)
-        timeouts = config.timeouts
-        self._ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep, timeouts.train_step)
+        self.ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep, timeouts.train_step)
         poison = None if world.poison is None else ROW_TOKEN + world.poison
-        self._fleet = SimFleet(
-            config, world.run_dir, number, self._chance, self._laws, self._network, poison, self._loop.time
-        )
-        self._publisher = SimPublisher(self._ranks, self._chance, self._laws, timeouts.weight_sync)
-        health = config.rollout.health
+        self.fleet = SimFleet(world, number, self._network, poison)
+        self._publisher = SimPublisher(self.ranks, self._network, timeouts.weight_sync)
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
-        self._quarantine = Quarantine(self._fleet, clock=self._loop.time, hang_seconds=hang_seconds)
-        self._fleet.on_departure(self._quarantine.left)
-        self._client = SimClient(
-            config, self._network, number, self._chance.seed, self._quarantine, self._fleet.check_all
-        )
-        self._client.newest_version = self._fleet.newest_version = lambda: self.progress.claimed
-        self._client.published_version = lambda: self.progress.version
-        self._controller = self._wire()
+        self._quarantine = Quarantine(self.fleet, clock=self._loop.time, hang_seconds=hang_seconds)
+        self.fleet.on_departure(self._quarantine.left)
+        self._client = self._build_client()
+        self._controller = self._build_controller()
         self._started = False
-        self._met_before = self._fleet_faults()
+        self._faults_before = self._fleet_faults()
 
-    def _wire(self) -> Controller:
+    def _build_client(self) -> RolloutClient:
+        """The real client over the simulated network."""
+        rollout = self._config.rollout
+        client = RolloutClient(
+            ROUTER_URL,
+            [],
+            vocab_size=VOCABULARY,
+            context_length=CONTEXT,
+            sampling=rollout.sampling,
+            request_timeout=self._config.timeouts.request,
+            tokenizer=Tokenizer(),
+            stream_interval=rollout.stream_interval,
+            chat=rollout.chat,
+            stop_ids=(END,),
+            quarantine=self._quarantine,
+            on_invalid_answer=self.fleet.check_all,
+        )
+        session: Any = SimSession(self._network)
+        client._session = session
+        # The client's random choices must reproduce with the seed.
+        client._random = random.Random(f"client {self._chance.seed} {self._number}")
+        client.newest_version = self.fleet.newest_version = lambda: self.progress.claimed
+        client.published_version = lambda: self.progress.version
+        return client
+
+    def _build_controller(self) -> Controller:
         config, clock = self._config, self._loop.time
         rewards = RewardRunner(self._reward, 0)
-
         prompt = Prompt("held out", [ROW_TOKEN], {"prompt": chr(ROW_TOKEN)})
         held_out = HeldOutSet("", [prompt], rewards, temperatures=[1.0], repeats=2)
-        self._fleet.follow(self._publisher.add, self._publisher.remove)
-        self._fleet.follow(self._client.add_server, self._client.remove_server)
+        self.fleet.follow(self._publisher.add, self._publisher.remove)
+        self.fleet.follow(self._client.add_server, self._client.remove_server)
         pressure = config.rollout.kv_pressure
         rollouter = Rollouter(
             self._client,
@@ -120,7 +140,7 @@ class Life:
             config.schedule,
             failures=FailurePolicy(config.rollout.max_attempts),
             servers=ServerLimits(
-                self._fleet,
+                self.fleet,
                 None if pressure is None else InflightCap(config.rollout.servers, pressure),
                 self._quarantine,
             ),
@@ -128,14 +148,12 @@ class Life:
             clock=clock,
         )
         parts = ControlledParts(
-            trainer=self._ranks,
+            trainer=self.ranks,
             publisher=self._publisher,
             buffer=self.buffer,
             rollouter=rollouter,
-            fleet=self._fleet,
-            evaluate=PeriodicEvaluation(
-                self._client, [held_out], self._workflow, 2, lambda *_: None, 0, self._chance.seed
-            ),
+            fleet=self.fleet,
+            evaluate=PeriodicEvaluation(self._client, [held_out], self._workflow, 2, seed=self._chance.seed),
             cursor=self._source.state,
             observer=_Observer(self._laws),
         )
@@ -151,7 +169,7 @@ class Life:
             helpers.append(asyncio.create_task(self._ask_to_stop(), name="stop request"))
         running = asyncio.create_task(self._start_and_run(), name="run")
         watched = {running, self._orphan_error}
-        longest = LONGEST_LIFE + HANGS * self._config.timeouts.train_step
+        longest = LONGEST_RUN + HANGS * self._config.timeouts.train_step
         try:
             await asyncio.wait(watched, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
             if self._laws.broken is not None:
@@ -167,20 +185,18 @@ class Life:
         finally:
             self.buffer.cut()
             self._orphan_error.cancel()
-            for task in (running, *helpers):
-                task.cancel()
-            await asyncio.gather(running, *helpers, return_exceptions=True)
+            await cancel_and_wait(running, *helpers)
             await self._quarantine.close()
-            await self._fleet.stop()
+            await self.fleet.stop()
 
     async def _start_and_run(self) -> None:
         """Start as `Run` does: publish the weights with their version to the servers before the first prompt."""
-        await self._fleet.start()
+        await self.fleet.start()
         version = self.progress.version
         if self._checkpoint is not None or version:
             await self._publisher.publish(version)
         await self.buffer.publish(version)
-        await self._fleet.joined([server.url for server in self._fleet.joiners()])
+        await self.fleet.joined([server.url for server in self.fleet.joiners()])
         self._started = True
         try:
             await self._controller.run()
@@ -241,7 +257,7 @@ class Life:
             step = 0 if saved is None else checkpoint.step_of(saved)
             self._laws.need(self.progress.step == step, f"stopped after step {self.progress.step}, saved {step}")
             return "stopped"
-        self._laws.ends(self._config.schedule.total_steps, self._ranks.weights, counts)
+        self._laws.ends(self._config.schedule.total_steps, self.ranks.weights, counts)
         return "finished"
 
     def _explained(self, reason: str) -> str:
@@ -251,7 +267,7 @@ class Life:
         when they look like the server's own fault: before the prompt is convicted, and in a sync.
         """
         if reason == "rollout.min_servers":
-            faults, unproven = self._fleet_faults() - self._met_before, self._fleet.unproven
+            faults, unproven = self._fleet_faults() - self._faults_before, self.fleet.unproven
             restarts = self._config.rollout.health.restarts
             self._laws.need(
                 faults + unproven > restarts,
@@ -267,56 +283,37 @@ class Life:
     # Faults at an arbitrary moment, in addition to the faults at a step of a protocol
 
     async def _strike(self) -> None:
-        if self._number > STORMY_LIVES:
+        if self._number > FAULTY_DRIVERS:
             return
         choice = self._chance.choice
-        possible = [kind for kind in AT_ANY_MOMENT if kind not in self._world.absent]
         pause = choice.uniform(0.2, 5.0)
         for number in range(choice.randrange(8)):
             await asyncio.sleep(self._chance.seconds("fault", pause, f"{self._number}"))
-            kind = choice.choice(possible)
-            if self._world.likely in possible and choice.random() < 0.5:
+            kind = choice.choice(list(AT_ANY_MOMENT))
+            if self._world.likely in AT_ANY_MOMENT and choice.random() < 0.5:
                 kind = self._world.likely
             self._laws.note(f"fault {number}: {kind}")
             self._chance.met[f"at any moment: {kind}"] += 1
             AT_ANY_MOMENT[kind](self)
 
-    def _kill_rank(self) -> None:
-        self._ranks.kill()
-
-    def _kill_buffer(self) -> None:
-        self.buffer.crash()
-
-    def _kill_router(self) -> None:
-        self._fleet.router.kill()
-
-    def _kill_server(self) -> None:
-        self._one_server(SimServer.kill)
-
-    def _wedge_server(self) -> None:
-        self._one_server(SimServer.wedge)
-
-    def _one_server(self, hit: Any) -> None:
-        if up := self._fleet.up():
+    def hit_a_server(self, hit: Callable[[SimServer], None]) -> None:
+        if up := self.fleet.up():
             hit(self._chance.choice.choice(up))
 
-    def _slow_server(self) -> None:
+    def slow_a_server(self) -> None:
         # A server without peers cannot be detected as slow. The run then proceeds at its pace, which must not trip the
         # check for progress.
         slowness = self._chance.choice.uniform(10.0, 100.0 if self._config.rollout.servers > 1 else 11.0)
-        self._one_server(lambda server: setattr(server, "slowness", slowness))
+        self.hit_a_server(lambda server: setattr(server, "slowness", slowness))
 
-    def _make_server_lie(self) -> None:
-        self._one_server(self._lie)
+    def make_a_server_lie(self) -> None:
+        def lie(server: SimServer) -> None:
+            server.lie = self._chance.choice.choice(LIES)
+            self._laws.note(f"{server.url} lies: {server.lie}")
 
-    def _lie(self, server: SimServer) -> None:
-        honest = [other for other in self._fleet.up() if other is not server and not other.lie]
-        if not honest and "all servers lie" in self._world.absent:
-            return
-        server.lie = self._chance.choice.choice([lie for lie in LIES if lie not in self._world.absent])
-        self._laws.note(f"{server.url} lies: {server.lie}")
+        self.hit_a_server(lie)
 
-    def _fill_disk(self) -> None:
+    def fill_the_disk(self) -> None:
         self._world.disk.fill(self._chance.choice.choice([0, 4096, 40_000]))
 
     async def _ask_to_stop(self) -> None:
@@ -325,38 +322,42 @@ class Life:
 
 
 # Faults that strike at an arbitrary moment.
-AT_ANY_MOMENT = {
-    "rank dies": Life._kill_rank,
-    "buffer dies": Life._kill_buffer,
-    "router dies": Life._kill_router,
-    "server dies": Life._kill_server,
-    "server wedges": Life._wedge_server,
-    "server slows down": Life._slow_server,
-    "server lies": Life._make_server_lie,
-    "disk is full": Life._fill_disk,
+AT_ANY_MOMENT: dict[str, Callable[[Driver], None]] = {
+    "rank dies": lambda driver: driver.ranks.kill(),
+    "buffer dies": lambda driver: driver.buffer.crash(),
+    "router dies": lambda driver: driver.fleet.router.kill(),
+    "server dies": lambda driver: driver.hit_a_server(SimServer.kill),
+    "server wedges": lambda driver: driver.hit_a_server(SimServer.wedge),
+    "server slows down": Driver.slow_a_server,
+    "server lies": Driver.make_a_server_lie,
+    "disk is full": Driver.fill_the_disk,
 }
 
 
-class _Renderer:
+class _RowRenderer(Renderer):
     """Renders each row as a prompt of one token."""
 
-    chat = False
+    def __init__(self) -> None: ...
 
-    def prompts(self, rows: list[dict]) -> list[list[int]]:
+    @property
+    def chat(self) -> bool:
+        return False
+
+    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         return [[ROW_TOKEN + number] for number, _ in enumerate(rows)]
 
 
 class _Observer:
     """Records messages in the history and discards metrics."""
 
-    def __init__(self, laws: Any) -> None:
+    def __init__(self, laws: Laws) -> None:
         self._laws = laws
 
     def message(self, text: str) -> None:
         self._laws.note(f"the run says: {text}")
 
-    def step(self, step: int, version: int, metrics: dict) -> None: ...
-    def evaluation(self, step: int, version: int, metrics: dict) -> None: ...
+    def step(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def rewind(self, step: int) -> None: ...
     def activity(self, part: str, doing: str) -> None: ...
-    def buffer(self, counts: dict) -> None: ...
+    def buffer(self, counts: dict[str, int]) -> None: ...
