@@ -22,10 +22,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import (
     Backend,
     GroupName,
     PrefixStore,
+    Store,
     _new_process_group_helper,
     _world,
 )
@@ -57,14 +59,14 @@ class Deadline:
         return timedelta(seconds=left)
 
 
-def open_store(host: str, timeout: float) -> dist.TCPStore:
+def open_store(host: str, timeout: float) -> TCPStore:
     """A store that listens only on ``host``, on a free port (``store.port``)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             host,
             port,
             is_master=True,
@@ -74,9 +76,9 @@ def open_store(host: str, timeout: float) -> dist.TCPStore:
         )
 
 
-def join_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
     """A client of the store that listens there; ``timeout`` is in seconds."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def _unwatched() -> Iterator[None]:
             os.environ[BLOCKING_WAIT] = before
 
 
-def _gather(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+def _gather(store: Store, rank: int, size: int, timeout: float) -> None:
     """Returns once every member has called it. Raises RuntimeError when one has not within ``timeout`` seconds."""
     store.set(f"here-{rank}", "1")
     store.wait([f"here-{member}" for member in range(size)], timedelta(seconds=timeout))
@@ -111,7 +113,7 @@ class SyncGroup:
     """
 
     def __init__(
-        self, store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: float, operation_timeout: float
+        self, store: Store, name: str, rank: int, size: int, backend: str, timeout: float, operation_timeout: float
     ) -> None:
         """Returns once every member has joined (gloo), or this one is registered (NCCL, which connects at first use).
 
@@ -182,9 +184,7 @@ class Links:
     Serves one transfer or many. After a failed message it must be closed and replaced.
     """
 
-    def __init__(
-        self, store: dist.Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float
-    ) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float) -> None:
         """Returns once every member has joined; NCCL connects two of them with the first message between them.
 
         Args:

@@ -20,7 +20,7 @@ from megasync.importing import quick_imports
 from megasync.trajectory import Group
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     from megasync.layout.engine_layout import EngineRank
     from megasync.sync.messages import SendReport, SendRequest, WriteReport

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_name
 
@@ -63,7 +63,7 @@ class MegasyncCheckpointEngine(CheckpointEngine):
         self._timeout = timeout
         self._host = host
         # Opened by `prepare` on the master, joined by `init_process_group` elsewhere.
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         # By trainer rank, which is rank 0 of its group; the other ranks are the rollout workers.
         self._groups: dict[int, SyncGroup] = {}
 
@@ -203,7 +203,7 @@ class MegasyncCheckpointEngine(CheckpointEngine):
             )
 
     @property
-    def _rendezvous(self) -> dist.TCPStore:
+    def _rendezvous(self) -> TCPStore:
         assert self._store is not None, "verl calls init_process_group first"
         return self._store
 

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megasync.errors import SyncError
 from megasync.layout.layout import Layout
@@ -33,6 +32,8 @@ from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
 from megasync.sync.stream import held_piece, piece_elements, place_part
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megasync.device import Device
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class StageSender(ABC):
         self._params = params
         self._device = device
         self._host = host
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._groups: dict[str, SyncGroup] = {}
         self._buffers: list[torch.Tensor] = []
         self._staging: torch.Tensor | None = None

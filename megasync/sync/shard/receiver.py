@@ -356,7 +356,7 @@ class ShardReceiver:
             self._load_while_receiving(plan, request.stream, params)
         else:
             targets, sources = self._commit_copies(plan, params)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage] - no public name
         # The arena may be overwritten as soon as this is answered.
         synchronize(self._wire)
 

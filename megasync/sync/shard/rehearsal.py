@@ -69,7 +69,7 @@ def rehearse(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read
         misfits = [*_misfits(bucket, shards), *target.misfits(bucket)]
         report.problems.extend(misfits)
         if not misfits:
-            torch._foreach_copy_(*packing(bucket, message, shards))
+            torch._foreach_copy_(*packing(bucket, message, shards))  # pyright: ignore[reportPrivateImportUsage] - no public name
             target.take(tag, message)
         held = message.nbytes + trainer.nbytes + sum(rank.nbytes for rank in ranks)
         report.peak_bytes = max(report.peak_bytes, held)

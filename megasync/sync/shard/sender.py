@@ -19,7 +19,6 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, digest, signed
@@ -45,6 +44,8 @@ from megasync.sync.shard import delta
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, plan_shards
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megasync.device import Device
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class ShardSender:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._plans: dict[str, ShardPlan] = {}
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._links: dict[str, Links] = {}
         self._buffers: list[torch.Tensor] = []
         self._copies: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -236,7 +237,7 @@ class ShardSender:
             self._copies[kind, tag] = packing(bucket, message, self._params)
         # The digest includes the padding.
         message[bucket.elements * dtype.itemsize :] = 0
-        torch._foreach_copy_(*self._copies[kind, tag])
+        torch._foreach_copy_(*self._copies[kind, tag])  # pyright: ignore[reportPrivateImportUsage] - no public name
         return message
 
     def _encode(
