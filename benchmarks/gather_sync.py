@@ -58,7 +58,7 @@ class GatherPeer:
             shards = [torch.empty_like(shard) for _ in range(ranks)]
             self._peers.allgather([shards], [shard]).wait()
             for name in names:
-                whole = assemble(name, self._layout, lambda rank: {param: shards[rank]})  # noqa: B023
+                whole = assemble(name, self._layout, lambda rank, _: shards[rank])  # noqa: B023
                 if self._rank == 0:
                     self._engines.broadcast(whole, Deadline(SECONDS))
 

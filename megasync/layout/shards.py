@@ -10,10 +10,11 @@ import json
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +50,8 @@ COMPANIONS = (
 Tensors = Mapping[str, torch.Tensor]
 # Reads one box of a Hugging Face tensor, by the tensor's name.
 Read = Callable[[str, Box], torch.Tensor]
+# Reads a parameter of a global rank, by its local name.
+ReadParam = Callable[[int, str], torch.Tensor]
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -57,20 +60,45 @@ def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return rows if tensor.dim() == 1 else rows[:, box.col : box.col + box.cols]
 
 
-class HfFolder:
-    """The tensors of a Hugging Face folder, one file or many, read by rectangle. Files stay mapped until closed."""
+class _Files:
+    """The safetensors files of a folder, opened on first use and mapped until closed."""
+
+    # What refers to the files, for the error when one is missing.
+    index: str
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        self._where = self._index()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def _open(self, file: str) -> Any:
+        """Raises CheckpointError for a missing or damaged file."""
+        if file not in self._files:
+            path = self.path / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {self.index} refers to it")
+            try:
+                opened: Any = safe_open(path, framework="pt")
+                self._files[file] = self._stack.enter_context(opened)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+
+class HfFolder(_Files):
+    """The tensors of a Hugging Face folder, one file or many, read by rectangle."""
+
+    index = INDEX
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._where = self._index()
 
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
@@ -81,23 +109,8 @@ class HfFolder:
             return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.path / file
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {INDEX} refers to it")
-            try:
-                self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-        return self._files[file]
-
     def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
-        """A function that reads a box of one tensor.
-
-        Raises:
-            CheckpointError: the tensor is missing or has another shape than the config says.
-        """
+        """A function that reads a box of one tensor. Raises CheckpointError for a missing tensor or another shape."""
         if name not in self._where:
             raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json requires")
         handle = self._open(self._where[name])
@@ -107,10 +120,10 @@ class HfFolder:
             raise CheckpointError(
                 f"{self.path / self._where[name]} has no tensor {name!r}, although {INDEX} lists it"
             ) from error
-        found = tuple(tensor.get_shape())
-        if found != shape:
+        stored = tuple(tensor.get_shape())
+        if stored != shape:
             raise CheckpointError(
-                f"{name!r} in {self.path} has shape {list(found)}, but its config.json requires {list(shape)}"
+                f"{name!r} in {self.path} has shape {list(stored)}, but its config.json requires {list(shape)}"
             )
 
         def read(box: Box) -> torch.Tensor:
@@ -139,10 +152,7 @@ def load_shards(
     """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes.
 
     They have ``dtype``, except those with a dtype of their own (`Placed.dtype`). ``absent`` replaces tensors that the
-    folder may lack.
-
-    Raises:
-        CheckpointError: a missing file, a missing tensor or a wrong shape, by name.
+    folder may lack. Raises CheckpointError for a missing file, a missing tensor or a wrong shape, by name.
     """
     own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
     pieces = pieces_by_param(layout, rank)
@@ -156,10 +166,10 @@ def load_shards(
 
 def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
     """The rectangles of a global rank by parameter; none for one that is only vocabulary padding."""
-    found: dict[str, list[Piece]] = defaultdict(list)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in layout.pieces(rank):
-        found[piece.param].append(piece)
-    return found
+        pieces[piece.param].append(piece)
+    return pieces
 
 
 def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -176,17 +186,12 @@ def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtyp
     return param
 
 
-def assemble(hf_name: str, layout: Layout, shards_of: Callable[[int], Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Assembles one Hugging Face tensor from the shards of the first rank that holds each piece.
-
-    Args:
-        shards_of: global rank -> that rank's parameters by local name.
-    """
+def assemble(hf_name: str, layout: Layout, read: ReadParam) -> torch.Tensor:
+    """One Hugging Face tensor from the shards of the first rank that holds each piece."""
     holders = layout.holders[hf_name]
-    sample = shards_of(holders[0].ranks[0])[holders[0].piece.param]
-    whole = torch.empty(layout.hf_tensors[hf_name], dtype=sample.dtype)
+    whole = torch.empty(layout.hf_tensors[hf_name], dtype=read(holders[0].ranks[0], holders[0].piece.param).dtype)
     for piece, ranks in holders:
-        box_of(whole, piece.hf_box).copy_(box_of(shards_of(ranks[0])[piece.param], piece.param_box))
+        box_of(whole, piece.hf_box).copy_(box_of(read(ranks[0], piece.param), piece.param_box))
     return whole
 
 
@@ -200,48 +205,33 @@ def shard_file(rank: int) -> str:
 
 def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: Mapping[str, torch.Tensor]) -> None:
     """Writes the parameters of which a rank is the first holder, if there are any, and syncs them to disk."""
-    mine = {
+    written = {
         name: params[name].detach().cpu().contiguous()
         for name, writer in layout.writers(rank).items()
         if writer == rank
     }
-    if mine:
+    if written:
         file = Path(checkpoint_dir) / shard_file(rank)
-        save_file(mine, file)
+        save_file(written, file)
         fsync(file)
 
 
-class ShardFiles:
-    """The model files of a checkpoint, opened on first use and mapped until closed."""
+class ShardFiles(_Files):
+    """The model files of a checkpoint."""
 
-    def __init__(self, checkpoint_dir: str | Path) -> None:
-        self._path = Path(checkpoint_dir)
-        self._stack = ExitStack()
-        self._files: dict[int, _ShardFile] = {}
+    index = LAYOUT
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def of(self, rank: int) -> Mapping[str, torch.Tensor]:
-        """What a global rank wrote, by parameter name. Raises CheckpointError for a missing or damaged file."""
-        if rank not in self._files:
-            path = self._path / shard_file(rank)
-            if not path.is_file():
-                raise CheckpointError(f"checkpoint file {path} is missing")
-            try:
-                opened: Any = safe_open(path, framework="pt")
-                handle: Any = self._stack.enter_context(opened)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-            self._files[rank] = _ShardFile(path, handle)
-        return self._files[rank]
+    def read(self, rank: int, param: str) -> torch.Tensor:
+        """A parameter that a global rank wrote. Raises CheckpointError when it or the file is missing or damaged."""
+        file = shard_file(rank)
+        try:
+            return self._open(file).get_tensor(param)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path / file} has no parameter {param!r}") from error
 
     def load(self, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
         """All parameters of a global rank, each from the file of its first holder."""
-        return {name: self.of(writer)[name] for name, writer in layout.writers(rank).items()}
+        return {name: self.read(writer, name) for name, writer in layout.writers(rank).items()}
 
 
 def describe(layout: Layout, dtype: str) -> dict[str, Any]:
@@ -255,18 +245,14 @@ def describe(layout: Layout, dtype: str) -> dict[str, Any]:
     }
 
 
-def layout_of(found: Mapping[str, Any]) -> tuple[Layout, str]:
+def layout_of(described: Mapping[str, Any]) -> tuple[Layout, str]:
     """The layout and the dtype name that `describe` was given."""
-    topology, value_head = Topology(**found["topology"]), found.get("value_head", False)
-    return Layout(found["hf_config"], topology, found["spec"], value_head), found["dtype"]
+    topology, value_head = Topology(**described["topology"]), described.get("value_head", False)
+    return Layout(described["hf_config"], topology, described["spec"], value_head), described["dtype"]
 
 
 def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
-    """The layout and the dtype name of a checkpoint.
-
-    Raises:
-        CheckpointError: layout.json is missing or incomplete.
-    """
+    """The layout and the dtype name of a checkpoint. Raises CheckpointError for a missing or incomplete layout.json."""
     path = Path(checkpoint_dir) / LAYOUT
     if not path.is_file():
         raise CheckpointError(f"{checkpoint_dir} is not a megasync checkpoint: it has no {LAYOUT}")
@@ -287,10 +273,8 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files.
 
     The folder gets its name only when it is complete. A tied head is omitted, as Hugging Face does. Tensors and
-    config.json have the checkpoint's dtype.
-
-    Raises:
-        CheckpointError: an incomplete checkpoint, a non-empty output folder, or a failed write.
+    config.json have the checkpoint's dtype. Raises CheckpointError for an incomplete checkpoint, a non-empty output
+    folder, or a failed write.
     """
     source, out = Path(hf_source_dir), Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -304,7 +288,7 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
         draft.mkdir(parents=True)
         write_companions(source, draft, dtype, layout.value_head)
         with ShardFiles(checkpoint_dir) as files:
-            _write_weights(draft, layout, files.of, dtype)
+            _write_weights(draft, layout, files.read, dtype)
         if out.exists():
             out.rmdir()
         fsync_tree(draft)
@@ -316,34 +300,14 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     log.info("Exported %s to %s", checkpoint_dir, out)
 
 
-class _ShardFile(Mapping[str, torch.Tensor]):
-    """A rank's checkpoint file as a mapping that reads a tensor on access."""
-
-    def __init__(self, path: Path, handle: Any) -> None:
-        self._path = path
-        self._handle = handle
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        try:
-            return self._handle.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self._path} has no parameter {name!r}") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._handle.keys())
-
-    def __len__(self) -> int:
-        return len(self._handle.keys())
-
-
-def _write_weights(out: Path, layout: Layout, shards_of: Callable[[int], Tensors], dtype: str) -> None:
+def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:
     """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
-    nbytes = {name: _numel(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
+    nbytes = {name: prod(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
     parts = _split_by_bytes(nbytes)
     names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
-        tensors = {name: assemble(name, layout, shards_of).to(dtypes[name]) for name in part}
+        tensors = {name: assemble(name, layout, read).to(dtypes[name]) for name in part}
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
@@ -370,10 +334,6 @@ def index_text(where: Mapping[str, str], nbytes: int) -> str:
 def part_name(index: int, count: int) -> str:
     """Name of the ``index``-th (from 0) of ``count`` weight files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:

@@ -49,8 +49,6 @@ from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
 
 if TYPE_CHECKING:
     from megasync.layout.engine_layout import EngineRank
-    from megasync.sync.messages import CommitRequest, SyncMessage
-    from megasync.sync.shard.receiver import ShardReceiver
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
@@ -82,43 +80,25 @@ class WeightReceiver(Protocol):
     Requests are parsed JSON; what `handle` returns is a msgspec struct, or JSON's own types.
     """
 
-    def handle(self, command: str, payload: Any, rank: ServingRank) -> object:
+    def handle(self, command: str, request: Any, /) -> object:
         """Answers a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
         ...
 
-    def check(self, request: Any, rank: ServingRank) -> Any:
+    def check(self, request: Any, /) -> Any:
         """The request in the form that `commit` takes. Raises when this rank cannot commit it; writes nothing."""
         ...
 
-    def commit(self, request: Any, rank: ServingRank) -> None:
+    def commit(self, request: Any, /) -> None:
         """Writes the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
         ...
 
 
-class LazyShardReceiver:
-    """The `ShardReceiver` of this process's model, made when the first command arrives."""
+def shard_receiver(rank: ServingRank) -> WeightReceiver:
+    """The receiver of this process's model. It opens and allocates nothing before the first command."""
+    from megasync.layout.trace import live_tensors
+    from megasync.sync.shard.receiver import ShardReceiver
 
-    def __init__(self) -> None:
-        self._receiver: ShardReceiver | None = None
-
-    def handle(self, command: str, payload: Any, rank: ServingRank) -> SyncMessage:
-        if self._receiver is None:
-            from megasync.layout.trace import live_tensors
-            from megasync.sync.shard.receiver import ShardReceiver
-
-            self._receiver = ShardReceiver(rank.tp_rank, lambda: live_tensors(rank.model))
-        return self._receiver.handle(command, payload)
-
-    def check(self, request: Any, rank: ServingRank) -> CommitRequest:
-        return self._made().check(request)
-
-    def commit(self, request: CommitRequest, rank: ServingRank) -> None:
-        self._made().commit(request)
-
-    def _made(self) -> ShardReceiver:
-        if self._receiver is None:
-            raise ServerError("this rank has no receive plan")
-        return self._receiver
+    return ShardReceiver(rank.tp_rank, lambda: live_tensors(rank.model))
 
 
 class _Committed:
@@ -128,8 +108,9 @@ class _Committed:
 class Plugin:
     """Hooks around SGLang's own methods; each passes on what is not megasync's."""
 
-    def __init__(self, receiver: WeightReceiver | None = None) -> None:
-        self._receiver = receiver
+    def __init__(self, make_receiver: Callable[[ServingRank], WeightReceiver] = shard_receiver) -> None:
+        self._make_receiver = make_receiver
+        self._receiver: WeightReceiver | None = None
         self._traces: dict[TraceRequest, EngineRank] = {}
         self._instance = uuid.uuid4().hex
 
@@ -177,21 +158,20 @@ class Plugin:
         if load_format != LOAD_FORMAT:
             return stock(updater, names=names, load_format=load_format, **rest)
 
-        def check() -> tuple[WeightReceiver, Any, ServingRank]:
-            if self._receiver is None:
-                raise ServerError("the plugin of this server was registered without a receiver")
+        def check() -> tuple[WeightReceiver, Any, Any]:
             _refuse_what_stock_updates_refuse(updater)
             place = _parallel()
-            rank = ServingRank(updater.get_model(), place.tp_rank, place.tp_size)
-            return self._receiver, self._receiver.check(decode(names[0]), rank), rank
+            model = updater.get_model()
+            receiver = self._receiver_of(ServingRank(model, place.tp_rank, place.tp_size))
+            return receiver, receiver.check(decode(names[0])), model
 
         def commit() -> None:
             from sglang.srt.model_loader.loader import post_load_weights
 
-            receiver, request, rank = checked
-            receiver.commit(request, rank)
+            receiver, request, model = checked
+            receiver.commit(request)
             # SGLang calls this at the end of an update only when nothing was loaded in it.
-            post_load_weights(rank.model)
+            post_load_weights(model)
 
         checked = _all_succeed(check, f"{REFUSED}, the weights are as before")
         _all_succeed(commit, "the commit failed, the weights are mixed")
@@ -207,9 +187,12 @@ class Plugin:
             return self._hello(rank)
         if command == "trace":
             return self._trace(msgspec.convert(payload, TraceRequest), rank)
+        return self._receiver_of(rank).handle(command, payload)
+
+    def _receiver_of(self, rank: ServingRank) -> WeightReceiver:
         if self._receiver is None:
-            raise ValueError(f"unknown command {command!r}; this plugin knows hello, trace")
-        return self._receiver.handle(command, payload, rank)
+            self._receiver = self._make_receiver(rank)
+        return self._receiver
 
     def _hello(self, rank: ServingRank) -> Hello:
         return Hello(
@@ -269,7 +252,7 @@ class GuardedServer:
 
 def register() -> None:
     """The entry point that SGLang calls."""
-    Plugin(LazyShardReceiver()).register()
+    Plugin().register()
     # Only in the HTTP server's own process: the pipe is empty for those that it starts.
     if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
         GuardedServer(**json.loads(sys.stdin.buffer.read())).register()
@@ -312,9 +295,8 @@ def _gather(text: str, group: Any) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    mine = torch.zeros(MAX_ERROR_BYTES, dtype=torch.uint8, device="cpu")
-    if raw := text.encode()[:MAX_ERROR_BYTES]:
-        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
+    padded = bytearray(text.encode()[:MAX_ERROR_BYTES].ljust(MAX_ERROR_BYTES, b"\0"))
+    own = torch.frombuffer(padded, dtype=torch.uint8)
+    gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
     return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in gathered]

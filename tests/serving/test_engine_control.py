@@ -15,7 +15,7 @@ from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import decode, encode
 from megasync.sync import sglang_plugin
-from megasync.sync.sglang_plugin import Plugin
+from megasync.sync.sglang_plugin import Plugin, ServingRank
 
 SPECS = [("w", (4, 3))]
 
@@ -36,8 +36,13 @@ class Model(nn.Module):
 
 
 class Receiver:
-    def handle(self, command, payload, rank):
-        return {"heard": command, "payload": payload, "by": rank.tp_rank}
+    def __init__(self, rank: ServingRank) -> None:
+        self.rank = rank
+
+    def handle(self, command, payload):
+        if command == "break":
+            raise ValueError("it is broken")
+        return {"command": command, "payload": payload, "tp_rank": self.rank.tp_rank}
 
 
 def stock(checker, action, allow_quant_error, skip_tensor_list, *, role):
@@ -60,9 +65,9 @@ async def engine_of():
     """Makes an EngineControl of a server whose ranks have these models; None is a server without the plugin."""
     runners, controls = [], []
 
-    async def make(models, receiver=None) -> EngineControl:
+    async def make(models) -> EngineControl:
         # Each rank is a process with a plugin of its own.
-        plugins = [Plugin(receiver) for _ in models or ()]
+        plugins = [Plugin(Receiver) for _ in models or ()]
 
         def rank_answer(rank: int, asked: tuple) -> dict:
             if models is None:
@@ -134,20 +139,17 @@ async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
 
 
 async def test_other_commands_are_the_receivers(engine_of):
-    engine = await engine_of([Model(0), Model(1)], Receiver())
+    engine = await engine_of([Model(0), Model(1)])
     payload = {"names": ["tensor"] * 5000}
     assert await engine.call("stage", payload, dict) == [
-        {"heard": "stage", "payload": payload, "by": r} for r in (0, 1)
+        {"command": "stage", "payload": payload, "tp_rank": r} for r in (0, 1)
     ]
-    engine = await engine_of([Model(0), Model(1)])
-    with pytest.raises(
-        ServerError, match="tp rank 0: ValueError: unknown command 'stage'; this plugin knows hello, trace"
-    ):
-        await engine.call("stage", payload, dict)
+    with pytest.raises(ServerError, match="tp rank 0: ValueError: it is broken"):
+        await engine.call("break", payload, dict)
 
 
 def test_what_is_not_megasyncs_stays_stock():
-    plugin = Plugin(Receiver())
+    plugin = Plugin(Receiver)
     found = plugin.around_check(stock, checker(0, Model(0)), "checksum", True, ["w"], role="draft")
     assert found["asked"] == [True, ["w"], "draft"]
     loaded = plugin.around_load(lambda updater, weights: (False, weights), None, ["tensor"])

@@ -168,7 +168,7 @@ def test_gradients_are_hugging_faces(results, hugging_face, models, family, layo
     map_ = layout_of(models[family], CASES[family, layout])
     assert {name for name in map_.hf_tensors if name not in expected} == biases(map_)
     for name, grad in expected.items():
-        found = assemble(name, map_, lambda rank: ranks[rank]["gradients"])
+        found = assemble(name, map_, lambda rank, param: ranks[rank]["gradients"][param])
         torch.testing.assert_close(found, grad, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -235,7 +235,7 @@ def test_the_balancing_loss_is_switch_transformers_and_ignores_padding_and_maske
             map_ = layout_of(path, options[label])
             held = [rank["m", label]["gradients"] for rank in ranks]
             for name in map_.hf_tensors:
-                found = assemble(name, map_, held.__getitem__)
+                found = assemble(name, map_, lambda rank, param, held=held: held[rank][param])
                 torch.testing.assert_close(
                     found, expected[name], atol=1e-5, rtol=1e-4, msg=lambda text, at=(label, name): f"{at}: {text}"
                 )

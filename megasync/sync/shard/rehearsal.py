@@ -12,16 +12,16 @@ is written, so that unwritten elements show.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import Read, assemble, box_of, fill_param, pieces_by_param
-from megasync.sync.messages import InboundBucket
+from megasync.sync.messages import ReceivePlan
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, receive_plan
 from megasync.sync.shard.receiver import rectangles
 from megasync.sync.shard.sender import packing
@@ -30,6 +30,9 @@ from megasync.sync.shard.sender import packing
 POISON = 0xFF
 # Writes of one element are counted up to this number.
 MOST_WRITES = 255
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class Problem(NamedTuple):
@@ -60,27 +63,32 @@ def rehearse(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read
         dtype: the trainer's parameter dtype.
     """
     report = RehearsalReport()
-    trainer = _Trainer(layout, read, dtype)
-    ranks = [_EngineSide(tp, found, plan, layout, read, dtype, report) for tp, found in enumerate(engine)]
+    checkpoint = _Checkpoint(layout, read, dtype)
+    trainer = checkpoint.trainer()
+    ranks = [
+        _EngineSide(tp, rank, receive_plan(plan, tp, "", rank.fills), checkpoint, report)
+        for tp, rank in enumerate(engine)
+    ]
     uses = Counter(use for bucket in plan.buckets for use in _uses(bucket))
     for tag, bucket in enumerate(plan.buckets):
         message = torch.full((bucket.nbytes,), POISON, dtype=torch.uint8)
-        shards, target = trainer.rank(bucket.source), ranks[bucket.target]
+        shards, target = trainer[bucket.source], ranks[bucket.target]
         misfits = [*_misfits(bucket, shards), *target.misfits(bucket)]
         report.problems.extend(misfits)
         if not misfits:
-            torch._foreach_copy_(*packing(bucket, message, shards))  # pyright: ignore[reportPrivateImportUsage] - no public name
+            for to, source in zip(*packing(bucket, message, shards), strict=True):
+                to.copy_(source)
             target.take(tag, message)
-        held = message.nbytes + trainer.nbytes + sum(rank.nbytes for rank in ranks)
+        held = message.nbytes + _nbytes(trainer) + sum(rank.nbytes for rank in ranks)
         report.peak_bytes = max(report.peak_bytes, held)
         target.release(bucket)
         for use in _uses(bucket):
             uses[use] -= 1
             if not uses[use]:
-                trainer.rank(use[0]).pop(use[1], None)
+                trainer[use[0]].pop(use[1], None)
     for rank in ranks:
         rank.finish()
-    _compare_assembled(layout, read, dtype, report)
+    _compare_assembled(checkpoint, report)
     return report
 
 
@@ -93,88 +101,76 @@ def _misfits(bucket: ShardBucket, shards: Mapping[str, torch.Tensor]) -> Iterato
     """Pieces of a bucket that its sender does not hold."""
     for region in bucket.regions:
         for piece in region.sources:
-            found = box_of(shards[piece.param], piece.param_box).numel()
-            if found != piece.hf_box.rows * piece.hf_box.cols:
+            held = box_of(shards[piece.param], piece.param_box).numel()
+            if held != piece.hf_box.rows * piece.hf_box.cols:
                 what = f"{piece.param} has no box {tuple(piece.param_box)}"
                 yield Problem(piece.hf_name, f"trainer rank {bucket.source}", what)
 
 
-class _TrainerRank(dict[str, torch.Tensor]):
-    """Parameters of one trainer rank, each filled from the checkpoint at its first use."""
+class _OnDemand(dict[K, V]):
+    """A mapping that makes each value at its first use."""
 
-    def __init__(self, layout: Layout, rank: int, read: Read, dtype: str) -> None:
+    def __init__(self, make: Callable[[K], V]) -> None:
         super().__init__()
-        self._layout = layout
-        self._shapes = layout.params(rank)
-        self._pieces = pieces_by_param(layout, rank)
-        self._read = read
-        self._dtype = dtype
+        self._make = make
 
-    def __missing__(self, param: str) -> torch.Tensor:
-        pieces = self._pieces[param]
-        dtype = getattr(torch, self._layout.hf_dtype(pieces[0].hf_name, self._dtype))
-        self[param] = fill_param(self._shapes[param], pieces, self._read, dtype)
-        return self[param]
+    def __missing__(self, key: K) -> V:
+        value = self[key] = self._make(key)
+        return value
 
 
-class _Trainer:
-    def __init__(self, layout: Layout, read: Read, dtype: str) -> None:
-        self._made_of = layout, read, dtype
-        self._ranks: dict[int, _TrainerRank] = {}
-
-    def rank(self, rank: int) -> _TrainerRank:
-        if rank not in self._ranks:
-            layout, read, dtype = self._made_of
-            self._ranks[rank] = _TrainerRank(layout, rank, read, dtype)
-        return self._ranks[rank]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(param.nbytes for rank in self._ranks.values() for param in rank.values())
-
-    def forget(self) -> None:
-        for rank in self._ranks.values():
-            rank.clear()
+Trainer = _OnDemand[int, _OnDemand[str, torch.Tensor]]
 
 
-class _Live(dict[str, torch.Tensor]):
-    """Engine parameters as flat tensors, poisoned at their first use."""
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The Hugging Face tensors, as a trainer in ``dtype`` holds and sends them."""
 
-    def __init__(self, rank: EngineRank) -> None:
-        super().__init__()
-        self._rank = rank
+    layout: Layout
+    read: Read
+    dtype: str
 
-    def __missing__(self, param: str) -> torch.Tensor:
-        live = torch.empty(self._rank.sizes[param], dtype=getattr(torch, self._rank.dtypes[param]))
-        live.view(torch.uint8).fill_(POISON)
-        self[param] = live
-        return live
+    def trainer(self) -> Trainer:
+        """The parameters of each rank by name."""
+        return _OnDemand(self._rank)
+
+    def _rank(self, rank: int) -> _OnDemand[str, torch.Tensor]:
+        shapes, pieces = self.layout.params(rank), pieces_by_param(self.layout, rank)
+        return _OnDemand(
+            lambda param: fill_param(
+                shapes[param], pieces[param], self.read, self._wire_dtype(pieces[param][0].hf_name)
+            )
+        )
+
+    def sent(self, name: str, box: Box) -> torch.Tensor:
+        return self.read(name, box).to(self._wire_dtype(name))
+
+    def whole(self, name: str) -> torch.Tensor:
+        shape = self.layout.hf_tensors[name]
+        return self.sent(name, Box(0, shape[0], 0, (*shape, 1)[1])).view(shape)
+
+    def _wire_dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.layout.hf_dtype(name, self.dtype))
+
+
+def _nbytes(trainer: Trainer) -> int:
+    return sum(param.nbytes for rank in trainer.values() for param in rank.values())
 
 
 class _EngineSide:
     """One engine rank: receives buckets, and checks each parameter after its last bucket."""
 
     def __init__(
-        self,
-        tp: int,
-        rank: EngineRank,
-        plan: ShardPlan,
-        layout: Layout,
-        read: Read,
-        dtype: str,
-        report: RehearsalReport,
+        self, tp: int, rank: EngineRank, received: ReceivePlan, checkpoint: _Checkpoint, report: RehearsalReport
     ) -> None:
         self._where = f"engine rank {tp}"
         self._rank = rank
-        self._layout = layout
-        self._read = read
-        self._dtype = dtype
+        self._checkpoint = checkpoint
         self._report = report
-        self._live = _Live(rank)
+        self._live = _OnDemand(self._poisoned)
         # How often each element was written, by parameter.
-        self._written: dict[str, torch.Tensor] = {}
-        received = receive_plan(plan, tp, "", rank.fills)
-        self._inbound: dict[int, InboundBucket] = {bucket.tag: bucket for bucket in received.buckets}
+        self._written = _OnDemand[str, torch.Tensor](lambda param: torch.zeros(rank.sizes[param], dtype=torch.uint8))
+        self._inbound = {bucket.tag: bucket for bucket in received.buckets}
         self._left = Counter(rectangle.param for bucket in received.buckets for rectangle in bucket.rectangles)
         self._slots: dict[str, list[Slot]] = defaultdict(list)
         self._fills: dict[str, list[Fill]] = defaultdict(list)
@@ -184,10 +180,15 @@ class _EngineSide:
             self._fills[fill.param].append(fill)
         self._checked: set[str] = set()
 
+    def _poisoned(self, param: str) -> torch.Tensor:
+        """An engine parameter as a flat tensor."""
+        live = torch.empty(self._rank.sizes[param], dtype=getattr(torch, self._rank.dtypes[param]))
+        live.view(torch.uint8).fill_(POISON)
+        return live
+
     @property
     def nbytes(self) -> int:
-        held = (*self._live.values(), *self._written.values())
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in (*self._live.values(), *self._written.values()))
 
     def misfits(self, bucket: ShardBucket) -> Iterator[Problem]:
         """Regions of a bucket that do not fit into this rank's parameters."""
@@ -204,7 +205,7 @@ class _EngineSide:
         for target, source in rectangles(inbound, message, self._live):
             target.copy_(source)
         for rectangle in inbound.rectangles:
-            counts = rectangle.of(self._counts(rectangle.param))
+            counts = rectangle.of(self._written[rectangle.param])
             counts.add_(counts < MOST_WRITES)
 
     def release(self, bucket: ShardBucket) -> None:
@@ -219,14 +220,9 @@ class _EngineSide:
         for param in self._rank.sizes.keys() - self._checked:
             self._check(param)
 
-    def _counts(self, param: str) -> torch.Tensor:
-        if param not in self._written:
-            self._written[param] = torch.zeros(self._rank.sizes[param], dtype=torch.uint8)
-        return self._written[param]
-
     @torch.no_grad()
     def _check(self, param: str) -> None:
-        live, counts = self._live[param], self._counts(param)
+        live, counts = self._live[param], self._written[param]
         for fill in self._fills[param]:
             # After the buckets, so that a fill over loaded elements shows.
             fill.rectangle.of(live).fill_(fill.value)
@@ -235,8 +231,7 @@ class _EngineSide:
             rectangle = slot.rectangle
             self._check_slot(slot, rectangle.of(live), rectangle.of(counts))
             rectangle.of(loaded).fill_(1)
-        stray = int((counts.bool() & ~loaded.bool()).sum())
-        if stray:
+        if stray := int((counts.bool() & ~loaded.bool()).sum()):
             self._add_problem(param, f"{stray} elements are written that a load does not write")
         for fill in self._fills[param]:
             fill.rectangle.of(loaded).fill_(1)
@@ -251,10 +246,8 @@ class _EngineSide:
         if (fewest, most) != (1, 1):
             times = f"{fewest} times" if fewest == most else f"{fewest} to {most} times"
             self._add_problem(slot.hf_name, f"its elements in {slot.param} are written {times} instead of once")
-        wire = getattr(torch, self._layout.hf_dtype(slot.hf_name, self._dtype))
-        expected = self._read(slot.hf_name, slot.hf_box).to(wire).to(live.dtype).view(live.shape)
-        different = _different(live, expected)
-        if different:
+        expected = self._checkpoint.sent(slot.hf_name, slot.hf_box).to(live.dtype).view(live.shape)
+        if different := _different(live, expected):
             self._add_problem(
                 slot.hf_name, f"{different} of {expected.numel()} elements in {slot.param} differ from a load's"
             )
@@ -263,28 +256,18 @@ class _EngineSide:
         self._report.problems.append(Problem(tensor, self._where, what))
 
 
-def _compare_assembled(layout: Layout, read: Read, dtype: str, report: RehearsalReport) -> None:
+def _compare_assembled(checkpoint: _Checkpoint, report: RehearsalReport) -> None:
     """Assembles each Hugging Face tensor from the trainer's shards, as an export does, and compares it."""
-    trainer = _Trainer(layout, read, dtype)
-    for pp in range(layout.topology.pipeline):
-        for item in layout.placed(pp):
-            if item.copy:
-                continue
-            for name, _ in item.tensors:
-                whole = assemble(name, layout, trainer.rank)
-                report.peak_bytes = max(report.peak_bytes, whole.nbytes + trainer.nbytes)
-                expected = _whole_tensor(name, layout, read).to(whole.dtype)
-                different = _different(whole, expected)
-                if different:
-                    what = f"{different} of {whole.numel()} elements differ when the shards are assembled"
-                    report.problems.append(Problem(name, "trainer", what))
-            trainer.forget()
-
-
-def _whole_tensor(name: str, layout: Layout, read: Read) -> torch.Tensor:
-    """A Hugging Face tensor in its own shape."""
-    shape = layout.hf_tensors[name]
-    return read(name, Box(0, shape[0], 0, (*shape, 1)[1])).view(shape)
+    layout, trainer = checkpoint.layout, checkpoint.trainer()
+    for item in (item for pp in range(layout.topology.pipeline) for item in layout.placed(pp) if not item.copy):
+        for name, _ in item.tensors:
+            whole = assemble(name, layout, lambda rank, param: trainer[rank][param])
+            report.peak_bytes = max(report.peak_bytes, whole.nbytes + _nbytes(trainer))
+            if different := _different(whole, checkpoint.whole(name)):
+                what = f"{different} of {whole.numel()} elements differ when the shards are assembled"
+                report.problems.append(Problem(name, "trainer", what))
+        for rank in trainer.values():
+            rank.clear()
 
 
 def _different(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -112,23 +112,26 @@ def around_check(stock, checker, action, allow_quant_error=False, skip_tensor_li
 class Puppet:
     """Commits the checkpoint ``model``; `check` fails on rank ``fail_check``, `commit` on rank ``fail_commit``."""
 
-    def handle(self, command: str, payload: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        return {"command": command, "payload": payload, "tp_rank": rank.tp_rank}
+    def __init__(self, rank: ServingRank) -> None:
+        self.rank = rank
 
-    def check(self, request: dict[str, Any], rank: ServingRank) -> dict[str, Any]:
-        if request.get("fail_check") == rank.tp_rank:
+    def handle(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"command": command, "payload": payload, "tp_rank": self.rank.tp_rank}
+
+    def check(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("fail_check") == self.rank.tp_rank:
             raise ValueError("nothing is staged here")
         return request
 
-    def commit(self, request: dict[str, Any], rank: ServingRank) -> None:
-        if request.get("fail_commit") == rank.tp_rank:
+    def commit(self, request: dict[str, Any]) -> None:
+        if request.get("fail_commit") == self.rank.tp_rank:
             raise ValueError("the copy broke")
-        tensors = load_file(request["model"])
-        replay(trace_load(rank.model, [(name, tensor.shape) for name, tensor in tensors.items()]), tensors, rank.model)
+        tensors, model = load_file(request["model"]), self.rank.model
+        replay(trace_load(model, [(name, tensor.shape) for name, tensor in tensors.items()]), tensors, model)
 
 
 def register_puppet() -> None:
-    Plugin(Puppet()).register()
+    Plugin(Puppet).register()
 
 
 def register() -> None:
