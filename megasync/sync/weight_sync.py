@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from megasync.sync.attempt import Attempt, SyncReport
+from megasync.sync.attempt import Attempt, ServerProgress, SyncReport, select_servers
 from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
 
 if TYPE_CHECKING:
@@ -85,15 +85,17 @@ class WeightSync(ABC, Generic[S]):
     def forget_ranks(self) -> None:
         """The trainer ranks were restarted: they are new processes that know of no server and no group."""
 
-    @abstractmethod
     async def connect(self) -> None:
         """Does whatever needs no pause ahead of the first publish; `publish` does it when needed.
 
         Raises:
-            PublishError: a server or a rank could not connect within the deadline; nobody is left waiting.
+            PublishError: a server or a rank could not connect within the deadline; nothing keeps waiting for it.
         """
+        async with self._lock:
+            attempt = self._new_attempt(0)
+            async with self._transaction(attempt):
+                await self._connect(select_servers(self._servers, None), attempt)
 
-    @abstractmethod
     async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
 
@@ -104,10 +106,38 @@ class WeightSync(ABC, Generic[S]):
             PublishError: names the servers, the phase and the version, and says which servers stay paused. The same or
                 a later version may be published next.
         """
+        async with self._lock:
+            attempt = self._new_attempt(version)
+            try:
+                async with self._transaction(attempt):
+                    servers = select_servers(self._servers, only)
+                    moved = await self._move(servers, attempt, everywhere=only is None)
+            finally:
+                await self._finish()
+        log.info("Published version %d: %s", version, attempt.seconds)
+        return SyncReport(version, tuple(server.url for server in servers), moved, attempt.seconds)
 
     @abstractmethod
     async def close(self) -> None:
         """Leaves groups and links on both sides. Servers keep serving what they hold."""
+
+    def _new_attempt(self, version: int) -> Attempt:
+        return Attempt(version, {url: ServerProgress() for url in self._servers})
+
+    @abstractmethod
+    async def _connect(self, servers: list[S], attempt: Attempt) -> None:
+        """Connects these servers and the ranks, unless they are connected."""
+
+    @abstractmethod
+    async def _move(self, servers: list[S], attempt: Attempt, *, everywhere: bool) -> int:
+        """Connects when needed and brings the servers to the attempt's version; the bytes for the report.
+
+        Args:
+            everywhere: these are all servers. Otherwise the others may hold the version already.
+        """
+
+    async def _finish(self) -> None:
+        """Runs after every publish, successful or not. Raises nothing."""
 
     @asynccontextmanager
     async def _transaction(self, attempt: Attempt) -> AsyncIterator[None]:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress, SyncReport, call_each, select_servers
+from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress, call_each
 from megasync.sync.broadcast.plan import BroadcastPlan, group_name
 from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
 from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
-
-Phase = tuple[str, Callable[[Attempt], Awaitable[None]]]
 
 
 class BroadcastSync(WeightSync[ServerUpdate]):
@@ -72,50 +70,43 @@ class BroadcastSync(WeightSync[ServerUpdate]):
     def forget_ranks(self) -> None:
         self._groups_are_stale = True
 
-    async def connect(self) -> None:
-        """Joins ranks and servers into one group per pipeline stage; see `WeightSync.connect`."""
-        async with self._lock:
-            await self._run(0, [("connect", self._connect)], None)
-
-    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
-        phases: list[Phase] = [
-            ("connect", self._connect),
-            ("pause", lambda attempt: call_each(self._members, lambda server: server.pause(attempt))),
-            ("flush", lambda _: call_each(self._members, ServerUpdate.flush)),
-            ("begin", lambda attempt: call_each(self._members, lambda server: server.begin(attempt))),
-            ("transfer", self._transfer),
-            ("end", lambda attempt: call_each(self._members, lambda server: server.end(attempt))),
-            ("verify", lambda attempt: call_each(self._members, lambda server: server.verify(attempt))),
-            ("continue", lambda attempt: call_each(self._members, lambda server: self._resume(server, attempt))),
-        ]
-        async with self._lock:
-            attempt = await self._run(version, phases, only)
-        log.info("Published version %d: %s", version, attempt.seconds)
-        received = self._plan.nbytes * len(attempt.progress) * self._engine_tp
-        return SyncReport(version, tuple(attempt.progress), received, attempt.seconds)
-
     async def close(self) -> None:
         async with self._lock:
             await self._disconnect(Attempt(0, {}))
 
-    async def _run(self, version: int, phases: Sequence[Phase], only: Collection[str] | None) -> Attempt:
-        attempt = Attempt(version, {})
-        async with self._transaction(attempt):
-            servers = select_servers(self._servers, only)
-            attempt.progress = {server.url: ServerProgress(len(self._plan.buckets)) for server in servers}
-            if servers != self._members or self._groups_are_stale:
-                await self._disconnect(attempt)
-            self._members = servers
-            for phase, step in phases:
-                with attempt.during(phase):
-                    await step(attempt)
-        return attempt
+    def _new_attempt(self, version: int) -> Attempt:
+        """With no progress yet: `_connect` adds the servers of the attempt."""
+        return Attempt(version, {})
+
+    async def _move(self, servers: list[ServerUpdate], attempt: Attempt, *, everywhere: bool) -> int:
+        async def each(phase: str, call: Callable[[ServerUpdate], Awaitable[None]]) -> None:
+            with attempt.during(phase):
+                await call_each(servers, call)
+
+        await self._connect(servers, attempt)
+        await each("pause", lambda server: server.pause(attempt))
+        await each("flush", ServerUpdate.flush)
+        await each("begin", lambda server: server.begin(attempt))
+        with attempt.during("transfer"):
+            await self._transfer(attempt)
+        await each("end", lambda server: server.end(attempt))
+        await each("verify", lambda server: server.verify(attempt))
+        await each("continue", lambda server: self._resume(server, attempt))
+        return self._plan.nbytes * len(servers) * self._engine_tp
 
     # Phases
 
-    async def _connect(self, attempt: Attempt) -> None:
-        if self._name is not None:
-            return
+    async def _connect(self, servers: list[ServerUpdate], attempt: Attempt) -> None:
+        """Joins ranks and servers into one group per pipeline stage."""
+        attempt.progress = {server.url: ServerProgress(len(self._plan.buckets)) for server in servers}
+        if servers != self._members or self._groups_are_stale:
+            await self._disconnect(attempt)
+        self._members = servers
+        with attempt.during("connect"):
+            if self._name is None:
+                await self._make_groups(attempt)
+
+    async def _make_groups(self, attempt: Attempt) -> None:
         self._groups_are_stale = False
         self._connections += 1
         self._name = name = f"megasync-{self._connections}"
@@ -151,7 +142,7 @@ class BroadcastSync(WeightSync[ServerUpdate]):
             attempt.tasks[server.url] = asyncio.ensure_future(self._load(server, self._name, attempt))
         await attempt.wait_for_tasks(self._limit + GRACE_SECONDS)
         for activity in ("pack", "wire"):
-            attempt.seconds[activity] = max(result[activity] for result in sending.result())
+            attempt.note(activity, max(seconds[activity] for seconds in sending.result()))
 
     async def _load(self, server: ServerUpdate, name: str, attempt: Attempt) -> None:
         """Has one server receive and load every bucket; its progress always says how far it got."""

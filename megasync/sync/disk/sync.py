@@ -21,7 +21,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ import msgspec
 
 from megasync.errors import ServerError, SyncError
 from megasync.serving.answers import parse_as
-from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport, failures, select_servers
+from megasync.sync.attempt import Attempt, PhaseFailed, failures
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.messages import WriteReport
@@ -163,47 +163,28 @@ class DiskSync(WeightSync[DiskServer]):
     def forget_ranks(self) -> None:
         self._joined = False
 
-    async def connect(self) -> None:
-        """Makes the folder and joins the ranks of each stage; asks no server. See `WeightSync.connect`."""
-        async with self._lock:
-            attempt = self._new_attempt(0)
-            async with self._transaction(attempt):
-                await self._connect(attempt)
-
-    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
-        """See `WeightSync.publish`. The report's bytes are those written, once, however many servers read them.
-
-        With ``only`` and the version that was published last, its folder is read again and nothing is written.
-        """
-        async with self._lock:
-            attempt = self._new_attempt(version)
-            written = 0
-            try:
-                async with self._transaction(attempt):
-                    servers = select_servers(self._servers, only)
-                    sealed = self._last
-                    if only is None or sealed is None or sealed.version != version:
-                        await self._connect(attempt)
-                        sealed = await self._write(attempt)
-                        written = self._plan.nbytes
-                    await self._install(servers, sealed, attempt)
-                    self._last = sealed
-            finally:
-                await self._prune()
-        log.info("Published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, tuple(server.url for server in servers), written, attempt.seconds)
-
     async def close(self) -> None:
         """Ranks leave their groups. Servers keep serving what they hold; the last versions stay on the disk."""
         async with self._lock:
             await self._leave()
 
-    def _new_attempt(self, version: int) -> Attempt:
-        return Attempt(version, {url: ServerProgress() for url in self._servers})
+    async def _move(self, servers: list[DiskServer], attempt: Attempt, *, everywhere: bool) -> int:
+        """The bytes that were written, once, however many servers read them.
+
+        Late servers load the version that was published last from its folder, and nothing is written.
+        """
+        sealed, written = self._last, 0
+        if everywhere or sealed is None or sealed.version != attempt.version:
+            await self._connect(servers, attempt)
+            sealed, written = await self._write(attempt), self._plan.nbytes
+        await self._install(servers, sealed, attempt)
+        self._last = sealed
+        return written
 
     # Write
 
-    async def _connect(self, attempt: Attempt) -> None:
+    async def _connect(self, servers: list[DiskServer], attempt: Attempt) -> None:
+        """Makes the folder and joins the ranks of each stage; asks no server."""
         if self._joined:
             return
         self._connections += 1
@@ -285,7 +266,7 @@ class DiskSync(WeightSync[DiskServer]):
         self._joined = False
         await self._leave_ranks("disk_leave")
 
-    async def _prune(self) -> None:
+    async def _finish(self) -> None:
         """Removes old versions, except those that a server may be reading and the one that late servers get."""
         busy = {server.reading for server in self._servers.values() if server.reading is not None} | self._left_reading
         if self._last is not None:

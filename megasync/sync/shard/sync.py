@@ -18,14 +18,14 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megasync.errors import SyncError
 from megasync.layout.digest import combine
 from megasync.layout.layout import Layout
-from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport, call_each, select_servers
+from megasync.sync.attempt import Attempt, PhaseFailed, call_each, select_servers
 from megasync.sync.messages import (
     CommitRequest,
     EngineLinks,
@@ -107,26 +107,9 @@ class ShardSync(WeightSync[Engine]):
         async with self._lock:
             attempt = self._new_attempt(0)
             try:
-                await self._connect(attempt, select_servers(self._servers, None))
+                await self._connect(select_servers(self._servers, None), attempt)
             except Exception as error:
                 raise attempt.error(error, self._quarantined) from error
-
-    async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
-        """See `WeightSync.publish`. After a failure, servers that had committed serve the version, all others the
-        previous one; the next publish brings them together.
-        """
-        async with self._lock:
-            attempt = self._new_attempt(version)
-            name = f"{version}-{self._run}-{self._attempts}"
-            moved = 0
-            async with self._transaction(attempt):
-                engines = select_servers(self._servers, only)
-                await self._connect(attempt, engines)
-                size = self._config.wave or max(1, len(engines))
-                for first in range(0, len(engines), size):
-                    moved += await self._update(engines[first : first + size], f"{name}.{first}", attempt)
-        log.info("Published version %d: %s", version, attempt.seconds)
-        return SyncReport(version, tuple(engine.url for engine in engines), moved, attempt.seconds)
 
     async def close(self) -> None:
         async with self._lock:
@@ -136,11 +119,23 @@ class ShardSync(WeightSync[Engine]):
 
     def _new_attempt(self, version: int) -> Attempt:
         self._attempts += 1
-        return Attempt(version, {url: ServerProgress() for url in self._servers})
+        return super()._new_attempt(version)
+
+    async def _move(self, servers: list[Engine], attempt: Attempt, *, everywhere: bool) -> int:
+        """After a failure, servers that had committed serve the version, all others the previous one; the next publish
+        brings them together.
+        """
+        await self._connect(servers, attempt)
+        name = f"{attempt.version}-{self._run}-{self._attempts}"
+        size = self._config.wave or max(1, len(servers))
+        moved = 0
+        for first in range(0, len(servers), size):
+            moved += await self._update(servers[first : first + size], f"{name}.{first}", attempt)
+        return moved
 
     # Connect
 
-    async def _connect(self, attempt: Attempt, engines: Sequence[Engine]) -> None:
+    async def _connect(self, servers: list[Engine], attempt: Attempt) -> None:
         """Prepares every engine that is new, or was restarted, for staging."""
 
         async def prepare(engine: Engine) -> None:
@@ -148,7 +143,7 @@ class ShardSync(WeightSync[Engine]):
                 await self._plan_for(engine)
 
         with attempt.during("connect"):
-            await call_each(engines, prepare)
+            await call_each(servers, prepare)
 
     async def _plan_for(self, engine: Engine) -> None:
         # A driver that died may have left it receiving.
