@@ -311,11 +311,7 @@ def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int
 
 
 def _check_divisible(sizes: Sizes, tensor: int) -> None:
-    """Refuses sizes that Megatron's own layers would refuse, naming both sides.
-
-    Raises:
-        ConfigError: heads, groups or widths that do not divide.
-    """
+    """Raises ConfigError for heads, groups or widths that Megatron's own layers would refuse; it names both sides."""
     if sizes.heads % sizes.groups:
         raise ConfigError(f"num_attention_heads={sizes.heads} is no multiple of num_key_value_heads={sizes.groups}")
     for key, size in {"num_attention_heads": sizes.heads, **sizes.widths}.items():

@@ -42,8 +42,7 @@ def align(loops: Iterable[Loop], offset: int, shape: Sequence[int]) -> list[list
 
     A loop over several dimensions is split. ``offset`` is that of the first element; no loop may have source 0.
 
-    Raises:
-        NotRectangular: a loop crosses into another dimension partway.
+    Raises NotRectangular when a loop crosses into another dimension partway.
     """
     strides, start = strides_of(shape), position(offset, shape)
     walks: list[list[Loop]] = [[] for _ in shape]

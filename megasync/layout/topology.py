@@ -129,9 +129,7 @@ class Topology:
 
         The end stages take what is configured; the stages between them split the rest evenly. With virtual stages, each
         stage's share is cut into equal chunks, and the first chunks of all stages precede the second ones.
-
-        Raises:
-            ConfigError: the layers cannot be split that way.
+        Raises ConfigError when the layers cannot be split that way.
         """
         sizes = self._stage_sizes(num_layers)
         for size in sizes:

@@ -76,8 +76,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
 
     Covers parameters, and buffers that loading writes. Casts are not recorded: a copy into a slot casts.
 
-    Raises:
-        TraceError: the loader does something that slots and fills cannot express, or refuses the specs.
+    Raises TraceError when the loader does something that slots and fills cannot express, or refuses the specs.
     """
     held, buffers = _parameters(model), _buffers(model)
     recorder = _Recorder(held | buffers, type(model).__name__)

@@ -86,8 +86,7 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
 def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
     """What each rank of a server with these arguments keeps of a checkpoint with these names and shapes.
 
-    Raises:
-        TraceError: the loader does something that cannot be repeated, or refuses the specs.
+    Raises TraceError when the loader does something that cannot be repeated, or refuses the specs.
     """
     from sglang.srt.server_args import prepare_server_args
 

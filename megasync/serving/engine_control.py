@@ -51,11 +51,8 @@ class EngineControl:
     async def call(self, command: str, request: object, answer: type[A], timeout: float = 60.0) -> list[A]:
         """Each rank's answer, by rank.
 
-        Args:
-            request: a msgspec struct, or JSON's own types.
-
-        Raises:
-            ServerError: the server has no plugin, a rank failed (in its own words), or no answer within ``timeout`` s.
+        ``request`` is a msgspec struct, or of JSON's own types. Raises ServerError when the server has no plugin, a
+        rank failed (in its own words), or no answer came within ``timeout`` seconds.
         """
         body = {"action": ACTION + command, "skip_tensor_list": [encode(request)], "selector": "target"}
         try:
@@ -80,11 +77,7 @@ class EngineControl:
         return parse_as([found.result for found in answers], list[answer], what)
 
     async def hello(self, timeout: float = 30.0) -> list[Hello]:
-        """Who the ranks are.
-
-        Raises:
-            ServerError: as `call`, and when the plugin speaks another protocol than this driver.
-        """
+        """Who the ranks are. Raises as `call`, and when the plugin speaks another protocol than this driver."""
         ranks = await self.call("hello", {}, Hello, timeout)
         spoken = {rank.protocol for rank in ranks}
         if spoken != {PROTOCOL}:
@@ -97,8 +90,7 @@ class EngineControl:
     async def load(self, request: object, version: str, flush: bool, timeout: float) -> None:
         """Has every rank commit ``request`` as ``version``, inside an open weight update; ``flush`` drops the cache.
 
-        Raises:
-            ServerError: its text has `REFUSED` in it when no rank wrote anything.
+        Raises ServerError; its text has `REFUSED` in it when no rank wrote anything.
         """
         body = {
             "names": [encode(request)],

@@ -145,8 +145,7 @@ class Attempt:
     async def wait_for_tasks(self, limit: float) -> None:
         """Waits for all ``tasks``, at most ``limit`` seconds; leaves unfinished ones running.
 
-        Raises:
-            PhaseFailed: with the first failures, or with everyone who has not answered in time.
+        Raises PhaseFailed with the first failures, or with all that have not answered in time.
         """
         done, late = await asyncio.wait(self.tasks.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         causes: dict[str, BaseException] = {}

@@ -34,8 +34,7 @@ async def choose_sync(
 ) -> tuple[WeightSync[Any], str]:
     """The transport of a run, connected, and a sentence that says which one it is and why.
 
-    Raises:
-        PublishError: the configured transport cannot reach the servers.
+    Raises PublishError when the configured transport cannot reach the servers.
     """
     wanted = config.sync.transport
     why = "sync.transport asks for it"

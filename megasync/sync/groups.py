@@ -48,11 +48,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> timedelta:
-        """The time left.
-
-        Raises:
-            SyncError: the deadline has passed.
-        """
+        """The time left. Raises SyncError when the deadline has passed."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise SyncError(f"no time left of {self._seconds:g} s")
@@ -117,12 +113,8 @@ class SyncGroup:
     ) -> None:
         """Returns once every member has joined (gloo), or this one is registered (NCCL, which connects at first use).
 
-        Args:
-            timeout: seconds to wait for the other members.
-            operation_timeout: the longest wait for one operation, in seconds.
-
-        Raises:
-            RuntimeError: another member did not join in time.
+        Raises RuntimeError when another member does not join within ``timeout`` seconds. No operation takes longer than
+        ``operation_timeout`` seconds.
         """
         self._backend = backend
         store.set_timeout(timedelta(seconds=timeout))
@@ -187,12 +179,8 @@ class Links:
     def __init__(self, store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float) -> None:
         """Returns once every member has joined; NCCL connects two of them with the first message between them.
 
-        Args:
-            host: this process's address, the only one on which it listens.
-            timeout: seconds to wait for the other members.
-
-        Raises:
-            RuntimeError: another member did not join in time.
+        This process listens on ``host`` only. Raises RuntimeError when another member does not join within ``timeout``
+        seconds.
         """
         self._backend = backend
         # Any: torch's stubs lack the methods of both classes.

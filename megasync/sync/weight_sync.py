@@ -88,8 +88,7 @@ class WeightSync(ABC, Generic[S]):
     async def connect(self) -> None:
         """Does whatever needs no pause ahead of the first publish; `publish` does it when needed.
 
-        Raises:
-            PublishError: a server or a rank could not connect within the deadline; nothing keeps waiting for it.
+        Raises PublishError when a server or a rank could not connect within the deadline; nothing waits for it then.
         """
         async with self._lock:
             attempt = self._new_attempt(0)

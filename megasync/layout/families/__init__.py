@@ -25,8 +25,7 @@ FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT}
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The table of a config.json's ``model_type``, with the rules that its switches turn on.
 
-    Raises:
-        ConfigError: no table for that type, or an option that the table does not cover.
+    Raises ConfigError for a type without a table, and for an option that the table does not cover.
     """
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
@@ -44,11 +43,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
-    """Dimensions of the model in a config.json.
-
-    Raises:
-        ConfigError: a size is missing.
-    """
+    """Dimensions of the model in a config.json. Raises ConfigError when a size is missing."""
     family = family_of(hf_config)
     given = {key: value for key, value in hf_config.items() if value is not None}
     return read_sizes({**family.defaults, **given}, bool(family.sparse), family.latent)

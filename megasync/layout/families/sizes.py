@@ -87,8 +87,7 @@ class Sizes:
 def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False) -> Sizes:
     """Dimensions of the model in a config.json whose family has experts (``sparse``) or latent attention (``latent``).
 
-    Raises:
-        ConfigError: a size is missing.
+    Raises ConfigError when a size is missing.
     """
     try:
         heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]

@@ -97,14 +97,10 @@ class StageSender(ABC):
         return self._host, self._store.port
 
     def _join_peers(self, name: str, addresses: Sequence[tuple[str, int] | None], timeout: float) -> None:
-        """Joins the group of the stage's peers, and allocates.
+        """Joins the group of the stage's peers, and allocates. Raises SyncError when a peer does not join in time.
 
-        Args:
-            name: prefix of the group names, unique to this attempt.
-            addresses: what `listen` returned on each rank, in rank order.
-
-        Raises:
-            SyncError: a peer did not join in time.
+        ``name`` is the prefix of the group names, unique to this attempt, and ``addresses`` what `listen` returned on
+        each rank, in rank order.
         """
         if not self._takes_part:
             return
@@ -148,11 +144,8 @@ class StageSender(ABC):
     def _run(self, doing: str, timeout: float) -> dict[str, float]:
         """Gathers and delivers all of this stage's buckets, in plan order, within ``timeout`` seconds.
 
-        Returns:
-            Seconds: ``pack`` (copying and gathering), ``wire`` (handing over), the delivery's own, and ``total``.
-
-        Raises:
-            SyncError: naming the rank and what it was ``doing``; this rank has then left its groups.
+        Returns seconds: ``pack`` (copying and gathering), ``wire`` (handing over), the delivery's own, and ``total``.
+        Raises SyncError, which names the rank and what it was ``doing``; this rank has then left its groups.
         """
         start, deadline = time.monotonic(), Deadline(timeout)
         seconds = dict.fromkeys(("pack", "wire", self.activity), 0.0)
@@ -253,13 +246,7 @@ class BroadcastSender(StageSender):
     def join(self, name: str, addresses: Sequence[tuple[str, int] | None], engine_ranks: int, timeout: float) -> None:
         """Joins the stage's peers and the servers; call it on every rank while the servers join too.
 
-        Args:
-            name: prefix of the group names, unique to this attempt; servers join ``<name>-stage<k>``.
-            addresses: what `listen` returned on each rank, in rank order.
-            engine_ranks: ranks of all servers together.
-
-        Raises:
-            SyncError: a peer did not join in time.
+        Servers join ``<name>-stage<k>`` with ``engine_ranks`` ranks together; for the rest see `_join_peers`.
         """
         self._join_peers(name, addresses, timeout)
         if self._sends:
@@ -268,11 +255,8 @@ class BroadcastSender(StageSender):
     def send(self, version: int, timeout: float) -> dict[str, float]:
         """Sends all of this stage's buckets, in plan order, within ``timeout`` seconds.
 
-        Returns:
-            Seconds by activity: ``pack`` (copying and gathering), ``wire`` (broadcasting), ``total``.
-
-        Raises:
-            SyncError: naming rank, bucket and version; this rank has then left its groups.
+        Returns seconds by activity: ``pack`` (copying and gathering), ``wire`` (broadcasting), ``total``. Raises
+        SyncError, which names rank, bucket and version; this rank has then left its groups.
         """
         return self._run(f"send version {version}", timeout)
 

@@ -220,9 +220,8 @@ class DiskSync(WeightSync[DiskServer]):
     async def _install(self, servers: Sequence[DiskServer], sealed: SealedVersion, attempt: Attempt) -> None:
         """Brings each server to a sealed version; one that fails in a phase stops there.
 
-        Raises:
-            PhaseFailed: with all failures, once the other servers serve the version; the attempt's phase is the first
-            failure's.
+        Raises PhaseFailed with all failures, once the other servers serve the version. The attempt's phase is that of
+        the first failure.
         """
         sums: dict[str, str] = {}
 

@@ -68,13 +68,9 @@ class VersionFolders:
         return draft
 
     def seal(self, draft: Path, version: int, files: Mapping[str, WrittenFile]) -> Path:
-        """Completes a draft and gives it its final name.
+        """Completes a draft, whose weight ``files`` the ranks wrote, and gives it its final name.
 
-        Args:
-            files: each weight file by name, as the ranks wrote them.
-
-        Raises:
-            SyncError: a file is missing or has another size here than its rank says; the disk is full.
+        Raises SyncError when a file is missing or has another size here than its rank says, or the disk is full.
         """
         expected = {part_name(i, len(self._plan.buckets)) for i in range(len(self._plan.buckets))}
         if files.keys() != expected:

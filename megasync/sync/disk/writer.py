@@ -32,11 +32,7 @@ class DiskWriter(StageSender):
     activity = "disk"
 
     def join(self, name: str, addresses: Sequence[tuple[str, int] | None], timeout: float) -> None:
-        """Meets the stage's peers under the unique ``name``; ``addresses`` is what `listen` returned on each rank.
-
-        Raises:
-            SyncError: a peer did not join in time.
-        """
+        """Meets the stage's peers; see `_join_peers`."""
         self._join_peers(name, addresses, timeout)
 
     def write(self, folder: str, version: int, timeout: float) -> WriteReport:
@@ -45,8 +41,7 @@ class DiskWriter(StageSender):
         The files of the report are on the disk then. Its seconds are ``pack``, ``wire`` (handing pieces to the sender),
         ``disk`` and ``total``.
 
-        Raises:
-            SyncError: naming rank, version and file; this rank has then left its group.
+        Raises SyncError, which names rank, version and file; this rank has then left its group.
         """
         self._folder = Path(folder)
         self._written: dict[str, WrittenFile] = {}
@@ -63,8 +58,7 @@ class DiskWriter(StageSender):
 def write_bucket(path: Path, bucket: Bucket, message: torch.Tensor, deadline: Deadline) -> WrittenFile:
     """Writes a packed bucket ([nbytes] uint8, on any device) as a safetensors file; returns once it is on the disk.
 
-    Raises:
-        SyncError: the file could not be written (its path, and why), or the deadline passed.
+    Raises SyncError when the file could not be written (its path, and why), or the deadline passed.
     """
     digest, size = hashlib.sha256(), 0
     try:

@@ -149,10 +149,7 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int,
 def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
     """Checks that the engine's ranks keep every tensor completely, in a dtype that a cast gives, and no other ones.
 
-    Each engine parameter must be written.
-
-    Raises:
-        SyncError: naming the tensor or the parameter.
+    Each engine parameter must be written. Raises SyncError, which names the tensor or the parameter.
     """
     kept: dict[str, set[Box]] = defaultdict(set)
     for target, rank in enumerate(engine):

@@ -116,8 +116,7 @@ class ShardReceiver:
     def handle(self, command: str, given: object) -> SyncMessage:
         """Runs one command on its request in parsed JSON; returns at once.
 
-        Raises:
-            SyncError: an unknown command, a request of another form, or one that does not fit the present state.
+        Raises SyncError for an unknown command, a malformed request, or one that does not fit the present state.
         """
         match command:
             case "receive_plan":
@@ -325,9 +324,8 @@ class ShardReceiver:
     def check(self, given: object) -> CommitRequest:
         """The commit that was requested in parsed JSON; writes nothing.
 
-        Raises:
-            SyncError: the attempt is not staged here completely (unless it is to be streamed), or a parameter is not
-                as it was when it was traced.
+        Raises SyncError when the attempt is not staged here completely (unless it is to be streamed), or a parameter
+        has changed since it was traced.
         """
         request = CommitRequest.parse(given)
         present = self._present_forms(self._plan_for(request.kind))

@@ -104,8 +104,7 @@ class ShardSender:
     def send(self, request: SendRequest) -> SendReport:
         """Sends the present weights to all engines of the request.
 
-        Raises:
-            SyncError: naming rank and bucket; this rank has then left all links.
+        Raises SyncError, which names rank and bucket; this rank has then left all links.
         """
         start = time.monotonic()
         sending = _Sending(request, Deadline(request.timeout))

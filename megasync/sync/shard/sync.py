@@ -99,11 +99,7 @@ class ShardSync(WeightSync[Engine]):
             engine.kind = ""
 
     async def connect(self) -> None:
-        """Traces and plans for every new server; see `WeightSync.connect`.
-
-        Raises:
-            PublishError: a server or a rank did not answer, or their layouts do not match.
-        """
+        """Traces and plans for every new server. Also raises PublishError when layouts do not match."""
         async with self._lock:
             attempt = self._new_attempt(0)
             try:
