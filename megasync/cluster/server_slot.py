@@ -28,7 +28,7 @@ from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.health import ServerHealth, ServerState
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ServerSlot:
             judge: compares the server with its peers. Without one its answers are not checked.
         """
         self.index = index
-        self.health = ServerHealth(HealthPolicy.of(config.rollout.health), clock)
+        self.health = ServerHealth(config.rollout.health, clock)
         self.control: ServerControl | None = None
         self.load: ServerLoad | None = None
         self.starts = 0

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 
 from megasync.config.schema import HealthConfig
@@ -50,27 +49,10 @@ class ServerState(StrEnum):
         return self in (ServerState.HEALTHY, ServerState.SUSPECT)
 
 
-@dataclass(frozen=True, slots=True)
-class HealthPolicy:
-    """Consecutive failures, by kind, until a server counts as dead, and restarts allowed in a window of seconds."""
-
-    probe_failures: int
-    request_failures: int
-    sync_failures: int
-    restarts: int
-    restart_window: float
-
-    @classmethod
-    def of(cls, config: HealthConfig) -> HealthPolicy:
-        return cls(
-            config.probe_failures, config.request_failures, config.sync_failures, config.restarts, config.restart_window
-        )
-
-
 class ServerHealth:
     """Begins as `restarting`: the first start is like any other."""
 
-    def __init__(self, policy: HealthPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, policy: HealthConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy
         self._restarts = RestartBudget(policy.restarts, policy.restart_window, clock)
         self._probe_streak = 0

@@ -19,7 +19,7 @@ from megasync.rollout.suspects import (
     Suspects,
     SuspectStatus,
 )
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.serving.health import ServerHealth, ServerState
 
 
 class FakeClock:
@@ -69,7 +69,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.suspects = Suspects(self.clock)
-        self.health = [ServerHealth(HealthPolicy.of(self.config), self.clock) for _ in range(self.servers)]
+        self.health = [ServerHealth(self.config, self.clock) for _ in range(self.servers)]
         for health in self.health:
             health.started()
             health.synced()

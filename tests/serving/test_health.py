@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.serving.health import HealthPolicy, ServerHealth, ServerState
+from megasync.config.schema import HealthConfig
+from megasync.serving.health import ServerHealth, ServerState
 from megasync.serving.restart_budget import FIRST_WAIT, LONGEST_WAIT, RestartBudget
 
-POLICY = HealthPolicy(probe_failures=3, request_failures=2, sync_failures=2, restarts=3, restart_window=100.0)
+POLICY = HealthConfig(probe_failures=3, request_failures=2, sync_failures=2, restarts=3, restart_window=100.0)
 EVENTS = {
     "started": lambda h: h.started(),
     "synced": lambda h: h.synced(),
