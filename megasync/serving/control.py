@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -55,22 +55,9 @@ class ServerControl:
         """Like `post`."""
         return await self._request("DELETE", path, None, timeout)
 
-    @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """The response to a POST, to be read while it arrives. Raises like `post`; the caller sets the deadline."""
-        call = f"POST {self.url}{path}"
-        if self._closed:
-            raise ServerError(f"{call}: the server is gone, or no longer part of the run")
-        no_limit = aiohttp.ClientTimeout(total=None)
-        try:
-            async with self._open().request(
-                "POST", self.url + path, data=orjson.dumps(body), timeout=no_limit
-            ) as response:
-                if response.status >= 400:
-                    raise _refusal(call, response.status, await read_bounded(response, _MOST_BYTES))
-                yield response
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
+        return self._respond("POST", path, body, timeout=None)
 
     async def weight_version(self, timeout: float = 60.0) -> int:
         """The version of the weights that the server holds, by its own report. Raises like `post`."""
@@ -87,29 +74,36 @@ class ServerControl:
             await session.close()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        call = f"{method} {self.url}{path}"
-        if self._closed:
-            raise ServerError(f"{call}: the server is gone, or no longer part of the run")
-        session = self._open()
-        data = None if body is None else orjson.dumps(body)
-        try:
-            async with session.request(
-                method, self.url + path, data=data, timeout=aiohttp.ClientTimeout(total=timeout)
-            ) as response:
-                raw = await read_bounded(response, _MOST_BYTES)
-                status = response.status
-        except TimeoutError as error:
-            raise ServerError(f"{call}: no answer within {timeout:g} s") from error
-        except InvalidAnswer as error:
-            raise InvalidAnswer(f"{call}: {error}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{call}: {type(error).__name__}: {error}") from error
-        if status >= 400:
-            raise _refusal(call, status, raw)
+        async with self._respond(method, path, body, timeout) as response:
+            raw = await _body(response, f"{method} {self.url}{path}")
         try:
             return orjson.loads(raw) if raw else ""
         except orjson.JSONDecodeError:
             return raw.decode("utf-8", "replace")
+
+    @asynccontextmanager
+    async def _respond(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to a call with a status of success; its body is still to be read."""
+        call = f"{method} {self.url}{path}"
+        if self._closed:
+            raise ServerError(f"{call}: the server is gone, or no longer part of the run")
+        try:
+            async with self._open().request(
+                method,
+                self.url + path,
+                data=None if body is None else orjson.dumps(body),
+                timeout=aiohttp.ClientTimeout(total=timeout),
+            ) as response:
+                if response.status >= 400:
+                    shown = (await _body(response, call))[:_BODY_SHOWN].decode("utf-8", "replace")
+                    raise HttpStatusError(f"{call}: status {response.status}: {shown}", response.status)
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            late = timeout is not None and isinstance(error, TimeoutError)
+            problem = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            raise ServerError(f"{call}: {problem}") from error
 
     def _open(self) -> aiohttp.ClientSession:
         # Created here and not in __init__: a session belongs to the event loop that is running when it is created.
@@ -125,5 +119,8 @@ class ServerControl:
         return self._session
 
 
-def _refusal(call: str, status: int, raw: bytes) -> HttpStatusError:
-    return HttpStatusError(f"{call}: status {status}: {raw[:_BODY_SHOWN].decode('utf-8', 'replace')}", status)
+async def _body(response: aiohttp.ClientResponse, call: str) -> bytes:
+    try:
+        return await read_bounded(response, _MOST_BYTES)
+    except InvalidAnswer as error:
+        raise InvalidAnswer(f"{call}: {error}") from error

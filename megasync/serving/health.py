@@ -58,11 +58,12 @@ class ServerHealth:
         self._probe_streak = 0
         self._request_streak = 0
         self._sync_streak = 0
-        self._syncing = False
+        # Whether a weight sync to this server is in progress.
+        self.syncing = False
         # Weight syncs of this server that have begun, over all its starts.
         self.syncs = 0
         # For a dead server: whether its death takes no restart from the budget, and whether it has taken one.
-        self._excused = False
+        self._free_restart = False
         self._charged = False
         # For a dead server: whether requests that it ran may have killed it.
         self.requests_suspected = False
@@ -79,18 +80,13 @@ class ServerHealth:
         """Whether the router may send it requests."""
         return self.state.serves
 
-    @property
-    def syncing(self) -> bool:
-        """Whether a weight sync to this server is in progress."""
-        return self._syncing
-
     def sync_began(self) -> None:
-        self._syncing = True
+        self.syncing = True
         self.syncs += 1
 
     def sync_ended(self) -> None:
         """The sync has ended, successfully or not."""
-        self._syncing = False
+        self.syncing = False
 
     def started(self) -> None:
         if self.state is ServerState.RESTARTING:
@@ -103,8 +99,10 @@ class ServerHealth:
             return
         self._sync_streak = 0
         if self.state is ServerState.STALE:
-            self._enter(ServerState.HEALTHY)
-            self._suspect_if_failing()
+            if self._probe_streak or self._request_streak:
+                self._enter(ServerState.SUSPECT, "it failed before its sync and has not recovered since")
+            else:
+                self._enter(ServerState.HEALTHY)
 
     def sync_failed(self, reason: str) -> None:
         """It may hold a mixture or an old version, so it does not serve until `synced`."""
@@ -134,7 +132,7 @@ class ServerHealth:
 
     def died(self, reason: str) -> None:
         """Its process ended, did not start, or does not answer. Requests may be the cause, except during a sync."""
-        requests_suspected = self.serves and not self._syncing
+        requests_suspected = self.serves and not self.syncing
         self.mark_dead(reason)
         self.requests_suspected = requests_suspected
 
@@ -147,10 +145,10 @@ class ServerHealth:
     def refund_restart(self) -> None:
         """A request caused this death or an earlier one, so that death takes no restart from the budget.
 
-        One call excuses one death, so a server that died three times for the same prompt is excused three times.
+        One call refunds one death, so a server that died three times for the same prompt gets three refunds.
         """
-        if self.state is ServerState.DEAD and not self._excused and not self._charged:
-            self._excused = True
+        if self.state is ServerState.DEAD and not self._free_restart and not self._charged:
+            self._free_restart = True
         else:
             self._restarts.refund()
 
@@ -158,7 +156,7 @@ class ServerHealth:
         """Seconds until a dead server may restart. None, and the server retires, when its restart budget is spent."""
         if self.state is not ServerState.DEAD:
             return None
-        if self._excused:
+        if self._free_restart:
             return 0.0
         wait = self._restarts.take()
         if wait is None:
@@ -171,7 +169,7 @@ class ServerHealth:
 
     def begin_restart(self) -> None:
         if self.state is ServerState.DEAD:
-            self._syncing = self._excused = self._charged = False
+            self.syncing = self._free_restart = self._charged = False
             self._enter(ServerState.RESTARTING, self.reason)
 
     def retire(self, reason: str) -> None:
@@ -186,10 +184,6 @@ class ServerHealth:
             self.died(f"{streak} {kind} in a row failed: {reason}")
         elif self.state is ServerState.HEALTHY:
             self._enter(ServerState.SUSPECT, reason)
-
-    def _suspect_if_failing(self) -> None:
-        if self._probe_streak or self._request_streak:
-            self._enter(ServerState.SUSPECT, "it failed before its sync and has not recovered since")
 
     def _recover(self) -> None:
         if self.state is ServerState.SUSPECT and not self._probe_streak and not self._request_streak:
