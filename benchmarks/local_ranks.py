@@ -137,10 +137,10 @@ class Rank:
         from megasync.device import Device
         from megasync.layout.layout import Layout
         from megasync.layout.shards import load_shards
-        from megasync.sync.broadcast.plan import plan_broadcast
         from megasync.sync.broadcast.sender import BroadcastSender
         from megasync.sync.disk.writer import DiskWriter
         from megasync.sync.shard.sender import ShardSender
+        from megasync.sync.stream import Shards
 
         torch.set_num_threads(1)
         config = json.loads((Path(settings["folder"]) / "config.json").read_text())
@@ -150,18 +150,11 @@ class Rank:
         self._read = lambda folder: load_shards(folder, layout, settings["rank"], dtype)
         self._layout, self._number = layout, settings["rank"]
         self._params = Params(self._read(settings["folder"]))
-        plan = plan_broadcast(layout, settings["bucket_bytes"], settings["dtype"])
-        self._sender = BroadcastSender(plan, layout, settings["rank"], self._params, Device("cpu"))
-        self._writer = DiskWriter(plan, layout, settings["rank"], self._params, Device("cpu"))
-        self._shards = ShardSender(
-            layout,
-            settings["rank"],
-            self._params,
-            Device("cpu"),
-            "127.0.0.1",
-            settings["bucket_bytes"],
-            settings["dtype"],
-        )
+        shards = Shards(layout, settings["dtype"], settings["rank"], self._params)
+        plan = shards.plan(settings["bucket_bytes"])
+        self._sender = BroadcastSender(plan, shards, Device("cpu"))
+        self._writer = DiskWriter(plan, shards, Device("cpu"))
+        self._shards = ShardSender(shards, settings["bucket_bytes"], Device("cpu"), "127.0.0.1")
 
     @cached_property
     def _gather(self) -> Any:

@@ -20,7 +20,7 @@ from megasync.sync.broadcast.plan import BroadcastPlan, Bucket, plan_broadcast
 
 @dataclass(frozen=True)
 class Shards:
-    """One trainer rank's live parameters by name, the layout that they belong to, and the dtype of the model."""
+    """A global trainer rank's live parameters by local name, their layout, and the dtype of the model."""
 
     layout: Layout
     dtype: str
@@ -41,10 +41,9 @@ def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, tor
     for bucket in shards.plan(bucket_bytes).buckets:
         whole = empty_tensors(bucket, device)
         for owner in bucket.contributions:
+            part = empty_part(bucket, owner, device)
             if owner == shards.rank:
-                part = pack_part(bucket, owner, shards.params)
-            else:
-                part = empty_part(bucket, owner, device)
+                pack_part(bucket, shards, part)
             if dist.get_world_size() > 1:
                 dist.broadcast(part, owner)
             place_part(bucket, owner, part, whole)
@@ -63,10 +62,12 @@ def empty_part(bucket: Bucket, rank: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def pack_part(bucket: Bucket, rank: int, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What a rank with these parameters contributes to a bucket, flat."""
-    dtype = getattr(torch, bucket.dtype)
-    return torch.cat([held_piece(piece, params).to(dtype).flatten() for piece in bucket.contributions[rank]])
+def pack_part(bucket: Bucket, shards: Shards, part: torch.Tensor) -> None:
+    """Fills a flat tensor with what a rank contributes to a bucket, cast to the tensor's dtype."""
+    pieces, lengths = bucket.contributions[shards.rank], piece_elements(bucket, shards.rank)
+    for piece, target in zip(pieces, part.split(lengths), strict=True):
+        values = held_piece(piece, shards.params)
+        target.view(values.shape).copy_(values)
 
 
 @torch.no_grad()

@@ -74,11 +74,11 @@ class TrainerRank:
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
             # Imported after `prepare_process`, which may patch Megatron.
-            from megasync.sync.broadcast.plan import plan_broadcast
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
             from megasync.sync.groups import join_store
             from megasync.sync.shard.sender import ShardSender
+            from megasync.sync.stream import Shards
             from megasync.trainer.engine import MegatronEngine
             from megasync.trainer.policy import PolicyTrainer
 
@@ -106,12 +106,12 @@ class TrainerRank:
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
         )
-        layout, params, host = self._engine.layout, self._engine.params(), resolve_host(config.cluster.host)
-        bucket_bytes, dtype = config.sync.bucket_mb * 2**20, config.model.dtype
-        plan = plan_broadcast(layout, bucket_bytes, dtype)
-        self._broadcast = BroadcastSender(plan, layout, self._rank, params, self._device, host)
-        self._disk = DiskWriter(plan, layout, self._rank, params, self._device, host)
-        self._shards = ShardSender(layout, self._rank, params, self._device, host, bucket_bytes, dtype)
+        shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())
+        bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)
+        plan = shards.plan(bucket_bytes)
+        self._broadcast = BroadcastSender(plan, shards, self._device, host)
+        self._disk = DiskWriter(plan, shards, self._device, host)
+        self._shards = ShardSender(shards, bucket_bytes, self._device, host)
         log.info("trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
 
     def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:

@@ -125,9 +125,10 @@ def test_a_model_that_is_not_the_layouts_is_refused_by_name(make_model, save_mod
     from megasync.device import Device
     from megasync.layout.shards import load_shards
     from megasync.sync.broadcast.sender import BroadcastSender
+    from megasync.sync.stream import Shards
 
     layout = Layout(save_model(make_model(), tmp_path), Topology())
     params = load_shards(tmp_path, layout, 0)
     del params["decoder.final_layernorm.weight"]
     with pytest.raises(SyncError, match=r"decoder\.final_layernorm\.weight, layout \(16,\), model None"):
-        BroadcastSender(plan_broadcast(layout, 1000, "float32"), layout, 0, params, Device("cpu"))
+        BroadcastSender(plan_broadcast(layout, 1000, "float32"), Shards(layout, "float32", 0, params), Device("cpu"))

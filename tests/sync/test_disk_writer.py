@@ -14,6 +14,7 @@ from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.disk.writer import DiskWriter
 from megasync.sync.messages import WrittenFile
+from megasync.sync.stream import Shards
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_the_files_of_one_rank_hold_the_model_in_the_served_dtype(source, tmp_pa
     model, folder, config = source
     layout = Layout(config, Topology())
     plan = plan_broadcast(layout, 3000, "bfloat16")
-    writer = DiskWriter(plan, layout, 0, load_shards(folder, layout, 0), Device("cpu"))
+    writer = DiskWriter(plan, Shards(layout, "bfloat16", 0, load_shards(folder, layout, 0)), Device("cpu"))
     out = tmp_path / "out"
     out.mkdir()
     assert writer.listen(5) is not None

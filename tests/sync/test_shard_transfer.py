@@ -39,6 +39,7 @@ from megasync.sync.shard import sender as shard_sender
 from megasync.sync.shard.plan import ShardPlan, plan_shards, receive_plan
 from megasync.sync.shard.receiver import Incoming, ShardReceiver
 from megasync.sync.shard.sender import ShardSender
+from megasync.sync.stream import Shards
 
 CONFIG = {
     "model_type": "llama",
@@ -75,7 +76,7 @@ class Wires:
         self.params = [{n: torch.empty(s, dtype=dtype) for n, s in self.layout.params(r).items()} for r in range(2)]
         device = Device("cpu")
         self.senders = [
-            ShardSender(self.layout, rank, self.params[rank], device, "127.0.0.1", BUCKET_BYTES, name)
+            ShardSender(Shards(self.layout, name, rank, self.params[rank]), BUCKET_BYTES, device, "127.0.0.1")
             for rank in range(2)
         ]
         self.receivers = [ShardReceiver(rank.tp, rank.tensors) for rank in self.engine]

@@ -165,7 +165,9 @@ class MegasyncCheckpointEngine(CheckpointEngine):
             self._open([rank], 0)
         for number, bucket in enumerate(plan.buckets, 1):
             if rank in bucket.contributions:
-                message = _with_digest(pack_part(bucket, rank, shards.params))
+                part = empty_part(bucket, rank, torch.device(get_device_name()))
+                pack_part(bucket, shards, part)
+                message = _with_digest(part)
                 with self._step(f"bucket {number} of {step}"):
                     self._groups[rank].broadcast(message, deadline)
         with self._step(f"confirmation of {step}"):

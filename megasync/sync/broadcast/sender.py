@@ -8,7 +8,7 @@ follow.
 
 Two buckets of memory, allocated when the ranks join and reused, plus one peer's contribution: bucket i + 1 is packed
 while bucket i is delivered. A run over all buckets has one deadline. Any failure closes this rank's groups before it is
-raised, which wakes whoever waits for this rank.
+raised, which wakes the processes that wait for this rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megasync.errors import SyncError
-from megasync.layout.layout import Layout
 from megasync.layout.shards import box_of
 from megasync.sync.attempt import timed
 from megasync.sync.broadcast.plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
 from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
-from megasync.sync.stream import held_piece, piece_elements, place_part
+from megasync.sync.stream import Shards, held_piece, pack_part, piece_elements, place_part
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -51,8 +50,7 @@ class StageSender(ABC):
 
     Args:
         plan: the same on every rank and in the driver.
-        rank: this trainer rank, global.
-        params: live local parameters by name; read at each run, cast to the bucket's dtype while packing.
+        shards: read at each run, cast to the bucket's dtype while packing.
         host: address of this rank that peers and servers can reach; the sender listens there and nowhere else.
 
     Raises:
@@ -62,25 +60,17 @@ class StageSender(ABC):
     # The name of `_deliver` in the seconds that a run returns.
     activity: str
 
-    def __init__(
-        self,
-        plan: BroadcastPlan,
-        layout: Layout,
-        rank: int,
-        params: Mapping[str, torch.Tensor],
-        device: Device,
-        host: str = "127.0.0.1",
-    ) -> None:
-        stage = layout.topology.coords(rank).pp
-        _check_params(layout, layout.params(rank), params)
+    def __init__(self, plan: BroadcastPlan, shards: Shards, device: Device, host: str = "127.0.0.1") -> None:
+        rank, stage = shards.rank, shards.layout.topology.coords(shards.rank).pp
+        _check_params(shards)
         self._plan = plan
+        self._shards = shards
         self._rank = rank
         self._stage = stage
         self._members = plan.members(stage)
         self._takes_part = rank in self._members
         self._sends = rank == self._members[0]
         self._buckets = plan.of_stage(stage) if self._takes_part else ()
-        self._params = params
         self._device = device
         self._host = host
         self._store: Store | None = None
@@ -205,7 +195,7 @@ class StageSender(ABC):
         for rank, pieces in bucket.contributions.items():
             if rank == self._rank:
                 for piece in pieces:
-                    box_of(whole[piece.hf_name], piece.hf_box).copy_(held_piece(piece, self._params))
+                    box_of(whole[piece.hf_name], piece.hf_box).copy_(held_piece(piece, self._shards.params))
                 continue
             assert self._staging is not None
             message = self._staging[: _nbytes(bucket, rank)].view(dtype)
@@ -214,15 +204,11 @@ class StageSender(ABC):
             place_part(bucket, rank, message, whole)
         return buffer[: bucket.nbytes]
 
-    @torch.no_grad()
     def _collect(self, bucket: Bucket) -> torch.Tensor:
         """This rank's pieces of a bucket one after another, as one flat tensor."""
         assert self._staging is not None
         message = self._staging[: _nbytes(bucket, self._rank)].view(_dtype(bucket))
-        pieces = bucket.contributions[self._rank]
-        for piece, target in zip(pieces, message.split(piece_elements(bucket, self._rank)), strict=True):
-            part = held_piece(piece, self._params)
-            target.view(part.shape).copy_(part)
+        pack_part(bucket, self._shards, message)
         return message
 
     def leave(self) -> None:
@@ -284,13 +270,14 @@ def describe_failure(what: str, bucket: Bucket) -> Iterator[None]:
         raise ConnectionLost(f"{what} ({names}, {bucket.nbytes} bytes): {error}") from error
 
 
-def _check_params(layout: Layout, expected: Mapping[str, tuple[int, ...]], params: Mapping[str, torch.Tensor]) -> None:
+def _check_params(shards: Shards) -> None:
     """Raises SyncError when the model's parameters are not the layout's."""
-    found = {name: tuple(param.shape) for name, param in params.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    expected = shards.layout.params(shards.rank)
+    shapes = {name: tuple(param.shape) for name, param in shards.params.items()}
+    wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
     if wrong:
         name = wrong[0]
         raise SyncError(
-            f"the model's parameters differ from the {layout.spec!r} layout in {len(wrong)} names or shapes; first: "
-            f"{name}, layout {expected.get(name)}, model {found.get(name)}"
+            f"the model's parameters differ from the {shards.layout.spec!r} layout in {len(wrong)} names or shapes; "
+            f"first: {name}, layout {expected.get(name)}, model {shapes.get(name)}"
         )

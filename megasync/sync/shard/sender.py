@@ -23,7 +23,7 @@ import torch
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, digest, signed
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.layout import Box, Layout
+from megasync.layout.layout import Box
 from megasync.layout.shards import box_of
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
@@ -42,6 +42,7 @@ from megasync.sync.messages import (
 )
 from megasync.sync.shard import delta
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, plan_shards
+from megasync.sync.stream import Shards
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -55,29 +56,18 @@ class ShardSender:
     """One trainer rank's part in every shard-to-shard sync.
 
     Args:
-        rank: this trainer rank, global.
-        params: live local parameters by name; read at each `send`.
+        shards: read at each `send`.
         bucket_bytes: largest message.
         host: address of this rank; it listens there and nowhere else.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        params: Mapping[str, torch.Tensor],
-        device: Device,
-        host: str,
-        bucket_bytes: int,
-        dtype: str,
-    ) -> None:
-        self._layout = layout
-        self._rank = rank
-        self._params = params
+    def __init__(self, shards: Shards, bucket_bytes: int, device: Device, host: str) -> None:
+        self._shards = shards
+        self._rank = shards.rank
+        self._params = shards.params
         self._device = device
         self._host = host
         self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
         self._plans: dict[str, ShardPlan] = {}
         self._store: Store | None = None
         self._links: dict[str, Links] = {}
@@ -98,7 +88,7 @@ class ShardSender:
     def prepare(self, kind: str, engine: Sequence[EngineRank]) -> str:
         """Plans the transfer into one kind of engine, given what each of its ranks keeps; the plan's digest."""
         if kind not in self._plans:
-            self._plans[kind] = plan_shards(self._layout, engine, self._bucket_bytes, self._dtype)
+            self._plans[kind] = plan_shards(self._shards.layout, engine, self._bucket_bytes, self._shards.dtype)
         return self._plans[kind].digest
 
     def send(self, request: SendRequest) -> SendReport:
