@@ -131,12 +131,12 @@ def plan(
     from megasync.config import load_config
     from megasync.preflight.check import check_config
     from megasync.preflight.plan import resolve_plan
-    from megasync.preflight.render import print_plan
+    from megasync.preflight.render import plan_tables
 
     loaded = load_config(config, overrides or ())
     check_config(loaded, planning=True)
     resolved = resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9))
-    print_plan(resolved, _console())
+    _console().print(plan_tables(resolved))
     if resolved.refusals:
         raise typer.Exit(REFUSED)
 

@@ -42,11 +42,9 @@ def refusals(
     stages: tuple[RankMemory, ...],
     server: ServerMemory,
     reward_models: Mapping[str, ServerMemory],
-    device_bytes: int | None,
+    device_bytes: int,
 ) -> tuple[str, ...]:
-    """What does not fit, with the keys that decide it. Empty on a CPU, whose memory is shared by all processes."""
-    if device_bytes is None:
-        return ()
+    """What does not fit, with the keys that determine it."""
     found = []
     for stage, memory in enumerate(stages):
         if memory.total > device_bytes:

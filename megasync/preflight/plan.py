@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from megasync.config.access import describe_access
 from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
-from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords
 from megasync.preflight.check import model_layout
@@ -24,12 +22,11 @@ from megasync.preflight.memory import (
     RankMemory,
     ServerMemory,
     longest_sequence,
-    microbatch_tokens,
     reward_memory,
     server_memory,
     stage_memory,
 )
-from megasync.sync.broadcast.plan import plan_broadcast
+from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9
 
@@ -70,68 +67,52 @@ class PlannedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """One sync of the full weights, in bytes.
-
-    Transports of whole tensors, such as broadcast, send `buckets` messages of at most `largest` bytes from `senders`.
-    """
-
-    transport: str
-    nbytes: int
-    buckets: int
-    largest: int
-    senders: tuple[int, ...]
-    every_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
-    """How the run handles dead servers: it continues with at least `least`, and restarts each `restarts` times a
-    window.
-    """
-
-    least: int
-    restarts: int
-    window: float
-    # Tokens of a running request that are lost when its server dies; None for all of them.
-    lost_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `megasync plan` shows: pools, ranks, buffer, sync, memory, and whether it fits."""
+    """What a configuration starts, and whether it fits into device memory."""
 
-    name: str
-    model: str
-    dtype: str
-    parameters: int
-    sizes: Sizes
+    config: Config
+    layout: Layout
+    # The config.json that the layout was computed from.
+    source: Path
+    # Number of cluster nodes.
     nodes: int
-    access: str
     trainer: PlannedPool
     rollout: PlannedPool
     reward_models: tuple[PlannedRewardModel, ...]
     ranks: tuple[PlannedRank, ...]
-    # Responses per training step, and the maximum number of tokens per microbatch.
-    responses_per_step: int
-    microbatch_tokens: int
-    # Maximum number of active groups, and of groups in generation.
-    capacity: int
-    inflight: int
-    # Maximum staleness in versions, the part of it due to the look-ahead window, and what happens to staler groups.
-    staleness_bound: int
-    window_slack: int
-    stale: str
-    sync: SyncPlan
-    fleet: FleetPlan
+    # The messages of a sync of the full weights, if they are sent as whole tensors.
+    broadcast: BroadcastPlan
+    # Memory of a trainer rank in each pipeline stage, and of a server rank.
     stages: tuple[RankMemory, ...]
     server: ServerMemory
     device_bytes: int | None
-    devices_per_node: int
-    warnings: tuple[str, ...]
     # What does not fit, and overrides to the nearest configuration that does; None if none was found.
     refusals: tuple[str, ...]
     nearest: tuple[str, ...] | None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(prod(shape) for shape in self.layout.hf_tensors.values())
+
+    @property
+    def pacing(self) -> Pacing:
+        return Pacing.of(self.config.schedule)
+
+    @property
+    def max_inflight(self) -> int:
+        """Maximum number of groups in generation."""
+        return self.config.schedule.max_inflight_groups or self.pacing.capacity
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        longest, budget = longest_sequence(self.config), self.config.trainer.tokens_per_microbatch
+        if longest <= budget:
+            return ()
+        return (
+            f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}; such a sequence "
+            "gets a microbatch of its own",
+        )
 
 
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
@@ -141,62 +122,38 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     ConfigError as `check_config` does, and if `device_bytes` is given for a CPU run.
     """
     layout, source = model_layout(config, planning=True)
-    topology = layout.topology
-    schedule = config.schedule
     if config.cluster.device == "cpu" and device_bytes is not None:
         raise ConfigError("--device-memory is the memory of a GPU, but cluster.device=cpu; drop one of them")
     if config.cluster.device != "cpu" and device_bytes is None:
         device_bytes = DEFAULT_DEVICE_BYTES
     nodes, pools = _place(config)
-    trainer, rollout = pools["trainer"], pools["rollout"]
     reward_models = tuple(_reward_model(config, name, pools, device_bytes) for name in config.reward_models)
-    buckets = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-    largest = [max(bucket.nbytes for bucket in buckets.of_stage(stage)) for stage in range(topology.pipeline)]
-    stages = tuple(stage_memory(config, layout, size, stage) for stage, size in enumerate(largest))
+    broadcast = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+    stages = range(layout.topology.pipeline)
+    largest = [max(bucket.nbytes for bucket in broadcast.of_stage(stage)) for stage in stages]
+    memory = tuple(stage_memory(config, layout, largest[stage], stage) for stage in stages)
     server = server_memory(config, layout, device_bytes)
-    judged = {model.name: model.memory for model in reward_models if model.memory is not None}
-    refused = refusals(config, stages, server, judged, device_bytes)
-    pacing = Pacing.of(schedule)
+    refused: tuple[str, ...] = ()
+    nearest = None
+    if device_bytes is not None:
+        known = {model.name: model.memory for model in reward_models if model.memory is not None}
+        refused = refusals(config, memory, server, known, device_bytes)
+        nearest = nearest_fit(config, max(largest), device_bytes) if refused else None
     return Plan(
-        name=config.name,
-        model=_model_name(config, source),
-        dtype=config.model.dtype,
-        parameters=sum(prod(shape) for shape in layout.hf_tensors.values()),
-        sizes=layout.sizes,
+        config=config,
+        layout=layout,
+        source=source,
         nodes=nodes,
-        access=describe_access(config.cluster),
-        trainer=trainer,
-        rollout=rollout,
+        trainer=pools["trainer"],
+        rollout=pools["rollout"],
         reward_models=reward_models,
-        ranks=tuple(_rank(rank, trainer, layout) for rank in range(topology.world)),
-        responses_per_step=schedule.groups_per_step * schedule.samples_per_group,
-        microbatch_tokens=microbatch_tokens(config),
-        capacity=pacing.capacity,
-        inflight=schedule.max_inflight_groups or pacing.capacity,
-        staleness_bound=pacing.staleness_bound,
-        window_slack=pacing.window_slack,
-        stale=schedule.stale,
-        fleet=FleetPlan(
-            least=config.rollout.min_servers,
-            restarts=config.rollout.health.restarts,
-            window=config.rollout.health.restart_window,
-            lost_tokens=config.rollout.stream_interval or None,
-        ),
-        sync=SyncPlan(
-            transport=config.sync.transport,
-            nbytes=buckets.nbytes,
-            buckets=len(buckets.buckets),
-            largest=max(largest),
-            senders=buckets.senders,
-            every_steps=schedule.weight_sync_steps,
-        ),
-        stages=stages,
+        ranks=tuple(_rank(rank, pools["trainer"], layout) for rank in range(layout.topology.world)),
+        broadcast=broadcast,
+        stages=memory,
         server=server,
         device_bytes=device_bytes,
-        devices_per_node=config.cluster.devices_per_node,
-        warnings=_warnings(config),
         refusals=refused,
-        nearest=nearest_fit(config, max(largest), device_bytes) if refused else None,
+        nearest=nearest,
     )
 
 
@@ -228,16 +185,3 @@ def _rank(rank: int, pool: PlannedPool, layout: Layout) -> PlannedRank:
     coords = layout.topology.coords(rank)
     experts = layout.topology.expert_coords(rank) if layout.sizes.experts else None
     return PlannedRank(rank, pool.node_of(rank), coords, experts, tuple(layout.stages[coords.pp]))
-
-
-def _model_name(config: Config, source: Path) -> str:
-    folder = Path(config.model.path)
-    return config.model.path if source.parent == folder.expanduser() else f"{config.model.path} (sizes from {source})"
-
-
-def _warnings(config: Config) -> tuple[str, ...]:
-    longest, budget = longest_sequence(config), config.trainer.tokens_per_microbatch
-    if longest <= budget:
-        return ()
-    words = f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}"
-    return (f"{words}; such a sequence gets a microbatch of its own",)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megasync.config.access import describe_access
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
-from megasync.preflight.memory import ServerMemory
-from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, SyncPlan
+from megasync.preflight.memory import ServerMemory, microbatch_tokens
+from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
 
 # Nodes with more devices than this show them in runs.
 CELLS = 16
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "sync buckets", "total")
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints a plan."""
-    console.print(plan_tables(plan))
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -36,49 +34,39 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def plan_tables(plan: Plan) -> RenderableType:
-    parts: list[RenderableType] = [
-        _summary(plan),
-        "",
-        _pools(plan),
-        "",
-        _nodes(plan),
-        "",
-        _ranks(plan),
-        "",
-        _memory(plan),
-        "",
-        _server(plan),
-    ]
-    for warning in plan.warnings:
-        parts += ["", Text(f"warning: {warning}", style="yellow")]
-    for refusal in plan.refusals:
-        parts += ["", Text(f"does not fit: {refusal}", style="bold red")]
+    """All tables and messages about a plan, separated by empty lines."""
+    parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan), _server(plan)]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
+    parts += [Text(f"does not fit: {refusal}", style="bold red") for refusal in plan.refusals]
     if plan.refusals and plan.nearest is None:
-        parts += ["", Text("no other split that was tried fits: use devices with more memory", style="bold red")]
+        parts.append(Text("no other split that was tried fits: use devices with more memory", style="bold red"))
     elif plan.nearest:
-        parts += ["", Text(f"nearest configuration that fits: {' '.join(plan.nearest)}", style="bold")]
-    return Group(*parts)
+        parts.append(Text(f"nearest configuration that fits: {' '.join(plan.nearest)}", style="bold"))
+    return Group(*(Padding(part, (1, 0, 0, 0)) if at else part for at, part in enumerate(parts)))
 
 
 def _summary(plan: Plan) -> Table:
-    sizes, sync, fleet = plan.sizes, plan.sync, plan.fleet
+    config, sizes, pacing = plan.config, plan.layout.sizes, plan.pacing
+    schedule, health = config.schedule, config.rollout.health
+    path = config.model.path
+    lost = f"at most {tokens} token(s)" if (tokens := config.rollout.stream_interval) else "all tokens"
     rows = {
-        "run": plan.name,
-        "model": plan.model,
-        "size": f"{_count(plan.parameters)} parameters in {plan.dtype}: {sizes.layers} layers, hidden {sizes.hidden}, "
-        f"{sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
+        "run": config.name,
+        "model": path if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
+        "size": f"{_count(plan.parameters)} parameters in {config.model.dtype}: {sizes.layers} layers, hidden "
+        f"{sizes.hidden}, {sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
         + (", tied embeddings" if sizes.tied else ""),
-        "step": f"{plan.responses_per_step} responses, in microbatches of at most {plan.microbatch_tokens} tokens "
-        "per rank",
-        "buffer": f"at most {plan.capacity} active groups, {plan.inflight} of them in generation",
-        "staleness": f"trained tokens are at most {plan.staleness_bound} version(s) old, {plan.window_slack} of them "
-        f"due to the look-ahead window; staler groups: {plan.stale}",
-        "weight sync": f"every {sync.every_steps} step(s): {bytes_text(sync.nbytes)} {_way(sync)}",
-        "fleet": f"continues with at least {fleet.least} of {plan.rollout.spec.slots} server(s); each restarts up to "
-        f"{fleet.restarts} time(s) in {fleet.window:g} s; a server that dies loses "
-        + ("all tokens" if fleet.lost_tokens is None else f"at most {fleet.lost_tokens} token(s)")
-        + " of each request it runs",
-        "access": plan.access,
+        "step": f"{schedule.groups_per_step * schedule.samples_per_group} responses, in microbatches of at most "
+        f"{microbatch_tokens(config)} tokens per rank",
+        "buffer": f"at most {pacing.capacity} active groups, {plan.max_inflight} of them in generation",
+        "staleness": f"trained tokens are at most {pacing.staleness_bound} version(s) old, {pacing.window_slack} of "
+        f"them due to the look-ahead window; staler groups: {schedule.stale}",
+        "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
+        f"{_transport(plan)}",
+        "fleet": f"continues with at least {config.rollout.min_servers} of {plan.rollout.spec.slots} server(s); each "
+        f"restarts up to {health.restarts} time(s) in {health.restart_window:g} s; a server that dies loses {lost} of "
+        "each request it runs",
+        "access": describe_access(config.cluster),
     }
     if any(stage.reference for stage in plan.stages):
         kept = bytes_text(max(stage.weights for stage in plan.stages))
@@ -88,16 +76,17 @@ def _summary(plan: Plan) -> Table:
     return facts(rows)
 
 
-def _way(sync: SyncPlan) -> str:
+def _transport(plan: Plan) -> str:
     """How the weights get to the servers."""
-    ranks = f"rank(s) {', '.join(map(str, sync.senders))}"
-    buckets = f"in {sync.buckets} bucket(s) of at most {bytes_text(sync.largest)}"
+    ranks = f"rank(s) {', '.join(map(str, plan.broadcast.senders))}"
+    largest = max(bucket.nbytes for bucket in plan.broadcast.buckets)
+    buckets = f"in {len(plan.broadcast.buckets)} bucket(s) of at most {bytes_text(largest)}"
     return {
         "p2p": "shard to shard, from all ranks",
         "broadcast": f"by broadcast {buckets}, sent by {ranks}",
         "disk": f"through a folder {buckets}, written by {ranks}",
         "auto": f"shard to shard, from all ranks; if servers cannot take that, by broadcast {buckets}, sent by {ranks}",
-    }[sync.transport]
+    }[plan.config.sync.transport]
 
 
 def facts(rows: Mapping[str, str]) -> Table:
@@ -137,7 +126,7 @@ def _nodes(plan: Plan) -> Table:
     table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
         held = [cell for sign, _, pool in owners for cell in _held(sign, pool, node)]
-        held += ["."] * (plan.devices_per_node - len(held))
+        held += ["."] * (plan.config.cluster.devices_per_node - len(held))
         table.add_row(f"node {node}", *_cells(held))
     return table
 
@@ -158,34 +147,27 @@ def _cells(held: list[str]) -> list[str]:
 
 def _ranks(plan: Plan) -> Table:
     """One row per tensor-parallel group; its ranks are consecutive."""
+    experts = ("expert", "expert tensor") if plan.layout.sizes.experts else ()
     table = Table(title="Trainer ranks", title_justify="left")
-    experts = plan.ranks[0].experts is not None
-    for column in ("ranks", "node", "tensor", "data", "pipeline"):
-        table.add_column(column)
-    for column in ("expert", "expert tensor", "layers") if experts else ("layers",):
+    for column in ("ranks", "node", "tensor", "data", "pipeline", *experts, "layers"):
         table.add_column(column)
 
-    def place(rank: PlannedRank) -> tuple[int, int, int]:
+    def group(rank: PlannedRank) -> tuple[int, int, int]:
         return rank.node, rank.coords.dp, rank.coords.pp
 
-    for (node, dp, pp), members in groupby(plan.ranks, key=place):
+    for (node, dp, pp), members in groupby(plan.ranks, key=group):
         ranks = list(members)
+        places = [rank.experts for rank in ranks if rank.experts is not None]
         table.add_row(
-            _span(ranks[0].rank, ranks[-1].rank),
+            _span([rank.rank for rank in ranks]),
             str(node),
-            _span(ranks[0].coords.tp, ranks[-1].coords.tp),
+            _span([rank.coords.tp for rank in ranks]),
             str(dp),
             str(pp),
-            *(_places(ranks) if experts else ()),
-            ", ".join(_span(layers[0], layers[-1]) for layers in ranks[0].layers),
+            *([_span([place.ep for place in places]), _span([place.etp for place in places])] if places else ()),
+            ", ".join(_span(layers) for layers in ranks[0].layers),
         )
     return table
-
-
-def _places(ranks: Sequence[PlannedRank]) -> tuple[str, str]:
-    """Expert-parallel and expert tensor-parallel coordinates of these ranks."""
-    found = [rank.experts for rank in ranks]
-    return _span(found[0].ep, found[-1].ep), _span(min(place.etp for place in found), max(place.etp for place in found))
 
 
 def _memory(plan: Plan) -> Table:
@@ -226,8 +208,8 @@ def _server_cells(server: ServerMemory | None) -> list[str]:
     return [bytes_text(server.weights), arena, bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)}-{max(numbers)}"
 
 
 def _count(count: int) -> str:

@@ -10,7 +10,7 @@ from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import ConfigError
 from megasync.preflight.check import check_config
 from megasync.preflight.plan import resolve_plan
-from megasync.preflight.render import print_plan
+from megasync.preflight.render import plan_tables
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
     assert set(specs) == {"trainer", "rollout", *(f"reward-{name}" for name in owned)}
     plan = resolve_plan(config)
     text = StringIO()
-    print_plan(plan, Console(file=text, width=120))
+    Console(file=text, width=120).print(plan_tables(plan))
     for name, kind, pool in (("grader", "classifier", grader), ("judge", "generative", judge)):
         (row,) = [line for line in text.getvalue().splitlines() if f"{kind} server(s)" in line]
         assert (f"reward-{name}" if pool == "own" else f"rollout, for {name}") in row

@@ -15,7 +15,7 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
-from megasync.preflight.render import print_plan
+from megasync.preflight.render import plan_tables
 
 ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "plans"
@@ -34,7 +34,8 @@ def load(name, *overrides):
 
 def rendered(config, width: int = 110) -> str:
     text = StringIO()
-    print_plan(resolve_plan(config), Console(file=text, width=width, color_system=None, legacy_windows=False))
+    console = Console(file=text, width=width, color_system=None, legacy_windows=False)
+    console.print(plan_tables(resolve_plan(config)))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
@@ -62,11 +63,11 @@ def test_one_node_is_shared_by_both_pools():
 
 def test_buffer_and_staleness_follow_the_schedule():
     plan = resolve_plan(load("qwen3_8b_math", "schedule.max_staleness=3", "schedule.weight_sync_steps=2"))
-    assert plan.capacity == (3 + 1) * 64 * 2 == plan.inflight
-    assert (plan.staleness_bound, plan.window_slack, plan.sync.every_steps) == (3 + 2, 2, 2)
-    strict = resolve_plan(load("qwen3_8b_math", "schedule.window_fraction=null"))
+    assert plan.pacing.capacity == (3 + 1) * 64 * 2 == plan.max_inflight
+    assert (plan.pacing.staleness_bound, plan.pacing.window_slack) == (3 + 2, 2)
+    strict = resolve_plan(load("qwen3_8b_math", "schedule.window_fraction=null")).pacing
     assert (strict.staleness_bound, strict.window_slack) == (1, 0)
-    assert resolve_plan(load("qwen3_8b_math", "schedule.max_inflight_groups=50")).inflight == 50
+    assert resolve_plan(load("qwen3_8b_math", "schedule.max_inflight_groups=50")).max_inflight == 50
 
 
 def test_parameters_are_those_of_the_public_models():
@@ -77,8 +78,8 @@ def test_parameters_are_those_of_the_public_models():
 
 def test_the_sync_moves_every_weight_once():
     plan = resolve_plan(load("qwen3_8b_math"))
-    assert plan.sync.nbytes == plan.parameters * 2
-    assert resolve_plan(load("qwen3_32b_math")).sync.senders == (0, 8)
+    assert plan.broadcast.nbytes == plan.parameters * 2
+    assert resolve_plan(load("qwen3_32b_math")).broadcast.senders == (0, 8)
 
 
 # Bytes of the largest message of a weight sync.
@@ -168,7 +169,7 @@ def test_a_kl_term_takes_two_blocks_of_the_model():
 def plan_layout_rows(plan):
     """Rows of the embedding that one tensor rank holds."""
     tensor = max(rank.coords.tp for rank in plan.ranks) + 1
-    return -(-plan.sizes.vocab // (64 * tensor)) * 64
+    return -(-plan.layout.sizes.vocab // (64 * tensor)) * 64
 
 
 def test_experts_take_copies_of_tokens_and_more_on_the_busiest_rank(tmp_path):
