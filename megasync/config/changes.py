@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasync.config.limits import value_of
+from megasync.config.limits import as_typed, value_of
 from megasync.config.load import schema_keys, section_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
@@ -107,7 +107,7 @@ def fixed() -> list[str]:
 def check_changes(before: Config, after: Config, step: int) -> None:
     """Raises ConfigError, with every reason, if a run with ``step`` trained steps cannot resume with the changes."""
     wrong = [
-        f"{key}={_shown(new)} cannot replace {_shown(old)} when a run is resumed: {why_fixed(key)}"
+        f"{key}={as_typed(new)} cannot replace {as_typed(old)} when a run is resumed: {why_fixed(key)}"
         for key, old, new in changes(before, after)
         if why_fixed(key) is not None
     ]
@@ -128,8 +128,3 @@ def changes(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
 
 def _leaves() -> list[str]:
     return [key for key, hint in schema_keys() if section_of(hint) is None]
-
-
-def _shown(value: Any) -> str:
-    """The value as a user would type it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

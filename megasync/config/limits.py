@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,6 +145,20 @@ def check_limits(config: Any) -> None:
             raise ConfigError(f"{key}={shown} {refusal}")
 
 
+def refuse_unused(section: Any, prefix: str, names: Iterable[str], reason: str) -> None:
+    """Raises ConfigError for a key of a section that differs from its default although it has no effect.
+
+    `reason` ends the message: it says with which other key, and how to change that.
+    """
+    defaults = type(section)()
+    for name in names:
+        value, default = getattr(section, name), getattr(defaults, name)
+        if value != default:
+            raise ConfigError(
+                f"{prefix}.{name}={as_typed(value)} has no effect {reason}, or leave {name} at {as_typed(default)}"
+            )
+
+
 def path_problem(path: str) -> str | None:
     """Why the file system rejects a text as a path; None if it is acceptable, even if nothing exists there.
 
@@ -159,6 +173,13 @@ def path_problem(path: str) -> str | None:
     except (OSError, ValueError, RuntimeError) as error:
         return str(getattr(error, "strerror", None) or error).rstrip(".")
     return None
+
+
+def as_typed(value: Any) -> str:
+    """A value as a user would write it in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def value_of(section: Any, key: str) -> Any:

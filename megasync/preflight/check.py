@@ -12,10 +12,10 @@ from pathlib import Path
 from megasync.config.access import check_access
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
-from megasync.config.limits import check_limits
+from megasync.config.limits import check_limits, refuse_unused
 from megasync.config.pacing import Pacing
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, SyncConfig
+from megasync.config.schema import Config, DatasetConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import ConfigError
 from megasync.layout.families import Sizes
@@ -64,7 +64,7 @@ def check_config(
     check_access(config.cluster, planning=planning)
     _check_model(config, planning)
     _check_data(config, planning, own_rows or not training, own_eval_rows)
-    _check_run_root(config)
+    _check_folder("run_root", config.run_root)
 
 
 def _check_schedule(config: Config) -> None:
@@ -73,15 +73,15 @@ def _check_schedule(config: Config) -> None:
     inflight = schedule.max_inflight_groups
     if inflight is not None and inflight > capacity:
         raise ConfigError(
-            f"schedule.max_inflight_groups={inflight} can never be reached: the buffer holds {capacity} groups, "
+            f"schedule.max_inflight_groups={inflight} exceeds the capacity of the buffer, {capacity} = "
             f"(max_staleness + 1) x groups_per_step x weight_sync_steps; lower it or set it to null"
         )
     responses = schedule.groups_per_step * schedule.samples_per_group
     if responses < trainer.data_parallel * trainer.minibatches:
         raise ConfigError(
             f"schedule.groups_per_step={schedule.groups_per_step} x samples_per_group={schedule.samples_per_group} "
-            f"gives {responses} responses a step, too few for trainer.data_parallel={trainer.data_parallel} x "
-            f"trainer.minibatches={trainer.minibatches}; every rank needs at least one per minibatch"
+            f"gives {responses} responses a step, fewer than trainer.data_parallel={trainer.data_parallel} x "
+            f"trainer.minibatches={trainer.minibatches}; each rank needs at least one per minibatch"
         )
     if schedule.weight_sync_steps > schedule.total_steps:
         raise ConfigError(
@@ -133,26 +133,20 @@ def _check_sync(config: Config) -> None:
             f"at least 1, or parity_threshold to null"
         )
     if sync.transport in ("broadcast", "disk"):
-        defaults = SyncConfig()
-        for key in ("arena", "arena_mb", "wave", "delta", "delta_full_every"):
-            if (value := getattr(sync, key)) != getattr(defaults, key):
-                raise ConfigError(
-                    f"sync.{key}={value} does nothing with sync.transport={sync.transport}; set transport=p2p or auto, "
-                    f"or leave {key} at {getattr(defaults, key)}"
-                )
+        reason = f"with sync.transport={sync.transport}; set transport=p2p or auto"
+        refuse_unused(sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
     if sync.delta and sync.wave is not None:
         raise ConfigError(
             f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to compute deltas "
             f"against, and waves would hold different ones; set wave to null or delta to false"
         )
-    if sync.disk_dir is None:
-        return
-    if sync.transport != "disk":
-        raise ConfigError(
-            f"sync.disk_dir={sync.disk_dir!r} is used by the disk transport only, but sync.transport="
-            f"{sync.transport}; set transport=disk, or disk_dir to null"
-        )
-    _check_folder("sync.disk_dir", sync.disk_dir)
+    if sync.disk_dir is not None:
+        if sync.transport != "disk":
+            raise ConfigError(
+                f"sync.disk_dir={sync.disk_dir!r} is used by the disk transport only, but sync.transport="
+                f"{sync.transport}; set transport=disk, or disk_dir to null"
+            )
+        _check_folder("sync.disk_dir", sync.disk_dir)
 
 
 def _check_prompt(config: Config) -> None:
@@ -338,13 +332,9 @@ def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
         raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
 
 
-def _check_run_root(config: Config) -> None:
-    _check_folder("run_root", config.run_root)
-
-
 def _check_folder(key: str, path: str) -> None:
     """Raises ConfigError for a folder that cannot be created."""
     folder = Path(path).expanduser()
-    blocked = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    if not blocked.is_dir():
-        raise ConfigError(f"{key}={path!r} cannot be created: {blocked} is a file; choose another folder")
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if not existing.is_dir():
+        raise ConfigError(f"{key}={path!r} cannot be created: {existing} is a file; choose another folder")

@@ -10,6 +10,7 @@ import re
 import string
 from pathlib import Path
 
+from megasync.config.limits import refuse_unused
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
 from megasync.errors import ConfigError
@@ -54,16 +55,13 @@ def check_reward_models(config: Config, planning: bool) -> None:
 
 def _check_reading(key: str, model: RewardModelConfig) -> None:
     """Checks the keys that define the model's input and how its score is read."""
-    useless = {
+    unused = {
         "classifier": ("read", *_OF_NUMBER, *_OF_YES_NO),
         "number": ("label", *_OF_YES_NO),
         "yes_no": ("label", *_OF_NUMBER),
     }["classifier" if model.kind == "classifier" else model.read]
-    defaults = RewardModelConfig()
-    for name in useless:
-        if (value := getattr(model, name)) != getattr(defaults, name):
-            where = f"kind={model.kind}" if model.kind == "classifier" else f"read={model.read}"
-            raise ConfigError(f"{key}.{name}={value!r} has no effect with {key}.{where}; remove it")
+    method = f"kind={model.kind}" if model.kind == "classifier" else f"read={model.read}"
+    refuse_unused(model, key, unused, f"with {key}.{method}; change that")
     if model.template is not None:
         try:
             names = {name for _, name, _, _ in string.Formatter().parse(model.template) if name is not None}
@@ -96,11 +94,11 @@ def _check_shared(key: str, model: RewardModelConfig, config: Config) -> None:
     """Checks that each server fits on the devices of the rollout server that it shares them with."""
     rollout = config.rollout
     for name in ("servers", "tensor_parallel"):
-        mine, theirs = getattr(model, name), getattr(rollout, name)
-        if mine > theirs:
+        own, limit = getattr(model, name), getattr(rollout, name)
+        if own > limit:
             raise ConfigError(
-                f"{key}.{name}={mine} with {key}.pool=rollout exceeds rollout.{name}={theirs}, whose devices it "
-                f"shares; lower it, or set {key}.pool=own"
+                f"{key}.{name}={own} with {key}.pool=rollout exceeds rollout.{name}={limit}, whose devices it shares; "
+                f"lower it, or set {key}.pool=own"
             )
 
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import fields
 
 from megasync.config.host import is_wildcard
-from megasync.config.limits import FUNCTION, REWARD
-from megasync.config.schema import Config, GatewayConfig, GroupConfig, TimeoutConfig, ToolsConfig
+from megasync.config.limits import FUNCTION, REWARD, refuse_unused
+from megasync.config.schema import Config
 from megasync.errors import ConfigError
 from megasync.rollout.reply_formats import check_formats
 
@@ -17,14 +17,10 @@ def check_chat(config: Config) -> None:
     """Raises ConfigError for the first contradiction."""
     rollout, prompt = config.rollout, config.data.prompt
     check_formats(rollout.chat)
-    tools, defaults = rollout.tools, ToolsConfig()
+    tools = rollout.tools
     if not tools.functions:
-        for key in ("max_turns", "timeout", "max_output"):
-            if (value := getattr(tools, key)) != getattr(defaults, key):
-                raise ConfigError(
-                    f"rollout.tools.{key}={value} has no effect without rollout.tools.functions; name the tools there, "
-                    f"or leave {key} at {getattr(defaults, key)}"
-                )
+        reason = "without rollout.tools.functions; name the tools there"
+        refuse_unused(tools, "rollout.tools", ("max_turns", "timeout", "max_output"), reason)
         return
     for reference in tools.functions:
         if FUNCTION.refusal(reference):
@@ -32,7 +28,7 @@ def check_chat(config: Config) -> None:
     if rollout.workflow is not None:
         raise ConfigError(
             f"rollout.workflow={rollout.workflow!r} and rollout.tools.functions={list(tools.functions)} both "
-            f"define how a sample is played; drop one (your own workflow may call the tools itself)"
+            f"generate the samples; remove one (your own workflow may call the tools itself)"
         )
     if prompt.format != "chat":
         raise ConfigError(
@@ -49,7 +45,9 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
     """Raises ConfigError for the first contradiction; `own_agent` as in `check_config`."""
     rollout = config.rollout
     if rollout.agent is None and not own_agent:
-        _check_unused(config)
+        reason = "without an agent; name one in rollout.agent"
+        refuse_unused(rollout.gateway, "rollout.gateway", [item.name for item in fields(rollout.gateway)], reason)
+        refuse_unused(config.timeouts, "timeouts", ["agent"], reason)
         return
     others = {
         "rollout.workflow": rollout.workflow,
@@ -59,7 +57,7 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
     for key, value in others.items():
         if value and not own_agent:
             raise ConfigError(
-                f"rollout.agent={rollout.agent} and {key}={value} would both play a sample; drop one of them"
+                f"rollout.agent={rollout.agent} and {key}={value} would both generate the samples; remove one of them"
             )
     host = rollout.gateway.host
     if is_wildcard(host):
@@ -67,19 +65,6 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
             f"rollout.gateway.host={host} binds to every interface, but agents need an address to connect to; name "
             f"one, or set auto for this node's own"
         )
-
-
-def _check_unused(config: Config) -> None:
-    gateway, defaults = config.rollout.gateway, GatewayConfig()
-    given = {
-        f"rollout.gateway.{f.name}": (getattr(gateway, f.name), getattr(defaults, f.name)) for f in fields(gateway)
-    }
-    given["timeouts.agent"] = (config.timeouts.agent, TimeoutConfig().agent)
-    for key, (value, default) in given.items():
-        if value != default:
-            raise ConfigError(
-                f"{key}={value} has no effect without an agent; name one in rollout.agent, or leave {key} at {default}"
-            )
 
 
 def check_rewards(config: Config) -> None:
@@ -111,16 +96,13 @@ def check_rewards(config: Config) -> None:
 
 def check_groups(config: Config) -> None:
     """Raises ConfigError for group rules that have no effect or contradict other keys."""
-    groups, defaults = config.rollout.groups, GroupConfig()
-    if groups.keep != defaults.keep and not groups.extra_samples:
-        raise ConfigError(
-            f"rollout.groups.keep={groups.keep} selects among extra responses, but "
-            f"rollout.groups.extra_samples=0; raise it, or leave keep at {defaults.keep}"
-        )
+    groups = config.rollout.groups
+    if not groups.extra_samples:
+        refuse_unused(groups, "rollout.groups", ["keep"], "with rollout.groups.extra_samples=0; raise that")
     if groups.extra_samples and groups.keep == "first" and config.rollout.deterministic:
         raise ConfigError(
-            f"rollout.deterministic=true repeats runs exactly, but which of the responses end first "
-            f"(rollout.groups.extra_samples={groups.extra_samples}, keep=first) depends on the clock; set keep=spread"
+            f"rollout.deterministic=true makes runs reproducible, but which responses finish first "
+            f"(rollout.groups.extra_samples={groups.extra_samples}, keep=first) depends on timing; set keep=spread"
         )
     longest = config.rollout.sampling.max_new_tokens
     if groups.overlong == "punish":
@@ -130,37 +112,30 @@ def check_groups(config: Config) -> None:
                 f"rollout.sampling.max_new_tokens={longest}, got {groups.overlong_tokens}"
             )
         return
-    for key in ("overlong_tokens", "overlong_penalty"):
-        if (value := getattr(groups, key)) != getattr(defaults, key):
-            raise ConfigError(
-                f"rollout.groups.{key}={value:g} has no effect with rollout.groups.overlong={groups.overlong}; set "
-                f"overlong=punish, or leave {key} at {getattr(defaults, key):g}"
-            )
+    reason = f"with rollout.groups.overlong={groups.overlong}; set overlong=punish"
+    refuse_unused(groups, "rollout.groups", ("overlong_tokens", "overlong_penalty"), reason)
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError if something else would play the sample too, or prompts are not chat messages."""
+    """Raises ConfigError if something else would generate the samples too, or prompts are not chat messages."""
     rollout = config.rollout
     if rollout.environment is None:
         return
-    if rollout.workflow is not None:
-        raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} and rollout.workflow={rollout.workflow} would both "
-            f"play a sample; set one of them to null"
-        )
-    if rollout.tools.functions:
-        raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} and rollout.tools.functions="
-            f"{list(rollout.tools.functions)} would both play a sample; drop one of them"
-        )
+    kind = rollout.environment.kind
+    for key, value in (("workflow", rollout.workflow), ("tools.functions", list(rollout.tools.functions))):
+        if value:
+            raise ConfigError(
+                f"rollout.environment.kind={kind} and rollout.{key}={value} would both generate the samples; remove "
+                f"one of them"
+            )
     scored_by = rollout.reward or ", ".join(rollout.rewards)
     if scored_by:
         raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} returns the rewards itself, so the reward "
-            f"{scored_by} would never be called; remove one of them"
+            f"rollout.environment.kind={kind} returns the rewards itself, so the reward {scored_by} would never be "
+            f"called; remove one of them"
         )
     if config.data.prompt.format != "chat":
         raise ConfigError(
-            f"rollout.environment.kind={rollout.environment.kind} is played as a chat, but data.prompt.format="
-            f"{config.data.prompt.format}; set format=chat"
+            f"rollout.environment.kind={kind} needs chat messages, but data.prompt.format={config.data.prompt.format}; "
+            f"set format=chat"
         )

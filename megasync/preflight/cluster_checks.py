@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from megasync.config import Config
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.preflight.doctor import SETUP
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, verdict
 
 # The first call starts a process on the node and imports torch there.
 LOOK_SECONDS = 180.0
@@ -37,6 +37,7 @@ class Nodes(Protocol):
 
     def ask(self, method: str, seconds: float, arguments: Mapping[str, tuple]) -> tuple[Answers, dict[str, str]]:
         """Calls a method on the nodes in `arguments` concurrently: answers by node, and for the others the reason."""
+        ...
 
 
 def examine_nodes(nodes: Nodes, config: Config | None) -> Iterator[Finding]:
@@ -59,9 +60,9 @@ def _from_anywhere(config: Config) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
 
-    judges = {name: replace(model, path=absolute(model.path)) for name, model in config.reward_models.items()}
+    reward_models = {name: replace(model, path=absolute(model.path)) for name, model in config.reward_models.items()}
     model = replace(config.model, path=absolute(config.model.path))
-    return replace(config, model=model, reward_models=judges, run_root=absolute(config.run_root))
+    return replace(config, model=model, reward_models=reward_models, run_root=absolute(config.run_root))
 
 
 def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:
@@ -75,12 +76,12 @@ def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[An
 
 def _node_findings(name: str, findings: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     """A machine's findings about itself: all problems, or one line if there is none."""
-    wrong = [Finding(**found) for found in findings if found["status"] != OK]
-    for found in wrong:
-        yield Finding(f"{name}: {found.subject}", found.status, found.detail, found.fix)
-    if not wrong:
+    problems = [Finding(**values) for values in findings if values["status"] != OK]
+    for problem in problems:
+        yield replace(problem, subject=f"{name}: {problem.subject}")
+    if not problems:
         active = sum(
-            found["detail"].startswith("active") for found in findings if found["subject"].startswith("patch ")
+            values["detail"].startswith("active") for values in findings if values["subject"].startswith("patch ")
         )
         yield Finding(name, OK, f"{len(findings)} of its checks passed; {active} patches active")
 
@@ -108,9 +109,9 @@ def _equal(looks: Answers) -> Iterator[Finding]:
 
 def _difference(value: str, usual: str) -> str:
     """How a comma-separated value differs from the usual one."""
-    mine, theirs = value.split(", "), usual.split(", ")
-    odd = [word for word in mine if word not in theirs]
-    return f"{', '.join(odd) or 'less'}, others {', '.join(word for word in theirs if word not in mine) or 'less'}"
+    own, others = value.split(", "), usual.split(", ")
+    extra, missing = ([word for word in one if word not in two] for one, two in ((own, others), (others, own)))
+    return f"{', '.join(extra) or 'fewer'}, others have {', '.join(missing) or 'fewer'}"
 
 
 def _clocks(nodes: Nodes) -> Iterator[Finding]:
@@ -122,9 +123,8 @@ def _clocks(nodes: Nodes) -> Iterator[Finding]:
         after = time.time()
         for there in answers.values():
             worst, where = max((worst, where), (max(before - there, there - after, 0.0), name))
-    fix = "" if worst <= SKEW_SECONDS else "synchronize all clocks by NTP or chrony"
-    at = f" at {where}" if where else ""
-    yield Finding("clocks", WARNING if fix else OK, f"at most {worst:.1f} s apart{at}", fix)
+    detail = f"at most {worst:.1f} s apart{f' at {where}' if where else ''}"
+    yield verdict("clocks", worst <= SKEW_SECONDS, detail, "synchronize all clocks by NTP or chrony", WARNING)
 
 
 def _shared(nodes: Nodes, config: Config) -> Iterator[Finding]:
@@ -142,33 +142,26 @@ def _shared(nodes: Nodes, config: Config) -> Iterator[Finding]:
     finally:
         note.unlink(missing_ok=True)
     yield from lost
-    blind = [name for name, text in seen.items() if text != note.name]
-    yield Finding(
-        "shared run folder",
-        FAILURE if blind else OK,
-        f"{root} is not the same folder on {', '.join(blind)}" if blind else f"{root}, the same on all nodes",
-        "set run_root to a folder on a file system that all machines share" if blind else "",
-    )
+    others = [name for name, text in seen.items() if text != note.name]
+    detail = f"{root} is not the same folder on {', '.join(others)}" if others else f"{root}, the same on all nodes"
+    fix = "set run_root to a folder on a file system that all machines share"
+    yield verdict("shared run folder", not others, detail, fix)
 
 
 def _sizes(looks: Answers, config: Config) -> Iterator[Finding]:
     per_node = config.cluster.devices_per_node
     needed = nodes_needed(pool_specs(config), per_node)
-    enough = needed <= len(looks)
-    yield Finding(
-        "size",
-        OK if enough else FAILURE,
-        f"the pools need {needed} node(s) of {per_node} devices; there are {len(looks)}",
-        "" if enough else "add machines, or lower trainer.data_parallel or rollout.servers",
-    )
+    detail = f"the pools need {needed} node(s) of {per_node} devices; there are {len(looks)}"
+    fix = "add machines, or lower trainer.data_parallel or rollout.servers"
+    yield verdict("size", needed <= len(looks), detail, fix)
     if config.cluster.device == "cpu" or not any(look["gpus"] for look in looks.values()):
         return
     fewest = min(look["gpus"] for look in looks.values() if look["gpus"])
     for name, look in looks.items():
         if look["gpus"] < per_node:
-            fix = "repair its driver, or exclude it"
+            fix = "repair its GPU driver, or exclude this machine"
             if look["gpus"]:
-                fix = f"set cluster.devices_per_node={fewest}, which applies to all machines, or exclude it"
+                fix = f"set cluster.devices_per_node={fewest}, which applies to all machines, or exclude this one"
             yield Finding(f"{name}: gpus", FAILURE, f"{look['gpus']}, cluster.devices_per_node={per_node}", fix)
 
 
@@ -179,13 +172,10 @@ def _network(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
     reached, lost_too = _ask(nodes, "connect", REACH_SECONDS * (len(listening) + 1), listening, REACH_SECONDS)
     yield from lost_too
     broken = [f"{name} to {to}: {why}" for name, failures in reached.items() for to, why in failures.items()]
-    yield Finding(
-        "network between nodes",
-        FAILURE if broken else OK,
-        "; ".join(broken)
-        or f"{len(reached)} nodes reach each other at {', '.join(host for host, _ in listening.values())}",
-        "open the firewall between the machines for all ports, or name their network: --interface" if broken else "",
-    )
+    hosts = ", ".join(host for host, _ in listening.values())
+    detail = "; ".join(broken) or f"{len(reached)} nodes reach each other at {hosts}"
+    fix = "open the firewall between the machines for all ports, or select their network with --interface"
+    yield verdict("network between nodes", not broken, detail, fix)
     if broken or lost or lost_too or len(nodes.names) < 2:
         return
     yield from _all_reduce(nodes, "gloo")
@@ -203,12 +193,8 @@ def _all_reduce(nodes: Nodes, backend: str) -> Iterator[Finding]:
             name: (backend, *meeting[first], rank, world, COLLECTIVE_SECONDS) for rank, name in enumerate(nodes.names)
         }
         _, lost = nodes.ask("all_reduce", COLLECTIVE_SECONDS * 2, ranks)
-    fix = f"the interface of {backend.upper()}_SOCKET_IFNAME must route to all machines; name it: --interface"
+    detail = "; ".join(f"{name}: {why}" for name, why in lost.items()) or f"over {len(nodes.names)} nodes"
+    fix = f"the interface of {backend.upper()}_SOCKET_IFNAME must route to all machines; select it with --interface"
     if backend == "nccl":
-        fix += "; NCCL_DEBUG=INFO says more"
-    yield Finding(
-        f"all-reduce over {backend}",
-        FAILURE if lost else OK,
-        "; ".join(f"{name}: {why}" for name, why in lost.items()) or f"over {len(nodes.names)} nodes",
-        fix if lost else "",
-    )
+        fix += "; NCCL_DEBUG=INFO logs more"
+    yield verdict(f"all-reduce over {backend}", not lost, detail, fix)

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, resolve_host
 from megasync.integrations.verl_versions import SUPPORTED
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, writable
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
 from megasync.preflight.run_doctor import examine_for
 
 LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
@@ -66,15 +66,11 @@ def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]
 
 def check_python() -> Iterator[Finding]:
     """Checks the versions of Python and Linux."""
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < OLDEST_PYTHON:
-        yield Finding("python", FAILURE, found, f"needs {'.'.join(map(str, OLDEST_PYTHON))} or newer; {SETUP}")
-    else:
-        yield Finding("python", OK, f"{found} at {sys.executable}")
-    if hasattr(os, "pidfd_open"):
-        yield Finding("system", OK, f"{os.uname().sysname} {os.uname().release}")
-    else:
-        yield Finding("system", FAILURE, os.uname().sysname, "megasync needs Linux 5.3 or newer (pidfd_open)")
+    python, needed = (".".join(map(str, numbers)) for numbers in (sys.version_info[:3], OLDEST_PYTHON))
+    detail = f"{python} at {sys.executable}"
+    yield verdict("python", sys.version_info >= OLDEST_PYTHON, detail, f"needs {needed} or newer; {SETUP}")
+    system, fix = os.uname(), "megasync needs Linux 5.3 or newer (pidfd_open)"
+    yield verdict("system", hasattr(os, "pidfd_open"), f"{system.sysname} {system.release}", fix)
 
 
 def check_versions(lock: Path | None = None) -> Iterator[Finding]:
@@ -116,10 +112,7 @@ def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Find
         # A local version tag such as +cpu names the build, not the version.
         if not requirement.specifier.contains(found.split("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
-    if wrong:
-        yield Finding(subject, FAILURE, "; ".join(wrong), fix)
-    else:
-        yield Finding(subject, OK, f"all {len(wanted)} installed")
+    yield verdict(subject, not wrong, "; ".join(wrong) or f"all {len(wanted)} installed", fix)
 
 
 def check_patches() -> Iterator[Finding]:
@@ -150,11 +143,10 @@ def check_patches() -> Iterator[Finding]:
         else:
             detail = f"not needed: {patch.package} is not installed"
         yield Finding(subject, OK, detail)
-    absent = [name for name in STAND_INS if find_spec(name) is None]
-    active = kind == "cpu" and absent
-    detail = (
-        f"active in CPU servers, which import {', '.join(absent)} and call nothing in them" if active else "not active"
-    )
+    missing = [name for name in STAND_INS if find_spec(name) is None]
+    detail = "not active"
+    if kind == "cpu" and missing:
+        detail = f"active in CPU servers, which import {', '.join(missing)} without calling them"
     yield Finding("patch sglang_cpu_standins", OK, detail)
 
 
@@ -163,21 +155,15 @@ def check_devices() -> Iterator[Finding]:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    yield Finding(
-        "cpu", OK if cores > 1 else WARNING, f"{cores} core(s)", "" if cores > 1 else "at least 2 cores are recommended"
-    )
+    yield verdict("cpu", cores > 1, f"{cores} core(s)", "at least 2 cores are recommended", WARNING)
     if not torch.cuda.is_available():
         yield Finding("gpu", OK, "none; runs use cluster.device=cpu")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        busy = free < 0.9 * total
-        yield Finding(
-            f"gpu {index}",
-            WARNING if busy else OK,
-            f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free",
-            "another process uses it; stop that process, or hide the device with CUDA_VISIBLE_DEVICES" if busy else "",
-        )
+        detail = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+        fix = "another process uses it; stop that process, or hide the device with CUDA_VISIBLE_DEVICES"
+        yield verdict(f"gpu {index}", free >= 0.9 * total, detail, fix, WARNING)
 
 
 def check_transformer_engine() -> Iterator[Finding]:
@@ -204,12 +190,8 @@ def check_ray() -> Iterator[Finding]:
     """Checks Ray's token authentication: it must be on, and a token must exist or be creatable."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "disabled":
-        yield Finding(
-            "ray token",
-            WARNING,
-            "RAY_AUTH_MODE=disabled: anyone who can reach Ray can run code here",
-            "unset RAY_AUTH_MODE",
-        )
+        detail = "RAY_AUTH_MODE=disabled: anyone who can reach Ray can run code here"
+        yield Finding("ray token", WARNING, detail, "unset RAY_AUTH_MODE")
         return
     if os.environ.get("RAY_AUTH_TOKEN"):
         yield Finding("ray token", OK, "from RAY_AUTH_TOKEN")
@@ -220,9 +202,8 @@ def check_ray() -> Iterator[Finding]:
     elif writable(path.parent):
         yield Finding("ray token", OK, f"will be created at {path}")
     else:
-        yield Finding(
-            "ray token", FAILURE, f"{path} cannot be created", "make its folder writable, or set RAY_AUTH_TOKEN"
-        )
+        fix = "make its folder writable, or set RAY_AUTH_TOKEN"
+        yield Finding("ray token", FAILURE, f"{path} cannot be created", fix)
 
 
 def check_memory() -> Iterator[Finding]:
@@ -230,18 +211,12 @@ def check_memory() -> Iterator[Finding]:
     import psutil
 
     free = psutil.virtual_memory().available
-    enough = free >= MEMORY_BYTES
-    yield Finding(
-        "memory",
-        OK if enough else WARNING,
-        f"{free / 1e9:.1f} GB available",
-        "" if enough else f"the quickstart needs about {MEMORY_BYTES / 1e9:.0f} GB; stop other programs",
-    )
+    fix = f"the quickstart needs about {MEMORY_BYTES / 1e9:.0f} GB; stop other programs"
+    yield verdict("memory", free >= MEMORY_BYTES, f"{free / 1e9:.1f} GB available", fix, WARNING)
     shared = Path("/dev/shm")
     if shared.is_dir():
-        yield check_space(
-            "shared memory", shared, SHARED_MEMORY_BYTES, "enlarge /dev/shm (in a container: --shm-size=1g)"
-        )
+        fix = "enlarge /dev/shm (in a container: --shm-size=1g)"
+        yield check_space("shared memory", shared, SHARED_MEMORY_BYTES, fix)
 
 
 def check_disk() -> Iterator[Finding]:
@@ -251,45 +226,43 @@ def check_disk() -> Iterator[Finding]:
     if not writable(here):
         yield Finding("run folder", FAILURE, f"{here} is not writable", "run from another folder or set run_root")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < OPEN_FILES:
-        yield Finding("open files", FAILURE, f"limit {soft}", f"raise it: ulimit -n {min(hard, 65536)}")
-    else:
-        yield Finding("open files", OK, f"limit {soft}")
+    yield verdict("open files", soft >= OPEN_FILES, f"limit {soft}", f"raise it: ulimit -n {min(hard, 65536)}")
 
 
 def check_plugins() -> Iterator[Finding]:
     """Checks that every SGLang plugin, megasync's and others, can be loaded."""
-    own = []
+    registered = False
     for point in entry_points(group=SERVER_PLUGINS):
-        mine = point.dist is not None and point.dist.name == "megasync"
-        own += [point] if mine else []
+        package = point.dist.name if point.dist else "?"
+        registered |= package == "megasync"
         try:
             point.load()
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything at import, and its host would hide it
-            fix = SETUP if mine else f"repair or remove the package {point.dist.name if point.dist else '?'}"
+            fix = SETUP if package == "megasync" else f"repair or remove the package {package}"
             yield Finding(f"plugin {SERVER_PLUGINS}:{point.name}", FAILURE, f"{type(error).__name__}: {error}", fix)
         else:
             yield Finding(f"plugin {SERVER_PLUGINS}:{point.name}", OK, point.value)
-    if not own:
-        found = "megasync's plugin is not registered, so servers can take weights by broadcast only"
-        yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, found, SETUP)
+    if not registered:
+        detail = "megasync's plugin is not registered, so servers can receive weights by broadcast only"
+        yield Finding(f"plugin {SERVER_PLUGINS}", FAILURE, detail, SETUP)
 
 
 def check_compiler() -> Iterator[Finding]:
     """Reports whether a launcher can restrict Ray to one interface here. Nothing is compiled."""
-    if found := ray_bind.compiler():
-        yield Finding(RAY_SUBJECT, OK, f"in jobs over several machines the chosen one, by way of {found}")
+    if compiler := ray_bind.compiler():
+        detail = f"in jobs over several machines Ray listens on the chosen interface only (compiler: {compiler})"
     else:
-        yield Finding(RAY_SUBJECT, OK, "in jobs over several machines all interfaces: there is no C compiler (cc)")
+        detail = "in jobs over several machines Ray listens on all interfaces, because there is no C compiler (cc)"
+    yield Finding(RAY_SUBJECT, OK, detail)
 
 
 def check_listening() -> Iterator[Finding]:
     """Checks that a wildcard socket of a process in a multi-node Ray cluster listens on one interface only."""
     chosen = resolve_host("auto")
-    with socket.socket() as everywhere:
-        everywhere.bind(("", 0))
-        found = everywhere.getsockname()[0]
-    if found != "0.0.0.0" or is_loopback(chosen):
+    with socket.socket() as wildcard:
+        wildcard.bind(("", 0))
+        bound = wildcard.getsockname()[0]
+    if bound != "0.0.0.0" or is_loopback(chosen):
         yield Finding(RAY_SUBJECT, OK, f"listens on {chosen}")
         return
     why = "it was not started by megasync's launcher"
@@ -320,12 +293,8 @@ def check_verl() -> Iterator[Finding]:
             timeout=VERL_IMPORT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        yield Finding(
-            VERL_SUBJECT,
-            FAILURE,
-            f"importing verl {found} took more than {VERL_IMPORT_SECONDS} s",
-            "import verl in a Python shell to see why",
-        )
+        detail = f"importing verl {found} took more than {VERL_IMPORT_SECONDS} s"
+        yield Finding(VERL_SUBJECT, FAILURE, detail, "import verl in a Python shell to see why")
         return
     if probe.returncode == 0:
         yield Finding(VERL_SUBJECT, OK, f"verl {found} has the engine of {probe.stdout.split()[-1]}")

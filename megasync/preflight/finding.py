@@ -25,11 +25,15 @@ class Finding:
     fix: str = ""
 
 
+def verdict(subject: str, passed: bool, detail: str, fix: str, status: str = FAILURE) -> Finding:
+    """OK if the check passed, otherwise `status` with the fix."""
+    return Finding(subject, OK, detail) if passed else Finding(subject, status, detail, fix)
+
+
 def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") -> Finding:
     """Checks that `wanted` bytes are free on the disk of `path`; `why` is appended to the detail."""
     free = shutil.disk_usage(path).free
-    enough = free >= wanted
-    return Finding(subject, OK if enough else FAILURE, f"{bytes_text(free)} free at {path}{why}", "" if enough else fix)
+    return verdict(subject, free >= wanted, f"{bytes_text(free)} free at {path}{why}", fix)
 
 
 def bytes_text(count: int) -> str:
@@ -54,7 +58,7 @@ def check_ports(host: str) -> Iterator[Finding]:
             for _ in range(PORTS):
                 held.enter_context(socket.socket(family)).bind((host, 0))
     except OSError as error:
-        fix = f"{PORTS} free ports are needed on an address of this machine; check cluster.host, limits and firewall"
+        fix = f"a run needs {PORTS} free ports on this address; check cluster.host, limits and firewall"
         yield Finding("ports", FAILURE, f"{host}: {error}", fix)
     else:
         yield Finding("ports", OK, f"{PORTS} free ports on {host}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from math import log2
 
-from megasync.config.limits import value_of
+from megasync.config.limits import as_typed, value_of
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
@@ -205,8 +205,4 @@ def _admitted(config: Config) -> Config | None:
 
 def _overrides(before: Config, after: Config) -> tuple[str, ...]:
     changed = (key for key in KEYS if value_of(before, key) != value_of(after, key))
-    return tuple(f"{key}={_written(value_of(after, key))}" for key in changed)
-
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return tuple(f"{key}={as_typed(value_of(after, key))}" for key in changed)

@@ -18,7 +18,17 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text, check_ports, check_space, writable
+from megasync.preflight.finding import (
+    FAILURE,
+    OK,
+    WARNING,
+    Finding,
+    bytes_text,
+    check_ports,
+    check_space,
+    verdict,
+    writable,
+)
 from megasync.preflight.memory import checkpoint_bytes
 
 
@@ -34,7 +44,7 @@ def examine_for(config: Config) -> Iterator[Finding]:
     if all(finding.status == OK for finding in found):  # else it would repeat them
         yield from check_contradictions(config)
     yield from check_gpus(config)
-    yield from check_address(config)
+    yield from check_ports(resolve_host(config.cluster.host))
 
 
 def _refused(error: ConfigError) -> Finding:
@@ -52,15 +62,13 @@ def check_contradictions(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Checks that the model can be loaded: every tensor has the shape that config.json implies, and the tokenizer
-    loads.
-    """
-    whole = "set model.path to a complete Hugging Face folder of a supported model"
+    """Checks that the tokenizer loads, and that every tensor has the shape that config.json implies."""
+    complete = "set model.path to a complete Hugging Face folder of a supported model"
     try:
         layout, _ = model_layout(config)
         check_model_folder(config.model)
     except ConfigError as error:
-        yield Finding("model", FAILURE, str(error), f"change the named keys, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"change the named keys, or {complete}")
         return
 
     from megasync.data.tokenizer import load_tokenizer
@@ -71,12 +79,12 @@ def check_model(config: Config) -> Iterator[Finding]:
             for name, shape in layout.hf_tensors.items():
                 folder.reader(name, shape)
     except (CheckpointError, OSError) as error:
-        yield Finding("model", FAILURE, str(error), f"copy the model again, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"copy the model again, or {complete}")
         return
     try:
         load_tokenizer(config.model.path)
     except DataError as error:
-        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files again, or {whole}")
+        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files again, or {complete}")
         return
     yield Finding("model", OK, f"{config.model.path}, {len(layout.hf_tensors)} tensors and a tokenizer")
 
@@ -88,7 +96,7 @@ def check_reward_models(config: Config) -> Iterator[Finding]:
     for name, model in config.reward_models.items():
         subject, tensors = f"reward model {name}", 0
         fix = f"copy the model again, or set reward_models.{name}.path to another folder"
-        files = sorted(Path(model.path).expanduser().glob("*.safetensors"))
+        files, file = sorted(Path(model.path).expanduser().glob("*.safetensors")), None
         try:
             for file in files:
                 with safe_open(file, framework="numpy") as opened:
@@ -96,10 +104,8 @@ def check_reward_models(config: Config) -> Iterator[Finding]:
         except (OSError, SafetensorError) as error:
             yield Finding(subject, FAILURE, f"{file} cannot be read: {error}", fix)
             continue
-        if files:
-            yield Finding(subject, OK, f"{model.path}, {tensors} tensors in {len(files)} file(s)")
-        else:
-            yield Finding(subject, FAILURE, f"{model.path} has no *.safetensors on this machine", fix)
+        detail = f"{model.path}, {tensors} tensors in {len(files)} file(s)"
+        yield verdict(subject, bool(files), detail if files else f"{model.path} has no *.safetensors files", fix)
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:
@@ -126,11 +132,9 @@ def check_keys(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("access", FAILURE, str(error), "change the named keys, in the file or in the environment")
         return
-    if is_loopback(cluster.host) or generation_needs_key(cluster):
-        yield Finding("access", OK, describe_access(cluster))
-    else:
-        fix = "set cluster.generation_key=auto, or isolate that network"
-        yield Finding("access", WARNING, describe_access(cluster), fix)
+    protected = is_loopback(cluster.host) or generation_needs_key(cluster)
+    fix = "set cluster.generation_key=auto, or isolate that network"
+    yield verdict("access", protected, describe_access(cluster), fix, WARNING)
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
@@ -157,11 +161,4 @@ def check_gpus(config: Config) -> Iterator[Finding]:
     here = torch.cuda.device_count()
     enough = config.cluster.address is not None or needed <= here
     fix = "lower trainer.data_parallel or rollout.servers, or set cluster.address to run over several machines"
-    yield Finding(
-        "devices", OK if enough else FAILURE, f"{needed} GPUs needed, {here} available", "" if enough else fix
-    )
-
-
-def check_address(config: Config) -> Iterator[Finding]:
-    """Checks the ports of the address that this machine's processes bind to."""
-    yield from check_ports(resolve_host(config.cluster.host))
+    yield verdict("devices", enough, f"{needed} GPUs needed, {here} available", fix)

@@ -15,7 +15,7 @@ from megasync.preflight.check import check_config
 
 # overrides -> what the message must name
 CONTRADICTIONS = [
-    (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 groups", "null"]),
+    (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 = (", "null"]),
     (
         ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "trainer.data_parallel=4"],
         ["groups_per_step=1", "samples_per_group=2", "trainer.data_parallel=4"],
@@ -34,9 +34,9 @@ CONTRADICTIONS = [
     (["trainer.data_parallel=2", "trainer.expert_parallel=2"], ["trainer.expert_parallel=2", "the model has none"]),
     (["sync.parity_every=0", "sync.parity_threshold=0.1"], ["parity_threshold=0.1", "parity_every=0"]),
     (["sync.disk_dir=/tmp/shared"], ["sync.disk_dir='/tmp/shared'", "sync.transport=auto", "transport=disk"]),
-    (["sync.transport=broadcast", "sync.delta=true"], ["sync.delta=True does nothing", "transport=p2p or auto"]),
+    (["sync.transport=broadcast", "sync.delta=true"], ["sync.delta=true has no effect", "transport=p2p or auto"]),
     (["sync.delta=true", "sync.wave=1"], ["sync.delta=true and sync.wave=1 exclude each other", "wave to null"]),
-    (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 does nothing with sync.transport=disk"]),
+    (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 has no effect with sync.transport=disk"]),
     (["sync.transport=disk", "sync.disk_dir=/dev/null/v"], ["sync.disk_dir='/dev/null/v'", "/dev/null is a file"]),
     (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
     (["data.eval=null", "eval.every_steps=5"], ["eval.every_steps=5", "data.eval is null"]),
@@ -106,7 +106,7 @@ CONTRADICTIONS = [
     (["rollout.groups.overlong_penalty=2"], ["overlong_penalty=2", "overlong=keep"]),
     (
         ["rollout.environment.kind=gymnasium", "rollout.workflow=m:f"],
-        ["environment.kind=gymnasium", "rollout.workflow=m:f", "null"],
+        ["environment.kind=gymnasium", "rollout.workflow=m:f", "remove one"],
     ),
     (["rollout.environment.kind=gymnasium", "rollout.reward=math"], ["environment.kind=gymnasium", "reward math"]),
     (["rollout.environment.kind=gymnasium"], ["environment.kind=gymnasium", "data.prompt.format=raw", "format=chat"]),

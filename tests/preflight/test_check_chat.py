@@ -16,7 +16,7 @@ CHAT = "data.prompt.format=chat"
         (["rollout.tools.timeout=3"], ["rollout.tools.timeout=3", "rollout.tools.functions"]),
         (["rollout.tools.functions=[json.dumps]", CHAT], ["'json.dumps'", "package.module:function"]),
         ([TOOLS], ["data.prompt.format=raw", "chat"]),
-        ([TOOLS, CHAT, "rollout.workflow=json:dumps"], ["rollout.workflow='json:dumps'", "drop one"]),
+        ([TOOLS, CHAT, "rollout.workflow=json:dumps"], ["rollout.workflow='json:dumps'", "remove one"]),
         ([TOOLS, CHAT, "rollout.chat.tool_format=null"], ["rollout.chat.tool_format=null", "auto"]),
         (["rollout.chat.tool_format=hermit"], ["rollout.chat.tool_format='hermit'", "hermes"]),
         (["rollout.chat.reasoning_format=qwen"], ["rollout.chat.reasoning_format='qwen'", "qwen3"]),

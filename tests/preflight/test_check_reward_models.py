@@ -124,7 +124,7 @@ def test_reward_pools_take_devices_of_their_own(judged):
         ),
         (["cluster.devices_per_node=2", "reward_models.grader.tensor_parallel=4"], ["tensor_parallel=4", "one node"]),
         (["reward_models.grader.label=2"], ["reward_models.grader.label=2", "2 output(s)"]),
-        (["reward_models.grader.read=yes_no"], ["reward_models.grader.read='yes_no'", "kind=classifier"]),
+        (["reward_models.grader.read=yes_no"], ["reward_models.grader.read=yes_no", "kind=classifier"]),
         (["reward_models.judge.label=1"], ["reward_models.judge.label=1", "read=number"]),
         (["reward_models.judge={read: yes_no, high: 5}"], ["reward_models.judge.high=5.0", "read=yes_no"]),
         (["reward_models.judge={read: yes_no, yes_token: 'No'}"], ["reward_models.judge.yes_token", "'No'", "differ"]),

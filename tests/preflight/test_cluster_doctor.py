@@ -138,9 +138,9 @@ def test_a_machine_that_does_not_answer(nodes):
 @pytest.mark.parametrize(
     ("subject", "value", "detail"),
     [
-        ("python", "3.12.1", "h1 has 3.12.1, others 3.11.7"),
-        ("megasync's code", "xyz", "h1 has xyz, others abc"),
-        ("packages", "torch 2, ray 3", "h1 has ray 3, others ray 2"),
+        ("python", "3.12.1", "h1 has 3.12.1, others have 3.11.7"),
+        ("megasync's code", "xyz", "h1 has xyz, others have abc"),
+        ("packages", "torch 2, ray 3", "h1 has ray 3, others have ray 2"),
     ],
 )
 def test_a_machine_with_another_version(nodes, subject, value, detail):
