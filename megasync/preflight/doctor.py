@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync_patches import PatchError, ray_bind
+from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 from packaging.requirements import Requirement
 
 from megasync.config import Config
@@ -117,7 +117,7 @@ def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Find
 
 def check_patches() -> Iterator[Finding]:
     """Reports for each upstream patch whether it is active on this device and fits the installed version."""
-    import megasync_patches
+    import megasync_patches  # pyright: ignore[reportMissingImports] - the folder patches/
 
     from megasync.device import resolve_device
 
