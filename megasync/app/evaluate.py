@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,8 @@ def run_evaluation(
         check_machine(config.cluster.device, trains=False)
     task = prepare_task(config, only)
     save_config(config, out / CONFIG_FILE)
-    handler = log_to_file(out / "logs" / "evaluation.log")
-    try:
+    with closing(log_to_file(out / "logs" / "evaluation.log")):
         return asyncio.run(_interruptible(_evaluate(config, out, name, task, console)))
-    finally:
-        handler.close()
 
 
 def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,17 +89,7 @@ class Run:
         return True
 
     async def execute(self) -> RunResult:
-        with RunLock(self.run_dir):
-            return await self._execute()
-
-    async def dump(self) -> None:
-        """Logs what each part of the run waits for."""
-        parts = describe_tasks() if self._controller is None else await self._controller.dump()
-        log.warning("State of the run, requested by a signal:\n%s", parts)
-
-    async def _execute(self) -> RunResult:
-        handler = log_to_file(self.run_dir / "logs" / "controller.log")
-        try:
+        with RunLock(self.run_dir), closing(log_to_file(self.run_dir / "logs" / "controller.log")):
             check_capabilities()
             self._mailbox.open()
             with RunObserver(self.config, self.run_dir) as observer:
@@ -116,8 +106,11 @@ class Run:
                 export_dir=export_dir,
                 stopped=self._controller.stop_reason,
             )
-        finally:
-            handler.close()
+
+    async def dump(self) -> None:
+        """Logs what each part of the run waits for."""
+        parts = describe_tasks() if self._controller is None else await self._controller.dump()
+        log.warning("State of the run, requested by a signal:\n%s", parts)
 
     async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
         """Restores progress, starts every process, brings the weights to the servers, and wires the controller."""

@@ -88,14 +88,10 @@ class Pools:
     def options(self, pool: str, slot: int) -> dict[str, Any]:
         """Ray options for the process of a slot, with its devices."""
         spec = self.specs[pool]
-        added = self._added.get((pool, slot))
-        strategy = (
-            PlacementGroupSchedulingStrategy(added, placement_group_bundle_index=0)
-            if added is not None
-            else PlacementGroupSchedulingStrategy(
-                self._groups[pool], placement_group_bundle_index=slot // spec.slots_per_node
-            )
-        )
+        group, bundle = self._added.get((pool, slot)), 0
+        if group is None:
+            group, bundle = self._groups[pool], slot // spec.slots_per_node
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
 

@@ -12,6 +12,7 @@ from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
+from megasync.trainer import checkpoint
 from megasync.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -48,22 +49,20 @@ class TrainerGroup:
         arguments = [(self._config, rank, world, str(self._run_dir)) for rank in range(world)]
         return ActorGroup.create("trainer", arguments, self._pools)
 
-    async def start(self, checkpoint: Path | None) -> None:
-        """Builds the ranks' process group and models, from `checkpoint` if given."""
+    async def start(self, path: Path | None) -> None:
+        """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
         limit = self._timeouts.trainer_start
         self._pids = await self.call("pid", timeout=limit)
         host, port = (await self.call("rendezvous", timeout=limit))[0]
         await self.call("start", host, port, timeout=limit)
-        if checkpoint is not None:
-            await self.call("load", str(checkpoint), timeout=limit)
+        if path is not None:
+            await self.call("load", str(path), timeout=limit)
 
     async def restart(self) -> dict[str, Any] | None:
         """Kills the remaining ranks and starts new ones in their slots from the run's newest complete checkpoint.
 
         Returns the state saved with that checkpoint, or None when there is none and the ranks hold the initial weights.
         """
-        from megasync.trainer import checkpoint
-
         self._actors.kill()
         await kill_unresponsive(self._pools, "trainer", self._pids, ANSWER_SECONDS)
         self._actors = self._create()
@@ -95,8 +94,6 @@ class TrainerGroup:
         Raises CheckpointError, which names the earlier checkpoint to continue from, if the new one could not be
         written.
         """
-        from megasync.trainer import checkpoint
-
         path = checkpoint.step_path(self._run_dir, step)
         try:
             await self.call("save", str(path), state, timeout=self._timeouts.train_step)

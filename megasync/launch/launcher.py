@@ -223,12 +223,10 @@ class Launcher:
             node = self._nodes[host.name] = json.loads(line.removeprefix(READY))
             self._notify(f"[{host.name}] Ray node ready at {node['address']}, interface {node['interface']}")
 
-        node = Remote(host.name, self._job.ray_node(host, head), on_line)
         try:
-            await node.start(self._environment)
+            return await Remote.start(host.name, self._job.ray_node(host, head), self._environment, on_line)
         except OSError as error:
             raise MegasyncError(f"cannot execute the remote shell {self._job.shell!r}: {error}") from error
-        return node
 
     async def _supervise_node(self, host: Host, head: str) -> None:
         """Starts a node, and restarts it with backoff whenever it is lost."""
@@ -261,9 +259,9 @@ class Launcher:
             self._stop_request = asyncio.create_task(self.request_stop(signal.SIGINT))
 
     async def _run_on_head(self, command: Sequence[str], stop_seconds: float) -> int:
-        remote = Remote(self._job.hosts[0].name, self._job.on_head(command, stop_seconds), self._notify)
-        await remote.start(self._environment | self._secrets)
-        self._driver = remote
+        command = self._job.on_head(command, stop_seconds)
+        environment = self._environment | self._secrets
+        self._driver = remote = await Remote.start(self._job.hosts[0].name, command, environment, self._notify)
         try:
             if self._stopping.is_set():
                 # The stop was requested while the command was starting.

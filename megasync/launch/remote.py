@@ -9,8 +9,8 @@ import logging
 import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Self
 
 from megasync.errors import ConfigError
 from megasync.launch.control_pipe import HEARTBEAT_SECONDS
@@ -43,21 +43,26 @@ def shell_command(shell: str, host: str, command: Sequence[str]) -> list[str]:
 
 
 class Remote:
-    """A running command; `on_line` receives each line of its output. Not reusable."""
+    """A running command; `start` creates it."""
 
-    def __init__(self, host: str, command: Sequence[str], on_line: Callable[[str], None]) -> None:
+    def __init__(self, host: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+        assert process.stdin is not None and process.stdout is not None
         self.host = host
-        self._command = list(command)
-        self._on_line = on_line
-        self._running: _Running | None = None
+        self._process = process
+        self._pipe = process.stdin
+        self._reader = asyncio.create_task(_read(process.stdout, on_line), name=f"output of {host}")
+        self._heartbeats = asyncio.create_task(_send_heartbeats(process.stdin), name=f"heartbeats to {host}")
 
-    async def start(self, environment: Mapping[str, str]) -> None:
+    @classmethod
+    async def start(
+        cls, host: str, command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None]
+    ) -> Self:
         """Starts the command. `environment` goes through the pipe, not on the command line.
 
-        Raises OSError if the remote shell does not exist.
+        `on_line` receives each line of the output. Raises OSError if the remote shell does not exist.
         """
         process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -65,55 +70,40 @@ class Remote:
             # Ctrl-C in the terminal must reach the launcher only.
             start_new_session=True,
         )
-        assert process.stdin is not None and process.stdout is not None
-        reader = asyncio.create_task(self._read(process.stdout), name=f"output of {self.host}")
-        heartbeats = asyncio.create_task(_send_heartbeats(process.stdin), name=f"heartbeats to {self.host}")
-        self._running = _Running(process, process.stdin, reader, heartbeats)
-        await _write(process.stdin, json.dumps(dict(environment)))
-
-    async def _read(self, output: asyncio.StreamReader) -> None:
-        async for line in output:
-            self._on_line(line.decode("utf-8", "replace").rstrip("\n"))
+        remote = cls(host, process, on_line)
+        await _write(remote._pipe, json.dumps(dict(environment)))
+        return remote
 
     async def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the command; does nothing before `start`."""
-        if self._running is not None:
-            await _write(self._running.pipe, number.name)
+        """Sends a signal to the command."""
+        await _write(self._pipe, number.name)
 
     async def wait(self) -> int:
-        """The exit status, once all output was delivered. Call it after `start`."""
-        assert self._running is not None
-        code = await self._running.process.wait()
+        """The exit status, once all output was delivered."""
+        code = await self._process.wait()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._running.reader), DRAIN_SECONDS)
+            await asyncio.wait_for(asyncio.shield(self._reader), DRAIN_SECONDS)
         return code
 
     async def end(self, timeout: float) -> None:
         """Closes the pipe and waits up to `timeout` seconds for the host to shut down what it started."""
-        if self._running is None:
-            return
-        self._running.heartbeats.cancel()
-        self._running.pipe.close()
+        self._heartbeats.cancel()
+        self._pipe.close()
         try:
             await asyncio.wait_for(self.wait(), timeout)
         except TimeoutError:
             log.warning(
                 "%s did not shut down within %.0f s; it will once it notices the lost connection", self.host, timeout
             )
-            self._running.process.kill()
-            await self._running.process.wait()
+            self._process.kill()
+            await self._process.wait()
         finally:
-            self._running.reader.cancel()
+            self._reader.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """The local shell process and the tasks that serve its pipes."""
-
-    process: asyncio.subprocess.Process
-    pipe: asyncio.StreamWriter
-    reader: asyncio.Task[None]
-    heartbeats: asyncio.Task[None]
+async def _read(output: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+    async for line in output:
+        on_line(line.decode("utf-8", "replace").rstrip("\n"))
 
 
 async def _send_heartbeats(pipe: asyncio.StreamWriter) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Options that change the computation, and the only implemented value, which is also the default.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
-REQUIRED = ("rms_norm_eps",)
 # Kinds of rotary scaling, and the constants that each requires.
 ROPE_TYPES = {
     "default": (),
@@ -32,9 +31,8 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
     for key, value in FIXED.items():
         if hf_config.get(key, value) != value:
             raise ConfigError(f"{key}={hf_config[key]!r} in config.json is not supported; only {value!r} is")
-    for key in REQUIRED:
-        if hf_config.get(key) is None:
-            raise ConfigError(f"config.json has no {key!r}")
+    if hf_config.get("rms_norm_eps") is None:
+        raise ConfigError("config.json has no 'rms_norm_eps'")
     rope_parameters(hf_config)
     _check_routing(hf_config)
 

@@ -120,23 +120,13 @@ def make_batch(
     def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    rows = tensor(packing.rows)
-    if flavour == "te":
-        lengths = [segment.length for segment in packing.segments]
-        starts = tensor([0, *accumulate(lengths)], torch.int32)
-        packed = PackedTokens("thd", starts, starts, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), rows=rows)
-    else:
-        whole = tensor([0, len(packing.ids)], torch.int32)
-        packed = PackedTokens(
-            "thd",
-            whole,
-            whole,
-            max_seqlen_q=len(packing.ids),
-            max_seqlen_kv=len(packing.ids),
-            rows=rows,
-            positions=tensor(packing.positions),
-            plan=plan_attention(packing.segments, device),
-        )
+    # With a plan, attention sees the whole microbatch as one sequence.
+    lengths = [segment.length for segment in packing.segments] if flavour == "te" else [len(packing.ids)]
+    starts, longest = tensor([0, *accumulate(lengths)], torch.int32), max(lengths)
+    packed = PackedTokens("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, rows=tensor(packing.rows))
+    if flavour != "te":
+        packed.positions = tensor(packing.positions)
+        packed.plan = plan_attention(packing.segments, device)
     return Batch(
         ids=tensor(packing.ids)[None],
         targets=tensor(packing.targets),

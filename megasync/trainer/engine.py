@@ -63,7 +63,7 @@ Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 class MegatronEngine:
     """One rank of a model. The constructor only validates the configuration; `initialize` needs torch.distributed.
 
-    Raises ConfigError if the world size does not match the topology, or the architecture is not supported.
+    Raises ConfigError if the architecture or an option is not supported.
 
     Args:
         total_steps: training step at which the learning rate decay ends.
@@ -78,7 +78,6 @@ class MegatronEngine:
         trainer: TrainerConfig,
         device: Device,
         rank: int,
-        world: int,
         total_steps: int = 0,
         seed: int = 0,
         trains: bool = True,
@@ -88,11 +87,6 @@ class MegatronEngine:
         self.trainer_config = trainer
         self.device = device
         self.topology = Topology.from_config(trainer)
-        if world != self.topology.world:
-            raise ConfigError(
-                f"the trainer has {world} ranks, but trainer.tensor_parallel x pipeline_parallel x data_parallel is "
-                f"{self.topology.world}"
-            )
         if model.dtype not in DTYPES:
             raise ConfigError(f"model.dtype is {model.dtype!r}; it must be {' or '.join(DTYPES)}")
         self.rank = rank
@@ -110,7 +104,8 @@ class MegatronEngine:
     def initialize(self) -> None:
         """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
 
-        Raises CheckpointError if the weights in the folder do not match its config.json.
+        Raises ConfigError if the world size does not match the topology, and CheckpointError if the weights in the
+        folder do not match its config.json.
         """
         config = self.trainer_config
         open_process_groups(self.topology)
@@ -160,10 +155,6 @@ class MegatronEngine:
                 param.copy_(weights[name])
 
     # Computation
-
-    def microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
-        """The microbatches of this data-parallel rank; every rank has the same number."""
-        return self._own_microbatches(self._pack(samples))
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
         """The microbatches of every data-parallel rank."""
@@ -383,8 +374,14 @@ class MegatronEngine:
 def open_process_groups(topology: Topology) -> None:
     """Opens Megatron's process groups, which several engines of one process share. A collective.
 
-    Raises ConfigError if groups of other sizes are already open in this process.
+    Raises ConfigError if the world has another size, or groups of other sizes are already open in this process.
     """
+    world = dist.get_world_size()
+    if world != topology.world:
+        raise ConfigError(
+            f"the trainer has {world} ranks, but trainer.tensor_parallel x pipeline_parallel x data_parallel is "
+            f"{topology.world}"
+        )
     virtual = topology.virtual if topology.virtual > 1 else None
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(

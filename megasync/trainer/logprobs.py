@@ -42,7 +42,7 @@ class _VocabularyParallel(torch.autograd.Function):
         # Sums over the vocabulary: exp(z), exp(z) z and z_t, all with the row's peak subtracted from z.
         sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
         for part in _chunks(rows, columns):
-            z = logits[part, :columns].to(torch.float32, copy=True).div_(temperature).sub_(peak[part, None])
+            z = _scaled(logits[part, :columns], temperature, peak[part])
             sums[2, part] = z.gather(1, local[part, None]).squeeze(1).mul_(mine[part])
             weights = z.exp()
             sums[0, part] = weights.sum(dim=-1)
@@ -63,12 +63,7 @@ class _VocabularyParallel(torch.autograd.Function):
         logits, log_normaliser, entropy, local, mine = ctx.saved_tensors
         columns, grad = ctx.columns, torch.zeros_like(logits)
         for part in _chunks(len(logits), columns):
-            log_p = (
-                logits[part, :columns]
-                .to(torch.float32, copy=True)
-                .div_(ctx.temperature)
-                .sub_(log_normaliser[part, None])
-            )
+            log_p = _scaled(logits[part, :columns], ctx.temperature, log_normaliser[part])
             p = log_p.exp()
             if of_entropy is not None:
                 slope = log_p.add_(entropy[part, None]).mul_(of_entropy[part, None])
@@ -83,6 +78,11 @@ class _VocabularyParallel(torch.autograd.Function):
                 total.scatter_add_(1, local[part, None], (of_logprob[part] * mine[part])[:, None])
             grad[part, :columns] = total.div_(ctx.temperature)
         return grad, None, None, None, None, None
+
+
+def _scaled(logits: torch.Tensor, temperature: float, shift: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of ``logits / temperature - shift``, with one shift per row."""
+    return logits.to(torch.float32, copy=True).div_(temperature).sub_(shift[:, None])
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:

@@ -92,13 +92,6 @@ class Offload:
         finally:
             self.offload(*absent)
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of each kind on the device."""
-        return {
-            kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            for kind, tensors in self._storages().items()
-        }
-
     def _storages(self) -> dict[str, list[torch.Tensor]]:
         """One tensor per storage, by the kind that the storage belongs to."""
         memory, taken = self._memory(), set()

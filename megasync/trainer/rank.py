@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,16 @@ from megasync.trajectory import Group
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from megasync.layout.engine_layout import EngineRank
-    from megasync.sync.messages import SendReport, SendRequest, WriteReport
-
 log = logging.getLogger(__name__)
 
-# Host and port.
-Address = tuple[str, int]
+
+def _calls(part: str, method: str) -> Callable[..., Any]:
+    """A method that calls `method` of an attribute of the rank."""
+
+    def call(rank: TrainerRank, *arguments: Any) -> Any:
+        return getattr(getattr(rank, part), method)(*arguments)
+
+    return call
 
 
 class TrainerRank:
@@ -95,7 +98,6 @@ class TrainerRank:
             config.trainer,
             self._device,
             self._rank,
-            self._world,
             total_steps=config.schedule.total_steps,
             seed=config.seed,
         )
@@ -132,41 +134,18 @@ class TrainerRank:
 
     # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).
 
-    def sync_listen(self, timeout: float) -> Address | None:
-        return self._broadcast.listen(timeout)
-
-    def sync_join(self, name: str, addresses: Sequence[Address | None], engine_ranks: int, timeout: float) -> None:
-        self._broadcast.join(name, addresses, engine_ranks, timeout)
-
-    def sync_send(self, version: int, timeout: float) -> dict[str, float]:
-        return self._broadcast.send(version, timeout)
-
-    def sync_leave(self) -> None:
-        self._broadcast.leave()
-
-    def shard_listen(self, timeout: float) -> Address | None:
-        return self._shards.listen(timeout)
-
-    def shard_prepare(self, kind: str, engine: Sequence[EngineRank]) -> str:
-        return self._shards.prepare(kind, engine)
-
-    def shard_send(self, request: SendRequest) -> SendReport:
-        return self._shards.send(request)
-
-    def shard_leave(self) -> None:
-        self._shards.leave()
-
-    def disk_listen(self, timeout: float) -> Address | None:
-        return self._disk.listen(timeout)
-
-    def disk_join(self, name: str, addresses: Sequence[Address | None], timeout: float) -> None:
-        self._disk.join(name, addresses, timeout)
-
-    def disk_write(self, folder: str, version: int, timeout: float) -> WriteReport:
-        return self._disk.write(folder, version, timeout)
-
-    def disk_leave(self) -> None:
-        self._disk.leave()
+    sync_listen = _calls("_broadcast", "listen")
+    sync_join = _calls("_broadcast", "join")
+    sync_send = _calls("_broadcast", "send")
+    sync_leave = _calls("_broadcast", "leave")
+    shard_listen = _calls("_shards", "listen")
+    shard_prepare = _calls("_shards", "prepare")
+    shard_send = _calls("_shards", "send")
+    shard_leave = _calls("_shards", "leave")
+    disk_listen = _calls("_disk", "listen")
+    disk_join = _calls("_disk", "join")
+    disk_write = _calls("_disk", "write")
+    disk_leave = _calls("_disk", "leave")
 
     def stop(self) -> None:
         """Leaves all groups and ends the process group."""

@@ -71,12 +71,8 @@ class ReferenceWeights:
         missing = [name for name, tensor in named_weights(chunks).items() if id(tensor) not in covered]
         if missing:
             raise TrainingError(f"no block of the model contains {missing}, so the reference policy would lack them")
+        # Of one slot; slots exist only within `applied`.
         self._slot_bytes = max(block.kept.nbytes for block in blocks)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of both slots, which exist only within `applied`."""
-        return SLOTS * self._slot_bytes
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -188,12 +188,17 @@ class Rank:
         from megasync.trainer.offload import KINDS  # Only now: it takes names from Megatron.
 
         offload = self.engine._computation.offload
-        before = offload.nbytes()
+
+        def nbytes():
+            stored = offload._storages().items()
+            return {kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for kind, tensors in stored}
+
+        before = nbytes()
         offload.offload(*KINDS)
         weights = self.weights()
-        away = offload.nbytes()
+        away = nbytes()
         offload.restore(*KINDS)
-        return weights, (before, away, offload.nbytes())
+        return weights, (before, away, nbytes())
 
 
 def run(model, strategy, role="actor", settings=None, padding=True, save=None):

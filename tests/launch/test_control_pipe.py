@@ -39,31 +39,32 @@ def node(folder: Path, *words: str) -> list[str]:
 
 
 async def start(folder: Path, status: int = 0) -> tuple[Remote, Lines]:
-    said = Lines()
+    lines = Lines()
     command = [sys.executable, "-c", COMMAND.format(status=status)]
-    remote = Remote("here", node(folder, "run", "--stop", "5", *command), said.append)
-    await remote.start({"SECRET": "sesame"})
-    await said.until(1)
-    return remote, said
+    remote = await Remote.start(
+        "here", node(folder, "run", "--stop", "5", *command), {"SECRET": "sesame"}, lines.append
+    )
+    await lines.until(1)
+    return remote, lines
 
 
 async def test_secrets_come_through_the_pipe_and_signals_reach_the_command(tmp_path: Path) -> None:
-    remote, said = await start(tmp_path)
-    pid, secret, host = said[0].split()
+    remote, lines = await start(tmp_path)
+    pid, secret, host = lines[0].split()
     assert (secret, host) == ("sesame", "127.0.0.1")
     assert "sesame" not in Path(f"/proc/{pid}/cmdline").read_text()
     await remote.send(signal.SIGINT)
-    await said.until(2)
-    assert said[1] == "SIGINT"
+    await lines.until(2)
+    assert lines[1] == "SIGINT"
     await remote.end(PATIENCE)
     assert not lives(int(pid))
 
 
 async def test_the_end_of_the_pipe_ends_the_command_and_its_status_comes_back(tmp_path: Path) -> None:
-    remote, said = await start(tmp_path, status=7)
-    remote._running.pipe.close()
+    remote, lines = await start(tmp_path, status=7)
+    remote._pipe.close()
     assert await asyncio.wait_for(remote.wait(), PATIENCE) == 7
-    assert not lives(int(said[0].split()[0]))
+    assert not lives(int(lines[0].split()[0]))
 
 
 async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
@@ -72,9 +73,8 @@ async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
 import asyncio
 from megasync.launch.remote import Remote
 async def main():
-    remote = Remote("here", {node(tmp_path, "run", "--stop", "5", sys.executable, "-c", COMMAND.format(status=0))!r},
-                    lambda line: print(line, flush=True))
-    await remote.start({{"SECRET": "sesame"}})
+    command = {node(tmp_path, "run", "--stop", "5", sys.executable, "-c", COMMAND.format(status=0))!r}
+    remote = await Remote.start("here", command, {{"SECRET": "sesame"}}, lambda line: print(line, flush=True))
     await remote.wait()
 asyncio.run(main())
 """
@@ -102,12 +102,13 @@ def test_a_silent_launcher_is_considered_lost() -> None:
 
 async def test_an_idle_launcher_sends_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shell, "HEARTBEAT_SECONDS", 0.05)
-    said = Lines()
-    remote = Remote("here", [sys.executable, "-uc", "for line in open(0): print(repr(line))"], said.append)
-    await remote.start({})
-    await said.until(3)
+    lines = Lines()
+    remote = await Remote.start(
+        "here", [sys.executable, "-uc", "for line in open(0): print(repr(line))"], {}, lines.append
+    )
+    await lines.until(3)
     await remote.end(PATIENCE)
-    assert said[:3] == ["'{}\\n'", "'\\n'", "'\\n'"]
+    assert lines[:3] == ["'{}\\n'", "'\\n'", "'\\n'"]
 
 
 async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -117,25 +118,25 @@ async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(tmp_pa
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(os.getpid(), child.pid, flush=True)\ntime.sleep(600)"
     )
-    said = Lines()
-    remote = Remote("here", node(tmp_path, "run", "--stop", "0.5", sys.executable, "-c", stubborn), said.append)
-    await remote.start({})
-    await said.until(1)
+    lines = Lines()
+    remote = await Remote.start(
+        "here", node(tmp_path, "run", "--stop", "0.5", sys.executable, "-c", stubborn), {}, lines.append
+    )
+    await lines.until(1)
     await remote.end(PATIENCE)
     async with asyncio.timeout(PATIENCE):
-        while any(lives(int(pid)) for pid in said[0].split()):
+        while any(lives(int(pid)) for pid in lines[0].split()):
             await asyncio.sleep(0.05)
 
 
 async def test_a_host_without_the_interface_reports_the_error(tmp_path: Path) -> None:
-    said = Lines()
+    lines = Lines()
     command = [sys.executable, "-m", "megasync.launch.node", "--folder", str(tmp_path), "--interface", "eth99"]
-    remote = Remote("here", [*command, "run", "true"], said.append)
-    await remote.start({})
+    remote = await Remote.start("here", [*command, "run", "true"], {}, lines.append)
     assert await asyncio.wait_for(remote.wait(), PATIENCE) == 2
-    assert "has no interface 'eth99'" in said[0]
+    assert "has no interface 'eth99'" in lines[0]
 
 
 async def test_a_shell_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no-such-shell"):
-        await Remote("here", ["no-such-shell"], print).start({})
+        await Remote.start("here", ["no-such-shell"], {}, print)

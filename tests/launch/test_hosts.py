@@ -8,7 +8,7 @@ import pytest
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch import slurm
 from megasync.launch.hosts import Host, read_hosts
-from megasync.launch.interface import address_of, address_towards, interface_of
+from megasync.launch.node import address_of, address_towards, interface_of
 from megasync.launch.remote import shell_command
 
 
@@ -59,7 +59,7 @@ def test_ssh_gets_one_string_and_others_the_words() -> None:
     assert shell_command("srun -w", "gpu1", command) == ["srun", "-w", "gpu1", *command]
 
 
-def test_the_interface_is_the_one_that_leads_to_the_peer() -> None:
+def test_the_interface_is_the_one_that_routes_to_the_peer() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo" and address_of("lo") == "127.0.0.1"
     with pytest.raises(ConfigError, match="cannot resolve the host 'no-such-host.invalid'"):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import Device, resolve_device
@@ -103,11 +104,12 @@ def test_a_missing_model_folder_is_named(tmp_path):
         read_hf_config(str(tmp_path))
 
 
-def test_wrong_worlds_and_dtypes_are_refused(models):
+def test_wrong_worlds_and_dtypes_are_refused(models, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="the trainer has 3 ranks"):
-        MegatronEngine(ModelConfig(path=models["llama"]), TrainerConfig(), Device("cpu"), 0, 3)
+        MegatronEngine(ModelConfig(path=models["llama"]), TrainerConfig(), Device("cpu"), 0).initialize()
     with pytest.raises(ConfigError, match="float16.*must be float32 or bfloat16"):
-        MegatronEngine(ModelConfig(path=models["llama"], dtype="float16"), TrainerConfig(), Device("cpu"), 0, 1)
+        MegatronEngine(ModelConfig(path=models["llama"], dtype="float16"), TrainerConfig(), Device("cpu"), 0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_architectures_and_options_that_are_not_implemented_are_refused_by_name(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
     with pytest.raises(ConfigError, match=message):
-        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0, 1)
+        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_latent_attention_and_routing_that_are_not_implemented_are_refused_by_na
     config = {**read_hf_config(models["deepseek_v3"]), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
-        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0, 1)
+        MegatronEngine(ModelConfig(path=str(tmp_path)), TrainerConfig(), Device("cpu"), 0)
 
 
 def test_devices():

@@ -25,7 +25,7 @@ def attempt(left_out, model):
     from megasync.trainer.packing import Sample
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = ModelConfig(path=model, dtype="bfloat16")
-    engine = MegatronEngine(config, TrainerConfig(recompute="full"), Device("cpu"), 0, 1)
+    engine = MegatronEngine(config, TrainerConfig(recompute="full"), Device("cpu"), 0)
     engine.initialize()
     engine.forward_backward([Sample([1, 2], [3, 4], [0, 1])], lambda batch, logprobs, entropy: (-logprobs.sum(), {}))
     assert engine.update(1, True).applied

@@ -34,15 +34,14 @@ from megasync.trainer import checkpoint  # noqa: E402
 from megasync.trainer.engine import MegatronEngine  # noqa: E402
 from megasync.trainer.packing import Sample  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
+from megasync.trainer.reference import SLOTS  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
     gc.collect()
     options = dict(trainer or {})
     config = TrainerConfig(**options, optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}))
-    engine = MegatronEngine(
-        ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), dist.get_world_size(), total_steps
-    )
+    engine = MegatronEngine(ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), total_steps)
     engine.initialize()
     return engine
 
@@ -100,7 +99,7 @@ def layouts(models, rows, layouts, folder):
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
                 "after": torch.cat(engine.score(samples)),
-                "microbatches": len(engine.microbatches(samples)),
+                "microbatches": len(engine._pack(samples)[0]),
             }
             close(engine)
     return found
@@ -321,9 +320,9 @@ def streamed_reference(runs):
         same = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
         found[name] = {
             "scores": scores,
-            "microbatches": len(engine.microbatches(samples)),
+            "microbatches": len(engine._pack(samples)[0]),
             "in_place": same and not moved and [t.data_ptr() for t in engine.params().values()] == places,
-            "device_bytes": engine._reference.device_bytes,
+            "device_bytes": SLOTS * engine._reference._slot_bytes,
         }
         close(engine)
     return found

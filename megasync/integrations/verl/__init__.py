@@ -21,12 +21,10 @@ CpuPlatform.install()
 
 MODULES = {"MegasyncEngine": "engine", "MegasyncEngineConfig": "config", "MegasyncValueEngine": "engine"}
 
-__all__ = ["CpuPlatform", "MegasyncEngine", "MegasyncEngineConfig", "MegasyncValueEngine"]
-
 
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(MODULES)}")
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
 
 

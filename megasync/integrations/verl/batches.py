@@ -8,6 +8,7 @@ of the tokens up to i. The last position of a sequence has none and is zero, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -46,7 +47,7 @@ class VerlBatch:
 
     def jagged(self, values: torch.Tensor, batch: Batch) -> torch.Tensor:
         """``values`` [targets] of a microbatch as a jagged [sequences, tokens] tensor, placed as verl expects."""
-        offsets = _offsets(self.part(batch)["input_ids"])
+        offsets = _offsets(tensor_at(self.part(batch), "input_ids"))
         rows = []
         for index, end in zip(batch.samples, offsets[1:].tolist(), strict=True):
             rows += range(end - 1 - len(self.samples[index].scored), end - 1)
@@ -70,9 +71,14 @@ def check_batch(data: TensorDict) -> None:
         raise TrainingError("the batch's input_ids are padded; verl's left_right_2_no_padding makes them jagged")
 
 
+def tensor_at(data: TensorDict, key: str) -> torch.Tensor:
+    """An entry that is a tensor; tensordict declares everything that it can hold."""
+    return cast("torch.Tensor", data[key])
+
+
 def temperatures(part: TensorDict) -> float | torch.Tensor:
     """One temperature for all sequences, or [sequences] if they differ."""
-    found = part["temperature"]
+    found: Any = part["temperature"]
     if not isinstance(found, torch.Tensor):
         return float(found)
     first = found.flatten()[0]
@@ -80,8 +86,7 @@ def temperatures(part: TensorDict) -> float | torch.Tensor:
 
 
 def _samples(part: TensorDict) -> list[Sample]:
-    input_ids: torch.Tensor = part["input_ids"]
-    sequences = [sequence.tolist() for sequence in input_ids.unbind()]
+    sequences = [sequence.tolist() for sequence in tensor_at(part, "input_ids").unbind()]
     found = []
     for ids, responses in zip(sequences, _responses(part, sequences), strict=True):
         if len(ids) < 2:
@@ -95,7 +100,7 @@ def _responses(part: TensorDict, sequences: list[list[int]]) -> list[int]:
     """Number of tokens at the end of each sequence to score: the response, or all but the first token."""
     if "responses" not in part:
         return [len(ids) - 1 for ids in sequences]
-    responses: torch.Tensor = part["responses"]
+    responses = tensor_at(part, "responses")
     if responses.is_nested:
         return _offsets(responses).diff().tolist()
     return part["attention_mask"][:, -responses.shape[1] :].sum(dim=1).tolist()

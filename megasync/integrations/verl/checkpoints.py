@@ -14,6 +14,7 @@ from typing import Any
 from megasync.layout.shards import export_checkpoint
 from megasync.trainer.checkpoint import run_collectively
 from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.offload import OPTIMIZER, WEIGHTS, Offload
 
 SHARDS = "megasync"
 EXPORT = "huggingface"
@@ -22,8 +23,10 @@ EXPORT = "huggingface"
 class Checkpoints:
     """Saves, loads and prunes checkpoints. Every method is a collective over ranks that share a file system."""
 
-    def __init__(self, engine: MegatronEngine, exports: bool) -> None:
+    def __init__(self, engine: MegatronEngine, offload: Offload, exports: bool) -> None:
+        """With ``exports``, each checkpoint includes a Hugging Face folder."""
         self._engine = engine
+        self._offload = offload
         self._exports = exports
         # Paths that this process has saved, oldest first.
         self._saved: list[Path] = []
@@ -36,7 +39,8 @@ class Checkpoints:
         """
         path = Path(local_path)
         self._on_first_rank(lambda: _clear(path), "make room for", path)
-        self._engine.save(path / SHARDS, state)
+        with self._offload.present(WEIGHTS, OPTIMIZER):
+            self._engine.save(path / SHARDS, state)
         if self._exports:
             self._on_first_rank(lambda: self._export(path), "export", path)
         self._saved = [old for old in self._saved if old != path] + [path]
@@ -46,7 +50,8 @@ class Checkpoints:
 
     def load(self, local_path: str) -> dict[str, Any]:
         """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronEngine.load`."""
-        return self._engine.load(Path(local_path) / SHARDS)
+        with self._offload.present(WEIGHTS, OPTIMIZER):
+            return self._engine.load(Path(local_path) / SHARDS)
 
     def _export(self, path: Path) -> None:
         export_checkpoint(path / SHARDS, self._engine.model_config.path, path / EXPORT)

@@ -20,12 +20,12 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
 from megasync.errors import TrainingError
-from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures
+from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures, tensor_at
 from megasync.integrations.verl.checkpoints import Checkpoints
 from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.offload import GRADIENTS, OPTIMIZER, WEIGHTS, Offload
+from megasync.trainer.offload import GRADIENTS, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
 
@@ -47,7 +47,7 @@ class Computation:
         self._outputs = self._values if engine.layout.value_head else self._scores
         self.data_group = engine.data_group
         self.offload = Offload(engine.memory, engine.device)
-        self._checkpoints = Checkpoints(engine, exports)
+        self.checkpoints = Checkpoints(engine, self.offload, exports)
 
     def forward_backward(self, data: TensorDict, loss: Callable | None, forward_only: bool) -> dict[str, Any]:
         """See `MegasyncEngine.forward_backward_batch`."""
@@ -55,9 +55,8 @@ class Computation:
             raise TrainingError("training needs a loss function; call set_loss_fn first")
         check_batch(data)
         device, topology = self._engine.device.torch_device, self._engine.topology
-        mask: torch.Tensor = data["loss_mask"]
-        tokens_mask: torch.Tensor = mask.values() if mask.is_nested else mask
-        counted = tokens_mask.sum().to(device)
+        mask = tensor_at(data, "loss_mask")
+        counted = (mask.values() if mask.is_nested else mask).sum().to(device)
         dist.all_reduce(counted, group=self.data_group)
         tu.assign_non_tensor(data, batch_num_tokens=counted.item(), dp_size=self._ranks, sp_size=1)
         parts, order = prepare_micro_batches(
@@ -150,13 +149,3 @@ class Computation:
         engine = self._engine
         with self.offload.present(WEIGHTS):
             yield Shards(engine.layout, engine.model_config.dtype, engine.rank, engine.params())
-
-    def save(self, path: str, state: dict[str, Any], keep: int | None) -> None:
-        """See `Checkpoints.save`."""
-        with self.offload.present(WEIGHTS, OPTIMIZER):
-            self._checkpoints.save(path, state, keep)
-
-    def load(self, path: str) -> dict[str, Any]:
-        """See `Checkpoints.load`."""
-        with self.offload.present(WEIGHTS, OPTIMIZER):
-            return self._checkpoints.load(path)

@@ -96,7 +96,6 @@ class MegasyncEngine(BaseEngine):
                 self._trainer,
                 device,
                 dist.get_rank(),
-                dist.get_world_size(),
                 total_steps=self._total_steps,
                 seed=self.engine_config.seed,
                 trains=self._trains,
@@ -215,7 +214,8 @@ class MegasyncEngine(BaseEngine):
     ) -> None:
         """Saves a checkpoint; see `Checkpoints.save`. Raises CheckpointError, or ConfigError for a remote path."""
         self._check_stored(hdfs_path)
-        self._computation.save(local_path, {"global_step": global_step, "step": self._step}, max_ckpt_to_keep)
+        state = {"global_step": global_step, "step": self._step}
+        self._computation.checkpoints.save(local_path, state, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Any
@@ -228,7 +228,7 @@ class MegasyncEngine(BaseEngine):
         if local_path is None:
             return
         self._check_stored(hdfs_path)
-        self._step = self._computation.load(local_path)["step"]
+        self._step = self._computation.checkpoints.load(local_path)["step"]
 
     def _check_stored(self, hdfs_path: str | None) -> None:
         if hdfs_path is not None:
