@@ -91,7 +91,7 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     while not answer.exists():
         if time.monotonic() >= deadline:
             raise MegasyncError(
-                f"the run in {run_dir} did not answer within {timeout:g} s; it may still do what was asked, see "
+                f"the run in {run_dir} did not answer within {timeout:g} s; it may still carry out the request, see "
                 f"{run_dir / 'logs' / 'controller.log'}"
             )
         if not is_held(run_dir):

@@ -113,7 +113,7 @@ class Run:
         log.warning("State of the run, requested by a signal:\n%s", parts)
 
     async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
-        """Restores progress, starts every process, brings the weights to the servers, and wires the controller."""
+        """Restores progress, starts every process, publishes the weights, and wires the controller."""
         device = resolve_device(self.config.cluster.device)
         # The driver resolves the device: the ranks may run on another kind of machine.
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
@@ -234,7 +234,7 @@ class Run:
         try:
             remember(self.run_dir, "rollout.servers", servers)
         except OSError as error:
-            return f"{done}; a resumed run will not know it, because {CONFIG_FILE} cannot be written: {error}"
+            return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
         return done
 
     def _export(self, observer: RunObserver) -> Path | None:

@@ -38,8 +38,8 @@ class RunLock:
         while not _lock(file, fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 file.close()
-                who = _described(holder(self._path.parent))
-                raise ConfigError(f"{self._path.parent} is being run by {who}; wait for it to end, or end it")
+                driver = _describe(holder(self._path.parent))
+                raise ConfigError(f"{self._path.parent} is being run by {driver}; wait for it to end, or end it")
             time.sleep(RETRY_SECONDS)
         self._file = file
         # Unbuffered, and not needed for the lock: a full disk loses only the holder's name.
@@ -82,5 +82,5 @@ def _lock(file: IO[str], kind: int) -> bool:
     return True
 
 
-def _described(who: dict | None) -> str:
-    return "another process" if who is None else f"process {who['pid']} on {who['host']}"
+def _describe(driver: dict | None) -> str:
+    return "another process" if driver is None else f"process {driver['pid']} on {driver['host']}"

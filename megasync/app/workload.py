@@ -153,13 +153,13 @@ def _model(config: Config) -> tuple[Any, int, int]:
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this model in SGLang, from its configuration files and its tokenizer."""
-    found = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
+    tokens = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
     for name in ("config.json", "generation_config.json"):
         if (file := Path(path) / name).exists():
             config = json.loads(file.read_text(encoding="utf-8"))
             ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-            found += ends if isinstance(ends, list) else [ends]
-    return frozenset(token for token in found if token is not None)
+            tokens += ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in tokens if token is not None)
 
 
 def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:

@@ -1,4 +1,4 @@
-"""Ray actors: groups with one role, services in an actor of their own, and the end of those that no longer listen.
+"""Ray actors: groups with one role, services in an actor of their own, and killing actors that no longer respond.
 
 Every call has a deadline and every failure names the actor and the cause; no other module touches Ray's futures. An
 actor that died or does not answer is a `ProcessLost`, whatever its peers reported; any other error came out of the
@@ -165,10 +165,11 @@ class ServiceActor:
 
 
 async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeout: float) -> None:
-    """Kills the processes of actors that may no longer listen to Ray; `pids` are in slot order.
+    """Kills the processes of actors that may no longer respond to Ray; `pids` are in slot order.
 
-    A stopped process answers nobody and keeps its device. The kill comes from a task on the process's own node, because
-    a process id is valid only there. Returns once none is left, or logs those that remain after `timeout` seconds.
+    A stopped process responds to nothing and keeps its device. The kill comes from a task on the process's own node,
+    because a process id is valid only there. Returns once none is left, or logs those that remain after `timeout`
+    seconds.
     """
     kill = ray.remote(max_retries=0)(kill_process)
     title = ROLES[role].actor.__name__
@@ -187,7 +188,7 @@ async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeou
 
 
 def kill_process(pid: int, title: str) -> None:
-    """Kills a process of this node if `title` is in its command line. Raises psutil.TimeoutExpired when it stays."""
+    """Kills a process of this node if `title` is in its command line. Raises psutil.TimeoutExpired if it survives."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         # Process ids are reused: Ray names an actor's process after its class.

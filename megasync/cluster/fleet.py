@@ -1,5 +1,4 @@
-"""The rollout pool: servers that come and go, and the router in front of those that serve. Their one owner in the
-driver.
+"""The rollout pool: servers that come and go, and the router in front of those that serve.
 
       slots (server_slot) ──▶ joiners ──(a complete sync: `joined`)──▶ serving ──▶ router's list ──▶ requests
            ▲    │                ▲                                        │
@@ -11,8 +10,8 @@ driver.
     one per slot  watches a server and restarts it        the slot is retired
     router        keeps the router and its list           its restart budget is spent: `watch` raises
 
-Invariant: the router is told only of servers in `serving`, without those that are isolated for a suspected prompt
-(`isolate`), and a server serves only after `joined` (`ServerHealth.serves`). The one exception is the very first list,
+Invariant: the router lists only servers in `serving`, without those that are isolated for a suspected prompt
+(`isolate`), and a server serves only after `joined` (`ServerHealth.serves`). The only exception is the first list,
 before any request is sent: a run generates only after its first `joined`.
 """
 
@@ -76,7 +75,7 @@ class Fleet:
         self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
         self._changed = asyncio.Event()
         self._resizing = asyncio.Lock()
-        self._last_gone = ""
+        self._last_retired = ""
         self._router = RouterSlot(self._router_process, self._routed, self._members, config, clock)
         self._outliers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where it is unknown.
@@ -87,7 +86,7 @@ class Fleet:
         self.streams = config.rollout.stream_interval > 0
         # Slots that serve but are kept out of the router.
         self._isolated: set[int] = set()
-        self._leavers: list[Callable[[int, bool, bool], None]] = []
+        self._on_departures: list[Callable[[int, bool, bool], None]] = []
         self._gray: Counter[str] = Counter()
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
 
@@ -100,7 +99,7 @@ class Fleet:
         slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
         await gather_or_cancel(*(slot.start() for slot in slots))
         await self._router.start([slot.url for slot in slots])
-        log.info("servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
+        log.info("Servers: %s; router: %s", [slot.url for slot in slots], self.router_url)
         for slot in slots:
             self._supervise(slot)
 
@@ -128,7 +127,7 @@ class Fleet:
 
         `requests_suspected` is whether requests may have caused the death.
         """
-        self._leavers.append(on_left)
+        self._on_departures.append(on_left)
 
     # The controller's side
 
@@ -159,7 +158,7 @@ class Fleet:
 
     @contextmanager
     def syncing(self, urls: Collection[str]) -> Iterator[None]:
-        """Context of a sync to these servers: requests are not blamed for a death in it."""
+        """Context of a weight sync to these servers: requests are not suspected if one dies in it."""
         slots = self._at(urls)
         for slot in slots:
             slot.health.sync_began()
@@ -192,10 +191,10 @@ class Fleet:
         ):
             if drained or not slot.health.up:
                 continue
-            words = await slot.last_words()
-            # Its own watch may have declared it dead meanwhile.
+            tail = await slot.log_tail()
+            # Its own supervision may have declared it dead meanwhile.
             if slot.health.up:
-                reason = f"it did not abort its requests after a failed sync. Last lines of its log:\n{words}"
+                reason = f"it did not abort its requests after a failed sync. Last lines of its log:\n{tail}"
                 slot.note(slot.health.died, reason)
 
     async def watch(self) -> None:
@@ -203,7 +202,7 @@ class Fleet:
         raise_supervision_error(self._tasks.values())
         left, least = len(self._slots), self._config.rollout.min_servers
         if left < least:
-            raise ServerError(f"{left} servers are left, fewer than rollout.min_servers={least}. {self._last_gone}")
+            raise ServerError(f"{left} servers are left, fewer than rollout.min_servers={least}. {self._last_retired}")
 
     async def resize(self, servers: int) -> str:
         """Adds or removes servers up to this number; returns a description of the change.
@@ -236,7 +235,7 @@ class Fleet:
         return [slot.load for slot in slots if slot.health.serves and slot.load is not None]
 
     def check_all(self) -> None:
-        """Checks all servers soon: one of them, it is unknown which, gave an invalid answer."""
+        """Checks all servers soon, because an unknown one of them gave an invalid answer."""
         for slot in self._slots.values():
             slot.check_soon()
 
@@ -283,7 +282,7 @@ class Fleet:
             **{f"fleet/gray_{fault}": float(self._gray[fault]) for fault in ("answers", "slow", "parity")},
         }
 
-    # The judge of its slots (`server_slot.Judge`)
+    # `server_slot.Judge` of the slots
 
     def reported(self, slot: int, load: ServerLoad) -> str | None:
         return self._count_fault("slow", self._outliers.reported(slot, load))
@@ -343,12 +342,12 @@ class Fleet:
         if before.serves and not state.serves:
             self._isolated.discard(slot.index)
             self._outliers.left(slot.index)
-            for on_left in self._leavers:
+            for on_left in self._on_departures:
                 on_left(slot.index, state is ServerState.DEAD, slot.health.requests_suspected)
         if state is ServerState.RETIRED:
             del self._slots[slot.index]
             self._outliers.retired(slot.index)
-            self._last_gone = f"The last one lost was server {slot.index}: {slot.health.reason}"
+            self._last_retired = f"The last server lost was {slot.index}: {slot.health.reason}"
         self._router.refresh()
         self._changed.set()
 
@@ -360,7 +359,7 @@ class Fleet:
     async def _settle(self) -> None:
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
             log.warning(
-                "the router did not apply its new list of servers within %.0f s; retrying in the background",
+                "Router did not apply its new list of servers within %.0f s; retrying in the background",
                 SETTLE_SECONDS,
             )
 
@@ -394,7 +393,7 @@ class Fleet:
 
     async def _remove(self, slot: ServerSlot) -> None:
         """Removes it from the router, then aborts its requests, then stops the process."""
-        slot.note(slot.health.retire, "it was scaled away")
+        slot.note(slot.health.retire, "removed by a resize")
         task = self._tasks.pop(slot, None)
         if task is not None:
             await cancel_and_wait(task)

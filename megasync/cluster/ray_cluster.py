@@ -1,4 +1,4 @@
-"""Starts or joins Ray, and on the way out ends only what it started."""
+"""Starts or joins Ray, and finally shuts down only what it started."""
 
 from __future__ import annotations
 

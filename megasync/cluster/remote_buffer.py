@@ -152,7 +152,7 @@ class RemoteBuffer:
 
 
 class _BufferProcess:
-    """One actor process, on this node, where the ledger is. It starts at once."""
+    """One actor process on this node, where the ledger is. The constructor starts it."""
 
     def __init__(self, schedule: ScheduleConfig, total_groups: int | None, ledger: str | Path | None) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -177,7 +177,7 @@ class _BufferProcess:
         return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
 
     async def end(self) -> None:
-        """Kills the process, even one that is stopped and receives nothing. Calls in flight fail."""
+        """Kills the process, even a stopped one. Calls in flight fail."""
         if self._pid is not None:
             await asyncio.to_thread(kill_process, self._pid, self._title)
         self.kill()

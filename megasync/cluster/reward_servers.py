@@ -1,4 +1,4 @@
-"""The servers of all reward models. Their one owner in the driver.
+"""The servers of all reward models.
 
 A model with `pool: own` has a pool of its own. With `pool: rollout`, its server n shares the devices of rollout server
 n. Each server is a slot as in the fleet, watched and restarted in the same way. Its weights never change, so it serves
@@ -67,7 +67,7 @@ class RewardServers:
         self._slots: dict[str, list[ServerSlot]] = {name: [] for name in config.reward_models}
         self._restarts = dict.fromkeys(config.reward_models, 0)
         self._tasks: list[asyncio.Task[None]] = []
-        self._last_gone: dict[str, str] = {}
+        self._last_retired: dict[str, str] = {}
 
     async def start_own(self) -> None:
         """Starts the models that have a pool. Raises MegasyncError, with the log, when a server does not start."""
@@ -81,9 +81,9 @@ class RewardServers:
         """Raises ServerError when a model has no server left and none can be restarted."""
         raise_supervision_error(self._tasks)
         for name, slots in self._slots.items():
-            if name in self._last_gone and not slots:
+            if name in self._last_retired and not slots:
                 raise ServerError(
-                    f"reward model {name!r} has no server left (rollout.health.restarts). {self._last_gone[name]}"
+                    f"reward model {name!r} has no server left (rollout.health.restarts). {self._last_retired[name]}"
                 )
 
     def metrics(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class RewardServers:
                 slots.append((name, self._new_slot(name, index, gpus)))
             await gather_or_cancel(*(slot.start() for _, slot in slots))
             for name, slot in slots:
-                log.info("reward model %s: server at %s", name, slot.url)
+                log.info("Reward model %s: server at %s", name, slot.url)
                 self._tasks.append(asyncio.create_task(slot.run(), name=f"reward model {name} {slot.index}"))
 
     def _batches(self, pool: str) -> list[list[tuple[str, int]]]:
@@ -153,7 +153,7 @@ class RewardServers:
             client.remove_server(slot.url)
         if state is ServerState.RETIRED:
             self._slots[name].remove(slot)
-            self._last_gone[name] = f"The last one lost was server {slot.index}: {slot.health.reason}"
+            self._last_retired[name] = f"The last server lost was {slot.index}: {slot.health.reason}"
 
     def _process(self, name: str, index: int, gpus: str) -> ServerProcess:
         config, model = self._config, self._config.reward_models[name]

@@ -64,6 +64,6 @@ def check_capabilities(roles: dict[str, Role] = ROLES) -> None:
         missing = [m for m in role.methods if not inspect.isfunction(getattr(role.actor, m, None))]
         if missing:
             raise ConfigError(
-                f"role {role.name!r} is played by {role.actor.__qualname__}, which has no method "
-                f"{', '.join(missing)}; give it those methods or another class in megasync/cluster/roles.py"
+                f"the actor of role {role.name!r}, {role.actor.__qualname__}, has no method {', '.join(missing)}; "
+                f"add them, or name another class in megasync/cluster/roles.py"
             )

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 30
 # Seconds between two polls of the process itself.
 POLL_SECONDS = 0.5
-# Seconds between two checks of a server's answers, and the minimum between two when an answer was invalid.
+# Seconds between two checks of a server's answers, and between a failed check and its repetition.
 CHECK_SECONDS = 60.0
-DOUBT_SECONDS = 1.0
+RECHECK_SECONDS = 1.0
 # Every vocabulary has these ids. Two tokens, because a stream without an end shows only after the first one.
 CHECK = {
     "input_ids": [1, 2, 3],
@@ -240,11 +240,11 @@ class ServerSlot:
                 self.note(self.health.died, f"its actor is gone: {error}")
                 return
             if not alive:
-                self.note(self.health.died, f"its process has ended. Last lines of its log:\n{await self.last_words()}")
+                self.note(self.health.died, f"its process has ended. Last lines of its log:\n{await self.log_tail()}")
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def last_words(self) -> str:
+    async def log_tail(self) -> str:
         """The last lines of the process's log."""
         if self._process is None:
             return "(unknown: the process has ended)"
@@ -287,9 +287,9 @@ class ServerSlot:
             # A paused server would not answer. Its new weights are checked after the sync.
             if self._settled and await self._check_once(control, judge):
                 # Repeats the check soon, because one bad answer is not enough for a verdict.
-                await asyncio.sleep(DOUBT_SECONDS)
+                await asyncio.sleep(RECHECK_SECONDS)
                 self._check_due.set()
-            await asyncio.sleep(DOUBT_SECONDS)
+            await asyncio.sleep(RECHECK_SECONDS)
 
     async def _check_once(self, control: ServerControl, judge: Judge) -> bool:
         """Checks the server once; returns whether to check again soon."""
@@ -302,14 +302,14 @@ class ServerSlot:
             if not self._settled or self.health.syncs != syncs:
                 return False
             if not (expected and self._answer_expected):
-                log.debug("%s: its answers could not be checked: %s", self._name, error)
+                log.debug("%s: check failed without a verdict: %s", self._name, error)
                 judge.unanswered(self.index)
                 return True
             problem = f"it answers probes and its queue is empty, but it does not answer the check: {error}"
         if not self._settled:
             return False
         if problem:
-            log.warning("%s: its answers are invalid: %s", self._name, problem)
+            log.warning("%s: invalid answer: %s", self._name, problem)
         self._restart_if(judge.checked(self.index, problem))
         return problem is not None
 

@@ -14,11 +14,11 @@ def check_version() -> str:
     """The installed version of verl. Raises ConfigError if verl is not installed, or its version is not supported."""
     supported = " or ".join(SUPPORTED)
     try:
-        found = version("verl")
+        installed = version("verl")
     except PackageNotFoundError:
         raise ConfigError(f"megasync's verl plugin needs verl {supported}, which is not installed") from None
-    if found not in SUPPORTED:
+    if installed not in SUPPORTED:
         raise ConfigError(
-            f"megasync's verl plugin needs verl {supported}, but {found} is installed; install verl=={supported}"
+            f"megasync's verl plugin needs verl {supported}, but {installed} is installed; install verl=={supported}"
         )
-    return found
+    return installed

@@ -69,12 +69,12 @@ def address_towards(peer: str) -> str:
         return route_from() or LOOPBACK
     here = socket.gethostname()
     try:
-        found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+        answers = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise ConfigError(f"{here} cannot resolve the host {peer!r} ({error}); list hosts by address") from error
-    targets = [target for family, _, _, _, target in found if family == socket.AF_INET]
+    targets = [target for family, _, _, _, target in answers if family == socket.AF_INET]
     if not targets:
-        raise ConfigError(f"{here} resolves {peer!r} to IPv6 only ({found[0][4][0]}); list hosts by IPv4 address")
+        raise ConfigError(f"{here} resolves {peer!r} to IPv6 only ({answers[0][4][0]}); list hosts by IPv4 address")
     address = route_from(targets[0])
     if address is None:
         raise ConfigError(f"{here} has no route to {peer!r}; choose the interface with --interface")
@@ -84,17 +84,18 @@ def address_towards(peer: str) -> str:
 def interface_of(address: str) -> str:
     """The name of the interface that has this address. Raises ConfigError if none has."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.split("%")[0] == address for found in addresses):
+        if any(entry.address.split("%")[0] == address for entry in addresses):
             return name
     raise ConfigError(f"{socket.gethostname()} has no interface with the address {address}")
 
 
 def address_of(interface: str) -> str:
     """The first IPv4 address of an interface. Raises ConfigError if there is none."""
-    found = psutil.net_if_addrs()
-    if interface not in found:
-        raise ConfigError(f"{socket.gethostname()} has no interface {interface!r}; it has {', '.join(sorted(found))}")
-    for entry in found[interface]:
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
+        names = ", ".join(sorted(interfaces))
+        raise ConfigError(f"{socket.gethostname()} has no interface {interface!r}; it has {names}")
+    for entry in interfaces[interface]:
         if entry.family == socket.AF_INET:
             return entry.address
     raise ConfigError(f"interface {interface!r} of {socket.gethostname()} has no IPv4 address")

@@ -62,22 +62,22 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = family_of(hf_config)
     hf_config = {**family.defaults, **hf_config}
-    found = dict(hf_config.get("rope_scaling") or {})
-    found |= hf_config.get("rope_parameters") or {}
-    found.setdefault("rope_theta", hf_config.get("rope_theta"))
-    kind = found.setdefault("rope_type", found.pop("type", "default"))
+    rope = dict(hf_config.get("rope_scaling") or {})
+    rope |= hf_config.get("rope_parameters") or {}
+    rope.setdefault("rope_theta", hf_config.get("rope_theta"))
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
     if kind not in family.rope_types:
         supported = f"supported for {hf_config['model_type']} are {', '.join(family.rope_types)}"
         raise ConfigError(f"rope_type {kind!r} in config.json is not supported; {supported}")
-    if found["rope_theta"] is None:
+    if rope["rope_theta"] is None:
         raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")
-    missing = [key for key in ROPE_TYPES[kind] if found.get(key) is None]
+    missing = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
     if missing:
         raise ConfigError(f"rope_type {kind!r} in config.json needs {', '.join(missing)}")
-    partial = found.setdefault("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    partial = rope.setdefault("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     if partial != 1.0 and not family.partial_rotary:
         raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
-    return found
+    return rope
 
 
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:

@@ -63,8 +63,8 @@ def step_of(path: Path) -> int:
 def complete(run_dir: str | Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER
-    found = folder.glob("step-*") if folder.is_dir() else ()
-    return sorted(path for path in found if (path / MARKER).is_file())
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(path for path in paths if (path / MARKER).is_file())
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -176,19 +176,19 @@ def load(
     Raises CheckpointError on every rank if a file is missing or unreadable on any of them, or if the checkpoint has a
     different topology, layer spec or dtype.
     """
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
 
     def read() -> None:
-        found["state"] = read_state(path)
+        content["state"] = read_state(path)
         _check_layout(path, layout, dtype)
         with ShardFiles(path) as files:
-            found["params"] = files.load(layout, rank)
+            content["params"] = files.load(layout, rank)
         saved = torch.load(path / _optimizer_file(rank), map_location="cpu", weights_only=True)
-        found["optimizer"] = saved["optimizer"]
+        content["optimizer"] = saved["optimizer"]
         torch.set_rng_state(saved["random"])
 
     run_collectively(read, "read", path, device)
-    return found["params"], found["optimizer"], found["state"]
+    return content["params"], content["optimizer"], content["state"]
 
 
 def _check_layout(path: Path, layout: Layout, dtype: str) -> None:

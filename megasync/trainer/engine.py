@@ -217,13 +217,13 @@ class MegatronEngine:
         starts = [0]
         for sample in samples:
             starts.append(starts[-1] + len(sample.scored))
-        found = torch.zeros(starts[-1], dtype=torch.float32, device=self.device.torch_device)
+        scores = torch.zeros(starts[-1], dtype=torch.float32, device=self.device.torch_device)
 
         def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
             logprobs, _ = self.score_logits(logits, batch, temperature)
             if batch.counted and self.coords.tp == 0:
                 for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
-                    found[starts[index] : starts[index + 1]] = part
+                    scores[starts[index] : starts[index + 1]] = part
             return logprobs.sum(), None
 
         if not reference:
@@ -235,8 +235,8 @@ class MegatronEngine:
         with torch.no_grad(), weights:
             self._run(samples, collect, forward_only=True)
         # One rank has written each token; all others hold zero there.
-        dist.all_reduce(found)
-        return [found[start:end] for start, end in pairwise(starts)]
+        dist.all_reduce(scores)
+        return [scores[start:end] for start, end in pairwise(starts)]
 
     def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, at temperature 1."""
@@ -393,18 +393,18 @@ def open_process_groups(topology: Topology) -> None:
             create_gloo_process_groups=False,
         )
         return
-    wanted = (topology.tensor, topology.pipeline, virtual, topology.expert, topology.expert_tensor_size)
-    found = (
+    needed = (topology.tensor, topology.pipeline, virtual, topology.expert, topology.expert_tensor_size)
+    current = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    if found != wanted:
+    if current != needed:
         raise ConfigError(
-            f"Megatron's process groups are already open in this process with sizes {found} (tensor, pipeline, "
-            f"virtual, expert, expert tensor), but this engine needs {wanted}; use the same sizes for all "
+            f"Megatron's process groups are already open in this process with sizes {current} (tensor, pipeline, "
+            f"virtual, expert, expert tensor), but this engine needs {needed}; use the same sizes for all "
             f"engines of a process"
         )
 

@@ -32,7 +32,7 @@ class _VocabularyParallel(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local = (targets - first).clamp(0, max(columns - 1, 0))
-        mine = (targets >= first) & (targets < first + columns)
+        owned = (targets >= first) & (targets < first + columns)
         rows = len(targets)
         peak = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
         if columns and rows:
@@ -43,7 +43,7 @@ class _VocabularyParallel(torch.autograd.Function):
         sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
         for part in _chunks(rows, columns):
             z = _scaled(logits[part, :columns], temperature, peak[part])
-            sums[2, part] = z.gather(1, local[part, None]).squeeze(1).mul_(mine[part])
+            sums[2, part] = z.gather(1, local[part, None]).squeeze(1).mul_(owned[part])
             weights = z.exp()
             sums[0, part] = weights.sum(dim=-1)
             sums[1, part] = weights.mul_(z).sum(dim=-1)
@@ -51,7 +51,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, peak + log_total, entropy, local, mine)
+        ctx.save_for_backward(logits, peak + log_total, entropy, local, owned)
         ctx.columns, ctx.temperature = columns, temperature
         ctx.set_materialize_grads(False)
         return sums[2] - log_total, entropy
@@ -60,7 +60,7 @@ class _VocabularyParallel(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
         ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
-        logits, log_normaliser, entropy, local, mine = ctx.saved_tensors
+        logits, log_normaliser, entropy, local, owned = ctx.saved_tensors
         columns, grad = ctx.columns, torch.zeros_like(logits)
         for part in _chunks(len(logits), columns):
             log_p = _scaled(logits[part, :columns], ctx.temperature, log_normaliser[part])
@@ -75,7 +75,7 @@ class _VocabularyParallel(torch.autograd.Function):
             else:
                 continue
             if of_logprob is not None:
-                total.scatter_add_(1, local[part, None], (of_logprob[part] * mine[part])[:, None])
+                total.scatter_add_(1, local[part, None], (of_logprob[part] * owned[part])[:, None])
             grad[part, :columns] = total.div_(ctx.temperature)
         return grad, None, None, None, None, None
 

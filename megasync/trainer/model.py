@@ -138,12 +138,12 @@ def fresh_value_head(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
 
 def named_weights(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
     """All weights under the names of `Layout.params`: parameters, and router biases, which are buffers."""
-    found = {}
+    weights = {}
     for turn, chunk in enumerate(chunks):
         prefix = f"{turn}." if len(chunks) > 1 else ""
-        found |= {prefix + name: param for name, param in chunk.named_parameters()}
-        found |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
-    return found
+        weights |= {prefix + name: param for name, param in chunk.named_parameters()}
+        weights |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+    return weights
 
 
 def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:

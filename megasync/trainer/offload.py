@@ -95,13 +95,13 @@ class Offload:
     def _storages(self) -> dict[str, list[torch.Tensor]]:
         """One tensor per storage, by the kind that the storage belongs to."""
         memory, taken = self._memory(), set()
-        found: dict[str, list[torch.Tensor]] = {}
+        storages: dict[str, list[torch.Tensor]] = {}
         for kind in KINDS:
             tensors = [tensor for tensor in memory.get(kind, ()) if tensor.device.type == self._device.kind]
             distinct = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-            found[kind] = [tensor for storage, tensor in distinct.items() if storage not in taken]
+            storages[kind] = [tensor for storage, tensor in distinct.items() if storage not in taken]
             taken |= distinct.keys()
-        return found
+        return storages
 
     def _empty(self, tensor: torch.Tensor, copied: bool) -> _Offloaded:
         nbytes, copy = tensor.untyped_storage().nbytes(), None

@@ -156,14 +156,14 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """Moments, step counts and main weights of this rank, as tensors and plain containers."""
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "moments": [inner.state_dict()["state"] for inner in self._inner()],
             # Transformer Engine's Adam counts steps per group, torch's among the moments.
             "steps": [[group.get("step") for group in inner.param_groups] for inner in self._inner()],
         }
         if self._keeps_main_weights:
-            found["main_weights"] = [param.data for param in self._parameters()]
-        return found
+            state["main_weights"] = [param.data for param in self._parameters()]
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores a `state`. Hyperparameters stay those of the current configuration.

@@ -139,11 +139,11 @@ class PolicyTrainer:
         active = [self._active(part) for part in parts]
         targets = self._targets(active)
         reports = []
-        for index, (part, members, wanted) in enumerate(zip(parts, active, targets, strict=True)):
+        for index, (part, members, own_targets) in enumerate(zip(parts, active, targets, strict=True)):
             tokens = sum(len(member.scored) for member in part)
             # Without tokens there is no active member, so the loss is never divided by zero.
             if members:
-                reports.append(self._minibatch(members, wanted, tokens, step, index))
+                reports.append(self._minibatch(members, own_targets, tokens, step, index))
         skipped = len(parts) - sum(report["applied"] for report in reports)
         if not reports:
             return {"train/skipped": skipped}
@@ -160,18 +160,18 @@ class PolicyTrainer:
         With a single minibatch the proximal log-probs are the current ones, which the loss computes anyway.
         """
         device = self._engine.device.torch_device
-        found = [[_target(member, device) for member in members] for members in active]
-        flat = [target for targets in found for target in targets]
+        targets = [[_target(member, device) for member in members] for members in active]
+        flat = [target for part in targets for target in part]
         samples = [_sample(member) for members in active for member in members]
         if not samples:
-            return found
+            return targets
         if self._minibatches > 1:
             for target, values in zip(flat, self._score(samples), strict=True):
                 target.proximal = values
         if self._algorithm.kl_coef:
             for target, values in zip(flat, self._score(samples, reference=True), strict=True):
                 target.reference = values
-        return found
+        return targets
 
     def _score(self, samples: list[Sample], reference: bool = False) -> list[torch.Tensor]:
         return self._engine.score(samples, temperature=self._temperature, reference=reference)
@@ -184,15 +184,15 @@ class PolicyTrainer:
         def loss(
             batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mine = [targets[index] for index in batch.samples]
-            proximal = [t.proximal for t in mine if t.proximal is not None]
-            reference = [t.reference for t in mine if t.reference is not None]
+            selected = [targets[index] for index in batch.samples]
+            proximal = [t.proximal for t in selected if t.proximal is not None]
+            reference = [t.reference for t in selected if t.reference is not None]
             total, sums = policy_loss(
                 self._algorithm,
                 logprobs=logprobs,
                 old_logprobs=torch.cat(proximal) if proximal else logprobs.detach(),
-                behaviour_logprobs=torch.cat([t.behaviour for t in mine]),
-                advantages=torch.cat([t.advantage for t in mine]),
+                behaviour_logprobs=torch.cat([t.behaviour for t in selected]),
+                advantages=torch.cat([t.advantage for t in selected]),
                 mask=torch.full_like(logprobs, float(batch.counted)),
                 entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
                 reference_logprobs=torch.cat(reference) if reference else None,

@@ -63,7 +63,7 @@ def test_every_role_has_the_methods_that_its_pool_calls() -> None:
 
 def test_a_role_without_a_method_is_refused_by_name() -> None:
     broken = Role("trainer", "trainer", FakeWorker, ("add", "step", "save"))
-    with pytest.raises(ConfigError, match=r"'trainer' is played by FakeWorker, which has no method step, save"):
+    with pytest.raises(ConfigError, match="role 'trainer', FakeWorker, has no method step, save"):
         check_capabilities({"trainer": broken})
 
 

@@ -78,22 +78,22 @@ def tensor_at(data: TensorDict, key: str) -> torch.Tensor:
 
 def temperatures(part: TensorDict) -> float | torch.Tensor:
     """One temperature for all sequences, or [sequences] if they differ."""
-    found: Any = part["temperature"]
-    if not isinstance(found, torch.Tensor):
-        return float(found)
-    first = found.flatten()[0]
-    return float(first) if bool((found == first).all()) else found.float()
+    temperature: Any = part["temperature"]
+    if not isinstance(temperature, torch.Tensor):
+        return float(temperature)
+    first = temperature.flatten()[0]
+    return float(first) if bool((temperature == first).all()) else temperature.float()
 
 
 def _samples(part: TensorDict) -> list[Sample]:
     sequences = [sequence.tolist() for sequence in tensor_at(part, "input_ids").unbind()]
-    found = []
+    samples = []
     for ids, responses in zip(sequences, _responses(part, sequences), strict=True):
         if len(ids) < 2:
             raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; remove it from the batch")
         prompt = len(ids) - responses
-        found.append(Sample(ids[:prompt], ids[prompt:], range(responses)))
-    return found
+        samples.append(Sample(ids[:prompt], ids[prompt:], range(responses)))
+    return samples
 
 
 def _responses(part: TensorDict, sequences: list[list[int]]) -> list[int]:

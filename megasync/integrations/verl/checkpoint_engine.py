@@ -142,8 +142,8 @@ class MegasyncCheckpointEngine(CheckpointEngine):
                 self._open(_senders(plan), self._rank + 1)
             for number in range(len(plan.buckets)):
                 with self._step(f"bucket {number + 1} of {step}"):
-                    found = self._receive(plan, number, deadline)
-                for item in found.items():
+                    tensors = self._receive(plan, number, deadline)
+                for item in tensors.items():
                     yield item
             with self._step(f"confirmation of {step}"):
                 for group in self._groups.values():

@@ -76,24 +76,24 @@ class Computation:
             return {}
         return postprocess_batch_func(reports, order, data)
 
-    def _align(self, mine: list[Microbatch]) -> tuple[list[Microbatch], int]:
+    def _align(self, own: list[Microbatch]) -> tuple[list[Microbatch], int]:
         """The microbatches, padded alike on all ranks if the expert dispatcher needs it, and all ranks' token count."""
-        sizes = torch.tensor([item.tokens for item in mine], device=self._engine.device.torch_device)
+        sizes = torch.tensor([item.tokens for item in own], device=self._engine.device.torch_device)
         tokens = sizes.sum()
         if self._engine.layout.sizes.experts:
             dist.all_reduce(tokens, group=self.data_group)
             if self._engine.device.expert_dispatcher == "allgather":
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.data_group)
-                mine = [replace(item, room=room) for item, room in zip(mine, sizes.tolist(), strict=True)]
-        return mine, int(tokens)
+                own = [replace(item, room=room) for item, room in zip(own, sizes.tolist(), strict=True)]
+        return own, int(tokens)
 
     def _evaluate(
-        self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, found: torch.Tensor
+        self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, result: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Computes the loss and verl's report of a microbatch from its logits or values."""
         part = batch.part(packed)
-        output = {name: batch.jagged(tokens, packed) for name, tokens in self._outputs(part, packed, found).items()}
-        value, metrics = torch.ones((), device=found.device), {}
+        output = {name: batch.jagged(tokens, packed) for name, tokens in self._outputs(part, packed, result).items()}
+        value, metrics = torch.ones((), device=result.device), {}
         if loss is not None:
             value, metrics = loss(model_output=output, data=part, dp_group=self.data_group)
         report = {"loss": value.detach().item(), "metrics": detach_tree(metrics)}

@@ -95,7 +95,7 @@ def verl_setting_names() -> Iterator[None]:
         yield
     except ConfigError as error:
         pattern = rf"(?:trainer\.)?\b({'|'.join(NAMES)})\b"
-        raise ConfigError(re.sub(pattern, lambda found: NAMES[found[1]], str(error))) from error
+        raise ConfigError(re.sub(pattern, lambda match: NAMES[match[1]], str(error))) from error
 
 
 def to_trainer(engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None, world: int) -> TrainerConfig:
