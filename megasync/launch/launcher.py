@@ -136,6 +136,8 @@ class Launcher:
         self._failure = ""
         self._run_started = False
         self._stop_request: asyncio.Task[None] | None = None
+        # Set by the first node that is ready: the others start after it.
+        self._head_ready = asyncio.Event()
         # What each Ray node reported when it was ready, by host name.
         self._nodes: dict[str, dict[str, str]] = {}
 
@@ -186,21 +188,18 @@ class Launcher:
         host = self._job.hosts[0]
         node = await self._start_node(host, "")
         stack.push_async_callback(node.end, END_SECONDS)
-        ended = asyncio.create_task(node.wait())
-        deadline = asyncio.get_running_loop().time() + HEAD_SECONDS + END_SECONDS
-        while host.name not in self._nodes:
-            late = asyncio.get_running_loop().time() >= deadline
-            if late or ended.done() or self._stopping.is_set():
-                ended.cancel()
-                test = shlex.join(shell_command(host.shell or self._job.shell, host.name, ["true"]))
-                raise MegasyncError(
-                    "stopped while the Ray head was starting"
-                    if self._stopping.is_set()
-                    else f"the Ray head did not start on {host.name}; check that the checkout is at {self._job.folder} "
-                    f"there and that `{test}` works"
-                )
-            await asyncio.sleep(0.05)
-        ended.cancel()
+        events = (self._head_ready.wait(), node.wait(), self._stopping.wait())
+        waits = [asyncio.create_task(event) for event in events]
+        await asyncio.wait(waits, timeout=HEAD_SECONDS + END_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_and_wait(*waits)
+        if not self._head_ready.is_set():
+            if self._stopping.is_set():
+                raise MegasyncError("stopped while the Ray head was starting")
+            test = shlex.join(shell_command(host.shell or self._job.shell, host.name, ["true"]))
+            raise MegasyncError(
+                f"the Ray head did not start on {host.name}; check that the checkout is at {self._job.folder} there "
+                f"and that `{test}` works"
+            )
         head_watch = asyncio.create_task(self._watch_head(node), name="head")
         stack.push_async_callback(cancel_and_wait, head_watch)
         return self._nodes[host.name]["head"], head_watch
@@ -222,6 +221,7 @@ class Launcher:
                 return
             node = self._nodes[host.name] = json.loads(line.removeprefix(READY))
             self._notify(f"[{host.name}] Ray node ready at {node['address']}, interface {node['interface']}")
+            self._head_ready.set()
 
         try:
             return await Remote.start(host.name, self._job.ray_node(host, head), self._environment, on_line)

@@ -16,8 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -208,7 +207,7 @@ def copy_ray_logs(folder: Path, log: Path) -> Path | None:
     files = [path for path in sorted(folder.glob("*")) if path.is_file() and path.stat().st_size]
     if not files:
         return None
-    target = next(_new_folders(log))
+    target = _new_folder(log)
     for path in files:
         with path.open("rb") as source:
             source.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
@@ -216,13 +215,16 @@ def copy_ray_logs(folder: Path, log: Path) -> Path | None:
     return target
 
 
-def _new_folders(log: Path) -> Iterator[Path]:
-    """Creates numbered folders beside a log file, skipping those that exist."""
-    for number in count(1):
+def _new_folder(log: Path) -> Path:
+    """Creates the first folder beside a log file whose number is free."""
+    number = 1
+    while True:
         target = log.with_name(f"{log.stem}-{number}")
-        with contextlib.suppress(FileExistsError):
+        try:
             target.mkdir(parents=True)
-            yield target
+            return target
+        except FileExistsError:
+            number += 1
 
 
 def ray_command(address: str, head: str, port: int, cpus: int, pool: str) -> list[str]:

@@ -34,12 +34,7 @@ def write_digits(out: Path, seed: int = SEED) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     end = len(CHARACTERS)
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + 1,
-        **SIZES,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
+    config = Qwen3Config(vocab_size=len(CHARACTERS) + 1, **SIZES, eos_token_id=end, pad_token_id=end)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -229,7 +228,9 @@ class PolicyTrainer:
             {"uid": member.uid, "advantage": member.advantage, "trajectory": asdict(member.trajectory)}
             for member in members
         ]
-        record = _as_json({"name": name, **self._current, "loss": loss, "grad_norm": grad_norm, "batch": batch})
+        record = {"name": name, **self._current, "loss": loss, "grad_norm": grad_norm, "batch": batch}
+        # JSON has no non-finite numbers; they become strings such as "nan".
+        record = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
         try:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
@@ -271,14 +272,3 @@ def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
         f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
     }
     return {**means, "train/lr": reports[-1]["lr"], **per_token}
-
-
-def _as_json(value: Any) -> Any:
-    """The same data with non-finite numbers, which JSON cannot represent, as strings."""
-    if isinstance(value, dict):
-        return {str(key): _as_json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

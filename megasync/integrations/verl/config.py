@@ -190,9 +190,9 @@ def check_contents(checkpoint: CheckpointConfig) -> None:
 
     Raises ConfigError for only some of the three, unknown contents, and asynchronous saving.
     """
-    for key, known in (("save_contents", WHOLE | {"hf_model"}), ("load_contents", WHOLE | {"hf_model"})):
+    for key in ("save_contents", "load_contents"):
         contents = set(getattr(checkpoint, key))
-        if not contents >= WHOLE or contents - known:
+        if not WHOLE <= contents <= WHOLE | {"hf_model"}:
             raise ConfigError(
                 f"checkpoint.{key} is {sorted(contents)}; megasync saves and loads "
                 f"{', '.join(sorted(WHOLE))} together, and optionally hf_model"
