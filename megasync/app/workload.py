@@ -15,7 +15,7 @@ from typing import Any
 from megasync.config import Config
 from megasync.config.schema import RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_examples
-from megasync.data.tokenizer import load_tokenizer
+from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets

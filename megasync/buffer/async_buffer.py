@@ -1,5 +1,4 @@
-"""The buffer with waits: for a slot, a batch, a group to regenerate. All methods are async, so the class serves as an
-actor.
+"""The buffer with waits: for a slot, a batch, a group to regenerate. All methods are async, as an actor's must be.
 
 Invariant: a state change, its record and its wake-ups happen together, between two awaits. Every method first asks the
 state machine and awaits only when the answer is "not now"; what it takes is recorded and returned without another
@@ -27,7 +26,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,7 +50,7 @@ class _Waiter:
     key: tuple[str, object]
     blocker: Callable[[], str | None]
     since: float
-    wake: asyncio.Future[None] | None = field(default=None)
+    wake: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
         if self.wake is not None and not self.wake.done():
@@ -166,11 +165,11 @@ class AsyncBuffer:
         return self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        with self._waking(everybody=True):
+        with self._waking(wake_all=True):
             self._durable.publish(version)
 
     async def rollback(self, step: int, version: int) -> None:
-        with self._waking(everybody=True):
+        with self._waking(wake_all=True):
             self._rollbacks += 1
             self._durable.rollback(step, version)
 
@@ -183,7 +182,7 @@ class AsyncBuffer:
     async def close(self, reason: str) -> None:
         """Ends every wait, now and later, with BufferClosed(reason)."""
         if self._state.closed is None:
-            with self._waking(everybody=True):
+            with self._waking(wake_all=True):
                 self._durable.change(lambda state: state.close(reason))
 
     async def counts(self) -> BufferCounts:
@@ -211,13 +210,13 @@ class AsyncBuffer:
             return self._durable.change(call, to_disk)
 
     @contextmanager
-    def _waking(self, everybody: bool = False) -> Generator[None]:
+    def _waking(self, wake_all: bool = False) -> Generator[None]:
         state = self._state
         try:
             yield
         finally:
             # A ledger that could not be written has closed the buffer.
-            if everybody or state.closed is not None:
+            if wake_all or state.closed is not None:
                 self._wake_all()
             else:
                 self._wake_next()

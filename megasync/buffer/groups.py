@@ -1,9 +1,8 @@
 """The groups of a run in the order of their admission, and how many ended how. The rules are in `state`.
 
 Invariant: ``admitted == trained + dropped + live`` after each method. Every change goes through `_move`, which reports
-it to
-``changed`` and keeps each open group in the index of its state. So every query takes time logarithmic in the number of
-open groups, apart from those that list groups.
+it to ``changed`` and keeps each open group in the index of its state. So every query takes time logarithmic in the
+number of open groups, apart from those that list groups.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ RENAMED_REASONS = {"over_age": "stale"}
 # Loads a recorded value that nobody has needed yet: a buffer that restarts reads no token before it is asked for one.
 StoredGroup = Callable[[], Group]
 StoredPartial = Callable[[], Partial]
-
-
-def _no_partials() -> dict[tuple[int, int], Partial | StoredPartial]:
-    return {}
+# Unfinished responses by (sample, turn).
+Partials = dict[tuple[int, int], Partial | StoredPartial]
 
 
 @dataclass(slots=True)
@@ -66,8 +63,9 @@ class GroupEntry:
     oldest_version: int = 0
     # Who reclaimed it. The same claimant gets it again when it asks again.
     claimant: str = ""
-    # Unfinished responses by (sample, turn).
-    partials: dict[tuple[int, int], Partial | StoredPartial] = field(default_factory=_no_partials)
+    partials: dict[tuple[int, int], Partial | StoredPartial] = field(
+        default_factory=dict[tuple[int, int], Partial | StoredPartial]
+    )
 
     def loaded(self) -> Group:
         """The group, loaded now if needed. Raises what loading it raises."""
@@ -85,7 +83,7 @@ class GroupIndex:
     """
 
     def __init__(self, changed: Callable[[GroupEntry], None], inherited: dict[str, Any]) -> None:
-        self._changed = changed
+        self.changed = changed
         self.open: dict[str, GroupEntry] = {}
         self.ended: dict[str, GroupEntry] = {}
         self.dropped: Counter[str] = Counter()
@@ -123,9 +121,6 @@ class GroupIndex:
     def live(self) -> int:
         return sum(len(self._in[state]) for state in LIVE)
 
-    def oldest_unfinished(self) -> GroupEntry | None:
-        return self.oldest(*UNFINISHED)
-
     def ready(self, window: int) -> int:
         """How many finished groups may be leased now; see `config.pacing` for the window."""
         return self._in[GroupState.FINISHED].rank(self._last_in(window))
@@ -136,16 +131,15 @@ class GroupIndex:
 
     def _last_in(self, window: int) -> int:
         """The number of the last open group within the window, whose first is the oldest unfinished group."""
-        oldest = self.oldest_unfinished()
-        if oldest is None:
+        if (oldest := self.oldest(*UNFINISHED)) is None:
             return sys.maxsize
         last = self._order.rank(oldest.number) - 1 + window - 1
         return self._order.nth(last) if last < len(self._order) else sys.maxsize
 
     def trained_after(self, step: int) -> list[GroupEntry]:
         """Groups that later steps trained on, oldest first."""
-        found = (entry for entry in self.ended.values() if entry.state in TRAINED and entry.step > step)
-        return sorted(found, key=lambda entry: entry.number)
+        later = (entry for entry in self.ended.values() if entry.state in TRAINED and entry.step > step)
+        return sorted(later, key=lambda entry: entry.number)
 
     # Changes
 
@@ -153,7 +147,7 @@ class GroupIndex:
         entry = GroupEntry(uid, self.admitted, GroupState.GENERATING, now)
         self.admitted += 1
         self._enter(entry)
-        self._changed(entry)
+        self.changed(entry)
 
     def generate(self, entry: GroupEntry, now: float, claimant: str) -> None:
         entry.since, entry.claimant = now, claimant
@@ -183,10 +177,6 @@ class GroupIndex:
         self.trained += 1
         self._move(entry, GroupState.UNPUBLISHED)
 
-    def report_change(self, entry: GroupEntry) -> None:
-        """Reports a change other than of the state."""
-        self._changed(entry)
-
     def publish(self) -> None:
         for entry in self.among(GroupState.UNPUBLISHED):
             self._move(entry, GroupState.PUBLISHED)
@@ -199,7 +189,7 @@ class GroupIndex:
         self.ended[entry.uid] = entry
         self.dropped[reason] += 1
         entry.state = GroupState.DROPPED
-        self._changed(entry)
+        self.changed(entry)
         self._forget_published()
 
     def reopen(self, entries: Iterable[GroupEntry], payloads: Mapping[str, Group | StoredGroup], now: float) -> None:
@@ -229,14 +219,11 @@ class GroupIndex:
                 self._enter(entry)
         self._forget_published()
 
-    # Inside
-
     def _count_dropped(self, dropped: Mapping[str, int]) -> None:
         for reason, number in dropped.items():
             self.dropped[RENAMED_REASONS.get(reason, reason)] += number
 
     def _enter(self, entry: GroupEntry) -> None:
-        """Adds it to the open groups."""
         self.open[entry.uid] = self._by_number[entry.number] = entry
         self._order.add(entry.number)
         self._in[entry.state].add(entry.number)
@@ -256,7 +243,7 @@ class GroupIndex:
             self._claim(entry)
         else:
             self._unclaim(entry)
-        self._changed(entry)
+        self.changed(entry)
 
     def _claim(self, entry: GroupEntry) -> None:
         if entry.claimant and entry.state is GroupState.GENERATING:

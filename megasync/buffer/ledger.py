@@ -26,12 +26,13 @@ import sqlite3
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState, StoredGroup, StoredPartial
+from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState, Partials, StoredGroup
 from megasync.buffer.payload import decode_group, decode_partial, encode, verify
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
@@ -80,23 +81,8 @@ WITHOUT_PAYLOAD = (GroupState.GENERATING, GroupState.RETURNED, GroupState.DROPPE
 # Rows, and instructions of SQLite's virtual machine, between two progress reports.
 ROWS, STEPS = 1000, 10_000_000
 
-T = TypeVar("T")
 # Receives the progress of a long read.
 Report = Callable[[str], None]
-
-
-class _Stored(Generic[T]):
-    """A value in the ledger, read when called."""
-
-    def __init__(self, load: Callable[..., T], *key: int) -> None:
-        self._load = load
-        self._key = key
-
-    def __call__(self) -> T:
-        return self._load(*self._key)
-
-    def __repr__(self) -> str:
-        return f"stored {self._key}"
 
 
 def begun(path: Path) -> bool:
@@ -112,7 +98,7 @@ class Ledger:
         # What the file holds: status fields, and by group number the very objects that were written.
         self._status: dict[str, Any] = {}
         self._groups: dict[int, Group] = {}
-        self._partials: dict[int, dict[tuple[int, int], Partial | StoredPartial]] = {}
+        self._partials: dict[int, Partials] = {}
         self._prepared: tuple[list[Trajectory], bytes] = ([], b"")
         with self._explaining("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
@@ -138,11 +124,11 @@ class Ledger:
         with self._explaining("read"):
             self._db.set_progress_handler(lambda: report("checking its pages"), STEPS)
             try:
-                (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+                (result,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             finally:
                 self._db.set_progress_handler(None, 0)
-            if found != "ok":
-                raise self._damaged(found)
+            if result != "ok":
+                raise self._damaged(result)
             (payloads,) = self._db.execute("SELECT count(*) FROM payloads").fetchone()
             for checked, (data,) in enumerate(self._db.execute("SELECT data FROM payloads")):
                 verify(data)
@@ -180,7 +166,7 @@ class Ledger:
         find = "SELECT number FROM payloads JOIN groups USING (number) WHERE uid = ?"
         with self._explaining("read"):
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
-        return {uid: _Stored(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
+        return {uid: partial(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
 
     # Writing
 
@@ -213,8 +199,6 @@ class Ledger:
         with self._explaining("written"), self._transaction():
             self._db.execute(PRUNE, (oldest_kept, least_version))
 
-    # Inside
-
     def _prepare(self) -> None:
         """Locks the file for this process, and creates the tables in a new one."""
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -239,7 +223,6 @@ class Ledger:
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _differs(self, name: str, value: Any) -> bool:
-        """Whether the file has another value."""
         return name not in self._status or (name not in WRITTEN_ONCE and self._status[name] != value)
 
     def _load_group(self, number: int) -> Group:
@@ -277,13 +260,13 @@ class Ledger:
             if entry.state in (GroupState.FINISHED, GroupState.LEASED):
                 if number not in with_payload:
                     raise ValueError(f"group {uid} is {entry.state} and has no payload")
-                entry.group = _Stored(self._load_group, number)
+                entry.group = partial(self._load_group, number)
             entries.append(entry)
             if len(entries) % ROWS == 0:
                 report(f"{len(entries)} groups")
         by_number = {entry.number: entry for entry in entries}
         for number, sample, turn in self._db.execute("SELECT number, sample, turn FROM partials"):
-            by_number[number].partials[sample, turn] = _Stored(self._load_partial, number, sample, turn)
+            by_number[number].partials[sample, turn] = partial(self._load_partial, number, sample, turn)
         self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
         return entries
 
@@ -316,9 +299,9 @@ class Ledger:
         held = self._partials.pop(entry.number, {})
         if not entry.partials and held:
             self._db.execute("DELETE FROM partials WHERE number = ?", (entry.number,))
-        for (sample, turn), partial in entry.partials.items():
-            if not callable(partial) and held.get((sample, turn)) is not partial:
-                row = (entry.number, sample, turn, encode(partial))
+        for (sample, turn), response in entry.partials.items():
+            if not callable(response) and held.get((sample, turn)) is not response:
+                row = (entry.number, sample, turn, encode(response))
                 self._db.execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", row)
         if entry.partials:
             self._partials[entry.number] = dict(entry.partials)

@@ -76,17 +76,12 @@ class BufferCounters(TypedDict):
 
 
 class BufferCounts(BufferCounters):
-    """``admitted == trained + sum(dropped.values()) + live``; ``slots`` splits the taken part of ``capacity`` by
-    state."""
+    """``admitted == trained + sum(dropped.values()) + live``; ``slots`` are those of ``capacity`` in use, by state."""
 
     admitted: int
     live: int
     slots: dict[str, int]
     capacity: int
-
-
-def _strings() -> list[str]:
-    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ class FailedStep:
     # The most failed attempts of any group in the batch.
     attempt: int = 0
     # Uids of groups that were dropped for it.
-    set_aside: list[str] = field(default_factory=_strings)
+    set_aside: list[str] = field(default_factory=list[str])
     # Batches set aside since a step that got as far was trained.
     in_a_row: int = 0
 
@@ -260,8 +255,9 @@ class TrajectoryBuffer:
         if self.closed is not None or (entry is not None and entry.state is GroupState.DROPPED):
             return False
         if entry is None or entry.state not in (*UNFINISHED, GroupState.FINISHED):
-            allowed = "generating or returned or finished"
-            raise BufferStateError(f"group {uid} cannot be dropped: it is {_describe(entry)}, not {allowed}")
+            raise BufferStateError(
+                f"group {uid} cannot be dropped: it is {_describe(entry)}, not generating, returned or finished"
+            )
         self._drop(entry, reason)
         return True
 
@@ -289,7 +285,7 @@ class TrajectoryBuffer:
             if entry is not None and entry.state in UNFINISHED:
                 entry.partials[sample, turn] = partial
                 self._saw(partial.versions)
-                self._groups.report_change(entry)
+                self._groups.changed(entry)
 
     def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
         """A group's unfinished responses by (sample, turn). A commit or drop removes them."""
@@ -432,8 +428,7 @@ class TrajectoryBuffer:
     # Both sides
 
     def close(self, reason: str) -> None:
-        """Refuses admissions, leases and commits from now on; `ack` and `publish` still work. Keeps the first
-        reason."""
+        """Refuses admissions, leases and commits; `ack` and `publish` still work. Only the first reason is kept."""
         if self.closed is None:
             self.status.closed = reason
 
@@ -484,8 +479,7 @@ class TrajectoryBuffer:
         if ready >= need:
             return None
         text = f"{need} finished groups: {ready} ready"
-        oldest = groups.oldest_unfinished()
-        if oldest is not None:
+        if (oldest := groups.oldest(*UNFINISHED)) is not None:
             outside = groups.slots()[GroupState.FINISHED] - ready
             text += f", {outside} more behind the window of {window}" if outside else ""
             text += f", {oldest.uid} is the oldest and {oldest.state} for {self._clock() - oldest.since:.1f} s"

@@ -17,8 +17,7 @@
 Rollout and training wait for each other only through the buffer, so closing the buffer ends both waits. A lost rank, a
 lost server or a step that raises an error does not end the run: `recovery` restarts the ranks and `publishing` handles
 servers, while the other loops wait. Any other error of a loop ends the run: the other loops are stopped, the work is
-saved, and
-`run()` raises the error.
+saved, and `run()` raises the error.
 
 Everything else relies on the order within a step: train, acknowledge to the buffer, publish the weights, free the
 slots, checkpoint. So the buffer's ledger knows every step that a checkpoint contains, and a resumed run takes it back
@@ -95,7 +94,8 @@ class Controller:
             config.trainer, parts, self._fleet_sync, progress, self._watchdog, failed_steps
         )
         self._stop = asyncio.Event()
-        self._stop_reason = ""
+        # Why `request_stop` was called.
+        self.stop_reason = ""
         self._target_reached = False
         self._evaluation_due = asyncio.Event()
         # A run starts, or resumes, from what is saved.
@@ -115,13 +115,9 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         """Finishes the current step, saves, and ends the run. Safe in a signal handler and when called again."""
         if not self._stop.is_set():
-            self._stop_reason = reason
+            self.stop_reason = reason
             self._observer.message(f"stopping: {reason}")
             self._stop.set()
-
-    @property
-    def stop_reason(self) -> str:
-        return self._stop_reason
 
     async def run(self) -> Progress:
         """Returns at the end of the run. Raises the first loop's error once everything is stopped and saved."""
@@ -301,8 +297,7 @@ class Controller:
         await self._rollouter.run()
 
     async def _evaluation_loop(self) -> None:
-        """Runs one evaluation at a time while training goes on. The next one serves all steps that fell due
-        meanwhile."""
+        """Runs one evaluation at a time, beside the training. The next one serves all steps that were due meanwhile."""
         while True:
             await self._evaluation_due.wait()
             self._evaluation_due.clear()

@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _no_scores() -> list[tuple[int, float]]:
-    return []
-
-
 @dataclass
 class Progress:
     """`step` is the last trained step."""
@@ -24,7 +20,7 @@ class Progress:
     # Steps trained since then: the trainer's weights are that much newer.
     unpublished: int = 0
     # Held-out scores as (step, score).
-    history: list[tuple[int, float]] = field(default_factory=_no_scores)
+    history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     # The highest version number given out, published or not.
     claimed: int = 0
 

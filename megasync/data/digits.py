@@ -7,17 +7,16 @@ answer counted as one position. It gives partial credit from the first step on, 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 
 from megasync.config.schema import DatasetConfig
+from megasync.data.rows import HELD_OUT_SHARE, split_of
 from megasync.errors import DataError
 
 # One token per character; its index is the token id. The last id of the vocabulary is the end token.
 CHARACTERS = "0123456789=>+<?"
 END_TOKEN = "<end>"
-HELD_OUT_SHARE = 8  # one in this many rows is held out
 MAX_LENGTH = 12
 # Up to this many digits, all rows are enumerated. Longer strings are sampled and require `size`.
 MAX_LISTED_LENGTH = 4
@@ -56,7 +55,7 @@ def _draw(config: DatasetConfig, length: int) -> list[str]:
     generator = random.Random(f"digits {config.split} {config.seed}")
     total = 10**length
     if length <= MAX_LISTED_LENGTH:
-        split = [text for number in range(total) if _split_of(text := f"{number:0{length}d}") == config.split]
+        split = [text for number in range(total) if split_of(text := f"{number:0{length}d}") == config.split]
         generator.shuffle(split)
         if config.size is not None and config.size > len(split):
             raise DataError(
@@ -71,13 +70,9 @@ def _draw(config: DatasetConfig, length: int) -> list[str]:
     drawn: dict[str, None] = {}
     while len(drawn) < config.size:
         text = f"{generator.randrange(total):0{length}d}"
-        if _split_of(text) == config.split:
+        if split_of(text) == config.split:
             drawn[text] = None
     return list(drawn)
-
-
-def _split_of(digits: str) -> str:
-    return "test" if hashlib.sha256(digits.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"
 
 
 def digit_reward(

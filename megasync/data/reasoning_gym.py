@@ -8,14 +8,13 @@ nearly all their rows.
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasync.config.schema import DatasetConfig
+from megasync.data.rows import HELD_OUT_SHARE, split_of
 from megasync.errors import DataError
 
-HELD_OUT_SHARE = 8  # one in this many questions is held out
 # Items generated per requested row before the task is reported to have too few distinct questions.
 PATIENCE = 8
 
@@ -63,7 +62,7 @@ def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
     for number in range(items):
         item = task[number]
         question = item["question"]
-        if question not in rows and _split_of(question) == config.split:
+        if question not in rows and split_of(question) == config.split:
             rows[question] = {"prompt": question, "answer": item["answer"], "metadata": item["metadata"]}
             if len(rows) == config.size:
                 return list(rows.values()), reward
@@ -91,7 +90,7 @@ class GymReward:
         *,
         prompt: Sequence[str],
         answer: Sequence[str | None],
-        metadata: Sequence[dict],
+        metadata: Sequence[dict[str, Any]],
         **columns: object,
     ) -> list[float]:
         """One score per completion, 0 to 1; exactly 0.0 or 1.0 when strict."""
@@ -123,7 +122,3 @@ def _create(task: str, options: dict[str, Any]) -> Any:
         return create_dataset(task, **options)
     except (TypeError, AssertionError, ValueError) as error:
         raise DataError(f"reasoning_gym:{task} refuses its options {options}: {error}") from error
-
-
-def _split_of(question: str) -> str:
-    return "test" if hashlib.sha256(question.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"

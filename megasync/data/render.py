@@ -1,4 +1,4 @@
-"""Renders rows to token ids, with a raw template and solved examples, or with the model's chat template.
+"""Renders rows to token ids, with a raw template and solved examples, or with the chat template of the tokenizer.
 
 Invariant: every prompt from this module is non-empty, has at most `prompt.max_tokens` tokens, and contains only ids of
 the model's vocabulary. `Renderer.prompts` checks this for the whole dataset before anything starts. Special tokens come
@@ -15,8 +15,20 @@ from megasync.config.schema import PromptConfig
 from megasync.data.outside_text import OutsideText, plain
 from megasync.data.rows import is_messages
 from megasync.errors import DataError
+from megasync.importing import quick_imports
 
 log = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder. Raises DataError."""
+    with quick_imports():
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a damaged file raises whatever its parser does
+        raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def split_examples(

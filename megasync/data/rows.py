@@ -6,11 +6,14 @@ and no column with a name that the rollout reserves.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megasync.errors import DataError
 
+# One in this many rows of a procedural dataset is held out.
+HELD_OUT_SHARE = 8
 # Keyword arguments that reward functions and workflows receive in addition to the columns.
 RESERVED_COLUMNS = frozenset({"completions", "completion_ids", "finish_reasons", "prompt_ids", "messages"})
 
@@ -57,3 +60,8 @@ def is_messages(prompt: Any) -> bool:
         and bool(prompt)
         and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
     )
+
+
+def split_of(text: str) -> str:
+    """The split, train or test, of a procedural row: a hash of its text decides, whatever the seed."""
+    return "test" if hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"

@@ -43,5 +43,4 @@ class Play:
         return client.conversation.trajectories(total, metrics)
 
     async def close(self) -> None:
-        """Closes the environments."""
         await self._pool.close()

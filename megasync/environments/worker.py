@@ -39,6 +39,8 @@ class Worker(Protocol):
 class LoopWorker:
     """Runs an async environment on the event loop."""
 
+    busy = False
+
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._environment: Environment | None = None
@@ -51,10 +53,6 @@ class LoopWorker:
     def end(self) -> None:
         """Does nothing: cancelling a call stops it."""
 
-    @property
-    def busy(self) -> bool:
-        return False
-
 
 class ThreadWorker:
     """Runs an environment on a daemon thread. A call that hangs occupies the thread, but lets the program exit."""
@@ -62,7 +60,7 @@ class ThreadWorker:
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._orders: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
-        self._busy = False
+        self.busy = False
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -73,31 +71,29 @@ class ThreadWorker:
     def end(self) -> None:
         self._orders.put(None)
 
-    @property
-    def busy(self) -> bool:
-        return self._busy
-
     def _serve(self) -> None:
         environment = None
         while (order := self._orders.get()) is not None:
             answer, method, arguments = order
             if not answer.set_running_or_notify_cancel():
                 continue
-            self._busy = True
+            self.busy = True
             try:
                 if environment is None:
                     environment = self._factory()
                 result = getattr(environment, method)(*arguments)
             except BaseException as error:  # noqa: BLE001 - passed to the waiting caller
-                self._busy = False
+                self.busy = False
                 answer.set_exception(error)
             else:
-                self._busy = False
+                self.busy = False
                 answer.set_result(result)
 
 
 class ProcessWorker:
     """Runs an environment in a process. A call that hangs is stopped by killing the process."""
+
+    busy = False
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -109,10 +105,6 @@ class ProcessWorker:
 
     def end(self) -> None:
         kill_pool(self._pool)
-
-    @property
-    def busy(self) -> bool:
-        return False
 
 
 # The environment of this worker process, once created.

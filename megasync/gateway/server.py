@@ -59,8 +59,8 @@ class Gateway:
                 return
             app = web.Application(client_max_size=self._config.body_mb * _MIB, middlewares=[self._guarded])
             app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
-            app.router.add_get("/s/{session}/v1/models", self._models)
-            app.router.add_get("/s/{session}/v1/models/{name:.+}", self._a_model)
+            app.router.add_get("/s/{session}/v1/models", self._list_models)
+            app.router.add_get("/s/{session}/v1/models/{name:.+}", self._describe_model)
             app.router.add_route("*", "/s/{session}/{rest:.*}", self._unknown)
             # When an agent disconnects, the handler is cancelled, and with it the generation.
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
@@ -122,11 +122,11 @@ class Gateway:
             headers = {"x-should-retry": "false"}
             return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_dumped)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._described(self._model)]})
+    async def _list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [_model_entry(self._model)]})
 
-    async def _a_model(self, request: web.Request) -> web.Response:
-        return web.json_response(self._described(request.match_info["name"]))
+    async def _describe_model(self, request: web.Request) -> web.Response:
+        return web.json_response(_model_entry(request.match_info["name"]))
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         raise RequestError(
@@ -135,9 +135,6 @@ class Gateway:
             f"and GET /v1/models",
             code="not_supported",
         )
-
-    def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._sessions[request.match_info["session"]]
@@ -163,7 +160,14 @@ class Gateway:
             part = await anext(parts)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
-            send = _Sender(response, usage_follows=bool(body.stream_options and body.stream_options.include_usage))
+            usage_follows = bool(body.stream_options and body.stream_options.include_usage)
+
+            async def send(event: dict[str, Any]) -> None:
+                # If a usage chunk follows, all earlier chunks have `"usage": null`.
+                if usage_follows and "error" not in event:
+                    event = {"usage": None} | event
+                await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+
             await send(completion.chunk({"role": "assistant", "content": ""}))
             sent = ""
             try:
@@ -180,7 +184,7 @@ class Gateway:
                 await send(completion.chunk(delta))
             logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
             await send(completion.chunk({}, finish_reason(reply), logprobs))
-            if send.usage_follows:
+            if usage_follows:
                 await send(completion.usage_chunk(reply))
             await response.write(b"data: [DONE]\n\n")
             return response
@@ -196,17 +200,8 @@ class Gateway:
             )
 
 
-class _Sender:
-    """Writes the events of a stream. If a usage chunk follows, all earlier chunks have `"usage": null`."""
-
-    def __init__(self, response: web.StreamResponse, usage_follows: bool) -> None:
-        self._response = response
-        self.usage_follows = usage_follows
-
-    async def __call__(self, event: dict[str, Any]) -> None:
-        if self.usage_follows and "error" not in event:
-            event = {"usage": None} | event
-        await self._response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+def _model_entry(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
 
 
 def _dumped(value: Any) -> str:

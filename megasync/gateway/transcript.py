@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import dataclass
 from typing import Any
 
 from megasync.gateway.chat_request import Call, Message
 from megasync.rollout.generation import Reply
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """An answer, and the messages before it."""
-
-    before: list[dict[str, Any]]
-    answer: dict[str, Any]
-
-
 class Transcript:
     """The answers and tool call ids of one session."""
 
     def __init__(self) -> None:
-        # Keyed by the number of messages before the answer.
-        self._given: dict[int, list[_Given]] = {}
+        # (messages before an answer, the answer), by the number of those messages.
+        self._answers: dict[int, list[tuple[list[dict[str, Any]], dict[str, Any]]]] = {}
         # Tool call ids that agents see, to the recorded ones. Recorded ids count from 0 in every answer, which breaks
         # agents that look up a call by its id.
         self._ids: dict[str, str] = {}
@@ -46,7 +37,7 @@ class Transcript:
     def answered(self, reply: Reply) -> dict[str, Any]:
         """Records an answer and returns the message for the agent."""
         *before, answer = reply.messages
-        self._given.setdefault(len(before), []).append(_Given(before, answer))
+        self._answers.setdefault(len(before), []).append((before, answer))
         message: dict[str, Any] = {"role": "assistant", "content": answer["content"], "refusal": None}
         if reasoning := answer.get("reasoning_content"):
             message["reasoning_content"] = reasoning
@@ -63,18 +54,17 @@ class Transcript:
         return message
 
     def _new_id(self, known: str) -> str:
-        given = f"call_{secrets.token_hex(12)}"
-        self._ids[given] = known
-        return given
+        shown = f"call_{secrets.token_hex(12)}"
+        self._ids[shown] = known
+        return shown
 
     def _known(self, plain: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any] | None:
         if plain["role"] != "assistant":
             return None
-        for given in reversed(self._given.get(len(before), ())):
-            dropped = "reasoning_content" not in plain
-            said = {key: value for key, value in given.answer.items() if not (dropped and key == "reasoning_content")}
-            if said == plain and given.before == before:
-                return given.answer
+        optional = {"reasoning_content"} - plain.keys()
+        for messages, answer in reversed(self._answers.get(len(before), ())):
+            if messages == before and {key: value for key, value in answer.items() if key not in optional} == plain:
+                return answer
         return None
 
     def _plain(self, message: Message) -> dict[str, Any]:

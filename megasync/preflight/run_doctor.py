@@ -71,7 +71,7 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield Finding("model", FAILURE, str(error), f"change the named keys, or {complete}")
         return
 
-    from megasync.data.tokenizer import load_tokenizer
+    from megasync.data.render import load_tokenizer
     from megasync.layout.shards import HfFolder
 
     try:

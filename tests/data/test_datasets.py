@@ -7,7 +7,7 @@ import pytest
 
 from megasync.config.schema import DatasetConfig
 from megasync.data import load_dataset
-from megasync.data.matching import final_answer, match_answer
+from megasync.data.datasets import final_answer, match_answer
 from megasync.errors import DataError
 
 
