@@ -27,7 +27,7 @@ import aiohttp
 import orjson
 
 from megasync.config.schema import RolloutConfig, SamplingConfig
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.router import Router
 from megasync.serving.server import ServerSpec, SGLangServer
 
@@ -90,7 +90,12 @@ async def measure(arguments: argparse.Namespace, urls: Sequence[str], router_url
     vocab, context = model["vocab_size"], model["max_position_embeddings"]
     intervals = {"megasync": 0} | ({"streamed": arguments.stream} if arguments.stream else {})
     clients = {
-        way: RolloutClient(router_url, [], vocab, context, SamplingConfig(), REQUEST_TIMEOUT, stream_interval=interval)
+        way: RolloutClient(
+            router_url,
+            [],
+            ServedModel(vocab, context),
+            RequestSettings(SamplingConfig(), REQUEST_TIMEOUT, stream_interval=interval),
+        )
         for way, interval in intervals.items()
     }
     rng = random.Random(0)

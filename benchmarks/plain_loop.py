@@ -27,7 +27,7 @@ from megasync.evaluation.evaluate import evaluate
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient, request_seed
 from megasync.serving.control import ServerControl
@@ -78,9 +78,8 @@ class PlainLoop:
         config, work = self.config, self._work
         url = await self._server.start(config.timeouts.server_start)
         control = ServerControl(url, "plain-loop")
-        self._client = RolloutClient(
-            *(url, [control], work.vocab_size, work.context_length, config.rollout.sampling, 60.0, work.tokenizer)
-        )
+        model = ServedModel(work.vocab_size, work.context_length, work.tokenizer)
+        self._client = RolloutClient(url, [control], model, RequestSettings(config.rollout.sampling, 60.0))
         sync = BroadcastSync([control], self._rank, self._plan, 1, config.sync, config.timeouts, self._device)
         try:
             ((host, port),) = await self._rank.call("rendezvous")

@@ -36,7 +36,7 @@ import psutil
 
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
@@ -78,11 +78,8 @@ class Bench:
         self.client = RolloutClient(
             url,
             [self.control],
-            vocab_size=len(self.tokenizer),
-            context_length=1_000_000,
-            sampling=self.sampling,
-            request_timeout=REQUEST_TIMEOUT,
-            tokenizer=self.tokenizer,
+            ServedModel(len(self.tokenizer), 1_000_000, self.tokenizer),
+            RequestSettings(self.sampling, REQUEST_TIMEOUT),
         )
 
     def sample(self, number: int) -> SampleClient:

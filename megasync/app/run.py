@@ -193,9 +193,10 @@ class Run:
             started.buffer,
             GroupSpec(self._workload.workflow, self._workload.rewards, selection, seed),
             schedule,
-            failures=FailurePolicy(rollout.max_attempts, rollout.max_drop_share),
+            failures=FailurePolicy(
+                rollout.max_attempts, rollout.max_drop_share, save_seconds=rollout.save_partials_seconds
+            ),
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
-            save_seconds=rollout.save_partials_seconds,
         )
 
     def _build_evaluation(

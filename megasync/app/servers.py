@@ -21,7 +21,7 @@ from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.config.pools import PoolSpec
 from megasync.device import Device
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
 from megasync.serving.control import ServerControl
 
@@ -93,16 +93,10 @@ class InferenceServers:
         client = RolloutClient(
             self.fleet.router_url,
             controls,
-            vocab_size=task.vocab_size,
-            context_length=task.context_length,
-            sampling=config.rollout.sampling,
-            request_timeout=config.timeouts.request,
-            tokenizer=task.tokenizer,
-            stream_interval=config.rollout.stream_interval,
-            chat=config.rollout.chat,
+            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids),
+            RequestSettings.of(config),
             api_key=self.keys.generation,
             trust=router_trust(config.cluster),
-            stop_ids=task.stop_ids,
             quarantine=self.quarantine,
             on_invalid_answer=self.fleet.check_all,
         )

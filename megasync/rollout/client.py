@@ -21,12 +21,14 @@ import random
 import ssl
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import orjson
 
 from megasync.concurrency.tasks import Backoff
+from megasync.config import Config
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, ServerError
 from megasync.rollout.chat import Chat, ToolLike
@@ -75,6 +77,37 @@ class _TransientError(Exception):
         self.cut = cut
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the client knows of the model. `context_length` is in tokens, prompt and response together.
+
+    `tokenizer` is a Hugging Face tokenizer, needed only for `chat`; `stop_ids` are the tokens that end every response.
+    """
+
+    vocab_size: int
+    context_length: int
+    tokenizer: Any = None
+    stop_ids: Collection[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """How requests are sent. `timeout` is in seconds, per generation (`timeouts.request`).
+
+    `stream_interval` is the servers' setting, in tokens; 0 if they were started without streaming.
+    """
+
+    sampling: SamplingConfig
+    timeout: float
+    stream_interval: int = 0
+    chat: ChatConfig = field(default_factory=ChatConfig)
+
+    @classmethod
+    def of(cls, config: Config) -> RequestSettings:
+        rollout = config.rollout
+        return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat)
+
+
 class RolloutClient:
     """Generates responses over one connection pool. Create one client per event loop.
 
@@ -85,43 +118,36 @@ class RolloutClient:
         self,
         router_url: str,
         servers: Sequence[ServerControl],
-        vocab_size: int,
-        context_length: int,
-        sampling: SamplingConfig,
-        request_timeout: float,
-        tokenizer: Any = None,
+        model: ServedModel,
+        settings: RequestSettings,
+        *,
         api_key: str | None = None,
-        stream_interval: int = 0,
-        chat: ChatConfig | None = None,
         trust: ssl.SSLContext | None = None,
-        stop_ids: Collection[int] = (),
         quarantine: Quarantine | None = None,
         on_invalid_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """`context_length` is in tokens, prompt and response together; `request_timeout` in seconds, per generation.
+        """`servers` parse the answers of `chat`; `add_server` and `remove_server` change them.
 
-        `servers` parse the answers of `chat`; `add_server` and `remove_server` change them. `stream_interval` is the
-        servers' setting, in tokens; 0 if they were started without streaming. `tokenizer` is a Hugging Face tokenizer,
-        needed only for `chat`. `api_key` authorises generation, if the servers require it; `trust` verifies a router
-        that serves https. `stop_ids` are the tokens that end every response. `quarantine` tracks prompts, by routing
-        key, that may kill servers. `on_invalid_answer` is called for each invalid answer.
+        `api_key` authorises generation, if the servers require it; `trust` verifies a router that serves https.
+        `quarantine` tracks prompts, by routing key, that may kill servers. `on_invalid_answer` is called for each
+        invalid answer.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.tokenizer = tokenizer
-        self._base = base_params(sampling)
-        self._timeout = request_timeout
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.tokenizer = model.tokenizer
+        self._stop_ids = frozenset(model.stop_ids)
+        self._base = base_params(settings.sampling)
+        self._timeout = settings.timeout
+        self._stream = settings.stream_interval > 0
+        self._chat_config = settings.chat
         self._api_key = api_key
         self._trust = trust
-        self._stream = stream_interval > 0
-        self._chat_config = chat or ChatConfig()
         self._quarantine = quarantine
         self._on_invalid_answer = on_invalid_answer
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._stop_ids = frozenset(stop_ids)
         self._invalid_answers = 0
         self._random = random.Random()
         # The newest weight version that any server can hold; None if unknown.

@@ -39,19 +39,15 @@ class RequestGate:
 
     def __init__(self) -> None:
         self.inflight = 0
+        # Requests that may run at once; None for no limit.
         self._limit: int | None = None
         self._closed = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def limit(self) -> int | None:
-        """Requests that may run at once; None for no limit. Lowering it does not affect running requests."""
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int | None) -> None:
+    def set_limit(self, limit: int) -> None:
+        """Changes how many requests may run at once. A lower limit does not affect running requests."""
         self._limit = limit
         self._admit_waiting()
 

@@ -36,9 +36,11 @@ class RolloutMetrics:
     def add_generated(self, trajectories: Iterable[Trajectory]) -> None:
         """Counts responses when they return, whatever happens to them later."""
         tokens = sum(len(t.response_ids) for t in trajectories)
+        now = self._clock()
         self._tokens += tokens
-        self._arrivals.append((self._clock(), tokens))
-        self._forget()
+        self._arrivals.append((now, tokens))
+        while now - self._arrivals[0][0] > RATE_SECONDS:
+            self._arrivals.popleft()
 
     def add_scored(self, trajectories: Sequence[Trajectory]) -> None:
         """Adds a scored group to the means; one dropped for being uniform too, or the mean reward would be biased."""
@@ -75,8 +77,3 @@ class RolloutMetrics:
         elapsed = min(RATE_SECONDS, now - self._started)
         tokens = sum(count for when, count in self._arrivals if now - when <= RATE_SECONDS)
         return tokens / elapsed if elapsed > 0 else 0.0
-
-    def _forget(self) -> None:
-        now = self._clock()
-        while self._arrivals and now - self._arrivals[0][0] > RATE_SECONDS:
-            self._arrivals.popleft()

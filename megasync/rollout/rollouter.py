@@ -90,11 +90,15 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """Limits on failures: attempts per workflow or reward that raises, and the share of groups dropped for errors."""
+    """Limits on failures: attempts per workflow or reward that raises, and the share of groups dropped for errors.
+
+    `save_seconds` is the time between two saves of partial responses, from which a resumed run continues; 0 for none.
+    """
 
     max_attempts: int = 1
     max_drop_share: float = 0.5
     backoff_seconds: tuple[float, float] = BACKOFF_SECONDS
+    save_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +127,8 @@ class Rollouter:
         *,
         failures: FailurePolicy | None = None,
         servers: ServerLimits | None = None,
-        save_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`save_seconds` is the time between two saves of partial responses, 0 for none."""
         self._client = client
         self._source = source
         self._buffer = buffer
@@ -138,7 +140,6 @@ class Rollouter:
         self._failures = failures or FailurePolicy()
         servers = servers or ServerLimits()
         self._fleet, self._cap, self._quarantine = servers.fleet, servers.cap, servers.quarantine
-        self._save_seconds = save_seconds
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
         self._gate = RequestGate()
         self._metrics = RolloutMetrics(schedule.groups_per_step, clock)
@@ -159,7 +160,7 @@ class Rollouter:
             asyncio.create_task(self._draw(), name="rollout draw"),
             asyncio.create_task(self._regenerate(), name="rollout regenerate"),
         }
-        if self._save_seconds:
+        if self._failures.save_seconds:
             loops.add(asyncio.create_task(self._save_loop(), name="rollout save"))
         if self._cap is not None and self._fleet is not None:
             loops.add(asyncio.create_task(self._limit_loop(self._cap, self._fleet), name="rollout limit"))
@@ -173,7 +174,7 @@ class Rollouter:
         finally:
             self._again.clear()
             await cancel_and_wait(*watched, *self._groups.values())
-            if self._save_seconds:
+            if self._failures.save_seconds:
                 await self._save_at_end()
 
     def stop(self) -> None:
@@ -248,7 +249,7 @@ class Rollouter:
 
     async def _save_loop(self) -> None:
         while True:
-            await asyncio.sleep(self._save_seconds)
+            await asyncio.sleep(self._failures.save_seconds)
             await self._save()
 
     async def _save(self) -> None:
@@ -264,7 +265,7 @@ class Rollouter:
 
     async def _limit_loop(self, cap: InflightCap, fleet: FleetLoads) -> None:
         while True:
-            self._gate.limit = cap.update(fleet.loads(), self._gate.inflight)
+            self._gate.set_limit(cap.update(fleet.loads(), self._gate.inflight))
             await asyncio.sleep(LIMIT_SECONDS)
 
     def _start(self, prompt: Prompt) -> None:
@@ -296,7 +297,7 @@ class Rollouter:
 
     async def _work(self, prompt: Prompt) -> None:
         try:
-            if self._save_seconds:
+            if self._failures.save_seconds:
                 self._partials.restore(prompt.uid, await self._buffer.partials(prompt.uid))
             outcome = await self._generate(prompt)
             self._partials.forget(prompt.uid)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.partials import PartialResponse, SampleResponses
+from megasync.rollout.partials import SampleResponses
 
 T = TypeVar("T")
 
@@ -80,22 +81,18 @@ class SampleClient:
         """Whether `chat` separates reasoning from answers."""
         return self._client.sets_reasoning_apart
 
-    async def _send(self, method: Callable[..., Awaitable[T]], prompt: Sequence[Any], own: dict[str, Any]) -> T:
+    async def _send(self, method: Callable[..., Awaitable[T]], prompt: Sequence[Any], given: dict[str, Any]) -> T:
         turn = self._requests
         self._requests += 1
         options: dict[str, Any] = {"routing_key": self._routing_key, **self._sampling}
         if self._seed is not None:
             options["seed"] = request_seed(self._seed, turn)
-        if (responses := self._responses) is not None:
-
-            def keep(digest: str) -> PartialResponse:
-                return responses.begin(turn, digest)
-
-            options["keep"] = keep
+        if self._responses is not None:
+            options["keep"] = partial(self._responses.begin, turn)
         if self._trained:
             options["trained"] = True
         async with self._gate.request():
-            return await method(prompt, **options | own)
+            return await method(prompt, **options | given)
 
 
 def request_seed(*parts: object) -> int:

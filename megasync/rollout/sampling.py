@@ -28,14 +28,9 @@ _NEUTRAL = {
 
 # Any other value changes the sampling distribution, so that it is no longer the one that the trainer scores. It is
 # truncated, or depends on earlier tokens, or, with a minimum length that rules out the end, on the response's length.
-_TRAINED = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
+_TRAINED = {"top_p": 1.0, "top_k": -1} | {
+    name: _NEUTRAL[name]
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
 }
 
 
@@ -61,7 +56,7 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
     # SGLang also accepts a single string.
     params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"] or ())
     if "" in params["stop"]:
-        raise DataError("stop holds an empty text, which would end every response at once; drop it")
+        raise DataError("stop contains an empty text, which would end every response immediately; remove it")
     if not params["temperature"] >= 0:
         raise DataError(f"temperature must be 0 (greedy) or more, not {params['temperature']!r}")
     if not 0 < params["top_p"] <= 1:
@@ -82,7 +77,6 @@ def check_trained(params: dict[str, Any], temperature: float) -> None:
         if params[name] != value:
             why = "rollout.sampling.temperature" if name == "temperature" else "the full distribution"
             raise DataError(
-                f"{name}={params[name]!r} cannot be asked for in a training rollout: "
-                f"the trainer scores tokens at {why}, "
-                f"which is {name}={value!r}. Leave {name} out; evaluation may sample otherwise (eval.sampling)"
+                f"{name}={params[name]!r} is not allowed in a training rollout: the trainer scores tokens at {why}, "
+                f"which is {name}={value!r}. Leave {name} out; evaluation may use other values (eval.sampling)"
             )

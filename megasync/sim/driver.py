@@ -23,7 +23,7 @@ from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLos
 from megasync.evaluation.evaluate import PeriodicEvaluation
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
@@ -101,18 +101,11 @@ class Driver:
 
     def _build_client(self) -> RolloutClient:
         """The real client over the simulated network."""
-        rollout = self._config.rollout
         client = RolloutClient(
             ROUTER_URL,
             [],
-            vocab_size=VOCABULARY,
-            context_length=CONTEXT,
-            sampling=rollout.sampling,
-            request_timeout=self._config.timeouts.request,
-            tokenizer=Tokenizer(),
-            stream_interval=rollout.stream_interval,
-            chat=rollout.chat,
-            stop_ids=(END,),
+            ServedModel(VOCABULARY, CONTEXT, Tokenizer(), (END,)),
+            RequestSettings.of(self._config),
             quarantine=self._quarantine,
             on_invalid_answer=self.fleet.check_all,
         )
@@ -138,13 +131,12 @@ class Driver:
             self.buffer,
             GroupSpec(self._workflow, rewards, seed=self._chance.seed),
             config.schedule,
-            failures=FailurePolicy(config.rollout.max_attempts),
+            failures=FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
             servers=ServerLimits(
                 self.fleet,
                 None if pressure is None else InflightCap(config.rollout.servers, pressure),
                 self._quarantine,
             ),
-            save_seconds=config.rollout.save_partials_seconds,
             clock=clock,
         )
         parts = ControlledParts(

@@ -17,7 +17,7 @@ from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.serving.control import ServerControl
 
@@ -45,12 +45,10 @@ async def soak(path: Path, groups: int) -> list[tuple[int, int, int]]:
     async with FakeSGLang() as server:
         control = ServerControl(server.url)
         client = RolloutClient(
-            router_url=server.url,
-            servers=[control],
-            vocab_size=server.vocab,
-            context_length=TOKENS + 16,
-            sampling=SamplingConfig(max_new_tokens=TOKENS),
-            request_timeout=60.0,
+            server.url,
+            [control],
+            ServedModel(server.vocab, TOKENS + 16),
+            RequestSettings(SamplingConfig(max_new_tokens=TOKENS), 60.0),
         )
         rollouter = Rollouter(client, source, buffer, GroupSpec(workflow, RewardRunner(None)), SCHEDULE)
         rollout = asyncio.create_task(rollouter.run())

@@ -29,7 +29,7 @@ from megasync.config.pools import PoolSpec
 from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.partials import PartialResponse
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -83,11 +83,8 @@ async def rig(tmp_path_factory):
         client = RolloutClient(
             fleet.router_url,
             [],
-            VOCAB,
-            2048,
-            SamplingConfig(max_new_tokens=TOKENS),
-            300.0,
-            stream_interval=8,
+            ServedModel(VOCAB, 2048),
+            RequestSettings(SamplingConfig(max_new_tokens=TOKENS), 300.0, stream_interval=8),
             api_key=keys.generation,
         )
         fleet.follow(client.add_server, client.remove_server)

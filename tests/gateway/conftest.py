@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import pytest
+from clients import make_rollout_client
 from fake_sglang import FakeSGLang
 from gateway_rig import Rig
 from tiny_models import byte_tokenizer
 
 from megasync.config.schema import ChatConfig, SamplingConfig
-from megasync.rollout.client import RolloutClient
 from megasync.serving.control import ServerControl
 
 TEMPLATE = (
@@ -33,12 +33,12 @@ def make_rig():
                 "vocab_size": 300,
                 "context_length": 4000,
                 "sampling": SamplingConfig(max_new_tokens=300),
-                "request_timeout": 10.0,
+                "timeout": 10.0,
                 "tokenizer": byte_tokenizer(TEMPLATE),
                 "chat": ChatConfig(),
             }
             fake.words = lambda ids: options["tokenizer"].decode(ids, skip_special_tokens=True)
-            client = RolloutClient(fake.url, [control], **(options | changes))
+            client = make_rollout_client(fake.url, [control], **(options | changes))
             try:
                 yield Rig(fake, client)
             finally:

@@ -164,7 +164,7 @@ async def test_other_paths_and_bodies_are_refused_in_openais_form(rig):
 
 @pytest.mark.parametrize("swallows", [True, False])
 async def test_a_server_that_fails_costs_the_attempt_whatever_the_agent_makes_of_it(make_rig, swallows):
-    async with make_rig(request_timeout=0.3) as rig:
+    async with make_rig(timeout=0.3) as rig:
         rig.fake.script += [refuse(503)] * 10
         seen = []
 
@@ -185,7 +185,7 @@ async def test_a_server_that_fails_costs_the_attempt_whatever_the_agent_makes_of
 
 
 async def test_a_stream_that_breaks_off_in_the_middle_raises_in_the_agent(make_rig):
-    async with make_rig(stream_interval=3, request_timeout=1.0) as rig:
+    async with make_rig(stream_interval=3, timeout=1.0) as rig:
         rig.fake.script += [Break(((3, 0), (3, 0))), *[refuse(400)] * 5]
         rig.fake.continuation = lambda body, count: rig.tokenizer.encode("abcdef")
         caught = []

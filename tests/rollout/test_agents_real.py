@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
@@ -58,12 +58,8 @@ async def served(tmp_path_factory):
     client = RolloutClient(
         control.url,
         [control],
-        vocab_size=300,
-        context_length=1024,
-        sampling=SAMPLING,
-        request_timeout=120.0,
-        tokenizer=AutoTokenizer.from_pretrained(folders[0]),
-        stream_interval=16,
+        ServedModel(300, 1024, AutoTokenizer.from_pretrained(folders[0])),
+        RequestSettings(SAMPLING, 120.0, stream_interval=16),
     )
     try:
         yield Served(folders, control, client)

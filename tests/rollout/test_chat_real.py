@@ -16,7 +16,7 @@ from tiny_models import make_tiny_model
 from megasync.config.schema import SamplingConfig
 from megasync.environments import Play
 from megasync.environments.pool import EnvironmentPool
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.sample_client import SampleClient
@@ -60,11 +60,8 @@ async def served(tmp_path_factory):
     client = RolloutClient(
         control.url,
         [control],
-        vocab_size=300,
-        context_length=1024,
-        sampling=SamplingConfig(max_new_tokens=12),
-        request_timeout=60.0,
-        tokenizer=_tokenizer(model),
+        ServedModel(300, 1024, _tokenizer(model)),
+        RequestSettings(SamplingConfig(max_new_tokens=12), 60.0),
     )
     try:
         yield Served(model, control, client)

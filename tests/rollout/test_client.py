@@ -9,6 +9,7 @@ import gzip
 import numpy as np
 import pytest
 from aiohttp import web
+from clients import make_rollout_client
 from fake_sglang import DROP, Break, FakeSGLang, event, finish, hang, refuse
 from tiny_models import byte_tokenizer
 
@@ -39,9 +40,9 @@ def make_client(fake: FakeSGLang, **changes) -> RolloutClient:
         "vocab_size": fake.vocab,
         "context_length": 64,
         "sampling": SamplingConfig(max_new_tokens=8),
-        "request_timeout": 10.0,
+        "timeout": 10.0,
     }
-    return RolloutClient(**(arguments | changes))
+    return make_rollout_client(**(arguments | changes))
 
 
 @pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
@@ -96,7 +97,7 @@ async def test_an_abort_that_used_up_the_budget_ends_with_length_and_asks_for_no
 
 async def test_a_server_that_aborts_everything_is_not_asked_in_a_tight_loop(fake):
     fake.script += [finish(0, "abort", [])] * 10_000
-    client = make_client(fake, request_timeout=0.5)
+    client = make_client(fake, timeout=0.5)
     with pytest.raises(ServerError, match=r"timeouts.request"):
         await client.generate([1])
     assert len(fake.requests) < 12
@@ -203,7 +204,7 @@ async def test_a_retry_keeps_the_partial_tokens(fake, client):
 
 
 async def test_retries_go_on_until_the_requests_own_deadline(fake):
-    client = make_client(fake, request_timeout=0.5)
+    client = make_client(fake, timeout=0.5)
     fake.script += [refuse(503, "all workers are gone")] * 10_000
     with pytest.raises(
         ServerError, match=r"within 0.5 s \(timeouts.request\).*failed attempts: .*503: all workers are gone"
@@ -214,7 +215,7 @@ async def test_retries_go_on_until_the_requests_own_deadline(fake):
 
 
 async def test_no_listener_is_a_server_error(fake):
-    client = make_client(fake, router_url="http://127.0.0.1:9", servers=[], request_timeout=0.2)
+    client = make_client(fake, router_url="http://127.0.0.1:9", servers=[], timeout=0.2)
     with pytest.raises(ServerError, match="failed attempts: ClientConnectorError"):
         await client.generate([1])
     await client.close()
@@ -306,7 +307,7 @@ async def test_what_is_kept_may_be_a_whole_response(fake, client):
 
 
 async def test_a_failed_generation_leaves_what_it_had(fake):
-    client = make_client(fake, stream_interval=3, request_timeout=0.3)
+    client = make_client(fake, stream_interval=3, timeout=0.3)
     kept = PartialResponse()
     fake.script += [Break(((1, 4), (2, 4))), *[refuse(503)] * 10_000]
     with pytest.raises(ServerError, match="after 3 tokens"):
@@ -339,7 +340,7 @@ async def test_many_cancelled_generations_close_their_connections_and_cost_no_fu
 
 
 async def test_a_generation_that_takes_too_long_is_disconnected(fake):
-    client = make_client(fake, request_timeout=0.1)
+    client = make_client(fake, timeout=0.1)
     fake.script += [hang()]
     with pytest.raises(ServerError, match=r"within 0.1 s \(timeouts.request\)"):
         await client.generate([1])
@@ -521,7 +522,7 @@ async def test_pieces_of_a_stream_whose_end_makes_no_sense_are_forgotten(fake):
 
 
 async def test_servers_that_never_make_sense_are_a_failure_of_the_servers(fake):
-    client = make_client(fake, request_timeout=0.3)
+    client = make_client(fake, timeout=0.3)
     fake.script += [says(b"{}")] * 10_000
     with pytest.raises(ServerError, match=r"\(timeouts.request\).*failed attempts: invalid answer: no meta_info"):
         await client.generate([1])

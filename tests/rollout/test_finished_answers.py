@@ -13,7 +13,7 @@ from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import SampleClient
@@ -42,14 +42,10 @@ async def client(fake, request):
     made = RolloutClient(
         fake.url,
         [ServerControl(fake.url)],
-        vocab_size=fake.vocab,
-        context_length=200,
-        sampling=SamplingConfig(max_new_tokens=8),
-        request_timeout=0.5,
-        tokenizer=byte_tokenizer(),
-        stream_interval=request.param,
-        chat=ChatConfig(tool_format="hermes"),
-        stop_ids=[EOS],
+        ServedModel(fake.vocab, 200, byte_tokenizer(), [EOS]),
+        RequestSettings(
+            SamplingConfig(max_new_tokens=8), 0.5, stream_interval=request.param, chat=ChatConfig(tool_format="hermes")
+        ),
     )
     yield made
     await made.close()

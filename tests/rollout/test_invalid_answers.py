@@ -15,7 +15,7 @@ from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import EMPTY_PIECES
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
@@ -80,7 +80,9 @@ async def members(liar, tmp_path):
 
 
 async def generate(liar, tmp_path, stream=0):
-    client = RolloutClient(liar.url, [], 100, 64, SamplingConfig(), SECONDS, stream_interval=stream)
+    client = RolloutClient(
+        liar.url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(), SECONDS, stream_interval=stream)
+    )
     try:
         await client.generate([1])
     finally:
@@ -88,7 +90,9 @@ async def generate(liar, tmp_path, stream=0):
 
 
 async def score(liar, tmp_path):
-    await RolloutClient(liar.url, [], 100, 64, SamplingConfig(), SECONDS).score(liar.control, [1, 2])
+    await RolloutClient(liar.url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(), SECONDS)).score(
+        liar.control, [1, 2]
+    )
 
 
 def parse(tools, reasoning):
@@ -221,7 +225,9 @@ async def stream_of(pieces):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=2), 20.0, stream_interval=1)
+    client = RolloutClient(
+        url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=2), 20.0, stream_interval=1)
+    )
     try:
         return await client.generate([1]), client.metrics()["rollout/invalid_answers"], requests
     finally:

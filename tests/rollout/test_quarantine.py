@@ -7,6 +7,7 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
+from clients import make_rollout_client
 from fake_sglang import FakeSGLang, complete
 
 from megasync.config.schema import SamplingConfig
@@ -15,7 +16,6 @@ from megasync.evaluation.evaluate import evaluate
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
-from megasync.rollout.client import RolloutClient
 from megasync.rollout.generation import Generation
 from megasync.rollout.quarantine import Quarantine
 
@@ -92,9 +92,13 @@ async def serving(folder, **options):
         servers = FakeServers(router, server)
         quarantine = Quarantine(servers, folder, verdict_seconds=0.1)
         servers.quarantine = quarantine
-        client = RolloutClient(
-            router.url, [], 100, 200, SamplingConfig(max_new_tokens=4), 5.0, quarantine=quarantine, **options
-        )
+        limits = {
+            "vocab_size": 100,
+            "context_length": 200,
+            "sampling": SamplingConfig(max_new_tokens=4),
+            "timeout": 5.0,
+        }
+        client = make_rollout_client(router.url, quarantine=quarantine, **limits, **options)
         try:
             yield client, servers, quarantine
         finally:

@@ -85,7 +85,7 @@ def test_a_seed_depends_on_every_part_and_fits_31_bits():
 
 async def test_no_more_requests_run_than_the_limit_and_they_come_in_order():
     gate, running, most, order = RequestGate(), 0, 0, []
-    gate.limit = 3
+    gate.set_limit(3)
 
     async def request(number):
         nonlocal running, most
@@ -109,12 +109,12 @@ async def test_a_lower_limit_leaves_running_requests_alone_and_a_higher_one_lets
 
     tasks = [asyncio.create_task(request()) for _ in range(6)]
     await asyncio.sleep(0)
-    gate.limit = 2
+    gate.set_limit(2)
     assert gate.inflight == 6
     tasks += [asyncio.create_task(request()) for _ in range(4)]
     await asyncio.sleep(0)
     assert gate.inflight == 6
-    gate.limit = 8
+    gate.set_limit(8)
     assert gate.inflight == 8
     release.set()
     await asyncio.gather(*tasks)
@@ -123,7 +123,7 @@ async def test_a_lower_limit_leaves_running_requests_alone_and_a_higher_one_lets
 
 async def test_whoever_gives_up_waiting_keeps_no_place():
     gate, release = RequestGate(), asyncio.Event()
-    gate.limit = 1
+    gate.set_limit(1)
 
     async def request():
         async with gate.request():

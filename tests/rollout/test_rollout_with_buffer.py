@@ -15,7 +15,7 @@ from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import GroupSpec, Rollouter
+from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Trajectory
 
@@ -128,7 +128,14 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
         return (
             source,
             buffer,
-            Rollouter(client, source, buffer, GroupSpec(single_turn, rewards), SCHEDULE, save_seconds=0.01),
+            Rollouter(
+                client,
+                source,
+                buffer,
+                GroupSpec(single_turn, rewards),
+                SCHEDULE,
+                failures=FailurePolicy(save_seconds=0.01),
+            ),
         )
 
     _, buffer, rollouter = life()

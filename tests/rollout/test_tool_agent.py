@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from clients import make_rollout_client
 from fake_sglang import FakeSGLang
 from tiny_models import byte_tokenizer
 
 from megasync.app.workload import _configured_workflow
 from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
 from megasync.errors import ContextLengthExceeded, DataError, ServerError
-from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tool_agent import tool_agent
@@ -42,10 +42,10 @@ class Rig:
     def __init__(self, fake, answers, **changes):
         self.fake, self.answers = fake, list(answers)
         self.tokenizer = byte_tokenizer(TEMPLATE)
-        arguments = {"vocab_size": 300, "context_length": 4000, "request_timeout": 10.0, "tokenizer": self.tokenizer}
+        arguments = {"vocab_size": 300, "context_length": 4000, "timeout": 10.0, "tokenizer": self.tokenizer}
         sampling = SamplingConfig(max_new_tokens=500)
         self.control = ServerControl(fake.url)
-        self.client = RolloutClient(fake.url, [self.control], sampling=sampling, **(arguments | changes))
+        self.client = make_rollout_client(fake.url, [self.control], sampling=sampling, **(arguments | changes))
         self.sample = SampleClient(self.client, RequestGate(), routing_key="0:0")
         fake.script += [self._write] * len(self.answers)
 
@@ -157,7 +157,7 @@ async def test_reasoning_is_kept_apart_in_the_message_and_whole_in_the_tokens(fa
 
 async def test_another_server_parses_when_one_is_gone_and_none_is_a_server_error(fake):
     gone = ServerControl("http://127.0.0.1:9")
-    rig = Rig(fake, [call(a=1, b=2), "three", call(a=1, b=2)], request_timeout=2.0)
+    rig = Rig(fake, [call(a=1, b=2), "three", call(a=1, b=2)], timeout=2.0)
     rig.client.servers.insert(0, gone)
     reply = await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
     assert [c.arguments for c in reply.tool_calls] == [{"a": 1, "b": 2}]

@@ -25,7 +25,7 @@ from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer, thr
 from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.event_stream import events
 from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
@@ -69,9 +69,8 @@ async def stack(tmp_path_factory):
         router = Router(urls, "round_robin", "127.0.0.1", 0, folder / "router.log", keys=KEYS)
         await router.start(60)
         controls = [ServerControl(url, KEYS.admin) for url in urls]
-        client = RolloutClient(
-            *(router.url, controls, VOCAB, 2048, SamplingConfig(max_new_tokens=16), 120.0), api_key=KEYS.generation
-        )
+        settings = RequestSettings(SamplingConfig(max_new_tokens=16), 120.0)
+        client = RolloutClient(router.url, controls, ServedModel(VOCAB, 2048), settings, api_key=KEYS.generation)
         assert all(glob(pattern) for server in servers for pattern in server.scratch())
         for server in servers:
             # SGLang names those of all its models that cannot be imported here, when it looks through them.

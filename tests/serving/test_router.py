@@ -11,7 +11,7 @@ from fake_sglang import FakeSGLang, hang, refuse
 from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout import client as client_module
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
 from megasync.serving.process import free_port
 from megasync.serving.router import POLICIES, Router, RouterMembers
@@ -30,7 +30,9 @@ async def routed(tmp_path, policy: str, workers: int = 2):
         controls = [ServerControl(fake.url) for fake in fakes]
         for control in controls:
             stack.push_async_callback(control.close)
-        client = RolloutClient(url, controls, 100, 64, SamplingConfig(max_new_tokens=4), 20.0)
+        client = RolloutClient(
+            url, controls, ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 20.0)
+        )
         stack.push_async_callback(client.close)
         yield fakes, client
 
@@ -117,7 +119,9 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
         url = await router.start(30)
         members = RouterMembers(ServerControl(url))
         stack.push_async_callback(members.close)
-        client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=4), 20.0, stream_interval=2)
+        client = RolloutClient(
+            url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 20.0, stream_interval=2)
+        )
         stack.push_async_callback(client.close)
         # Without a server a request waits, and is answered once there is one.
         early = asyncio.create_task(client.generate([5]))
@@ -154,7 +158,9 @@ async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(t
         first = Router([fake.url], "cache_aware", "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(first.stop)
         url = await first.start(30)
-        client = RolloutClient(url, [], 100, 64, SamplingConfig(max_new_tokens=4), 60.0, stream_interval=2)
+        client = RolloutClient(
+            url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 60.0, stream_interval=2)
+        )
         stack.push_async_callback(client.close)
         started = asyncio.Event()
         fake.script += [hang(started)]

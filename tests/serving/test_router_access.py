@@ -18,7 +18,7 @@ from processes import command_line, family
 from megasync.config.access import Keys, router_trust
 from megasync.config.schema import ClusterConfig, SamplingConfig
 from megasync.errors import ServerError
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router, RouterMembers
 
@@ -159,7 +159,9 @@ async def test_without_a_generation_key_a_stranger_generates_and_changes_nothing
 async def test_the_run_itself_generates_and_changes_the_list(tmp_path):
     async with guarded(tmp_path, KEYS) as (fake, router, _), FakeSGLang() as other:
         sampling = SamplingConfig(max_new_tokens=4)
-        client = RolloutClient(router.url, [], 100, 64, sampling, 20.0, api_key=KEYS.generation)
+        client = RolloutClient(
+            router.url, [], ServedModel(100, 64), RequestSettings(sampling, 20.0), api_key=KEYS.generation
+        )
         members = RouterMembers(ServerControl(router.url, KEYS.router), KEYS.generation)
         try:
             assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
@@ -218,7 +220,10 @@ async def test_with_a_certificate_the_router_speaks_tls_to_those_who_trust_it(tm
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await ask("GET", "/health")
         client = RolloutClient(
-            *(router.url, [], 100, 64, SamplingConfig(max_new_tokens=4), 20.0),
+            router.url,
+            [],
+            ServedModel(100, 64),
+            RequestSettings(SamplingConfig(max_new_tokens=4), 20.0),
             api_key=KEYS.generation,
             trust=router_trust(cluster),
         )

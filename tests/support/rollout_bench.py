@@ -167,6 +167,7 @@ def make_bench():
         fleet=None,
         cap=None,
         quarantine=None,
+        save_seconds=0.0,
         **options,
     ):
         client, source, buffer = FakeClient(behave), FakeSource(size), FakeBuffer(total, capacity)
@@ -176,7 +177,7 @@ def make_bench():
             *(client, source, buffer),
             GroupSpec(workflow, RewardRunner(reward), selection, seed),
             schedule,
-            failures=FailurePolicy(max_attempts, max_drop_share, backoff_seconds=(0.0, 0.0)),
+            failures=FailurePolicy(max_attempts, max_drop_share, (0.0, 0.0), save_seconds),
             servers=ServerLimits(fleet, cap, quarantine),
             **options,
         )
