@@ -100,8 +100,7 @@ class Laws:
             if name == "publish":
                 self._recorded = args[0]
             if result is not None or name in ("ack", "publish", "rollback", "close"):
-                shown = ", ".join(a.uid if isinstance(a, Group) else str(a) for a in args)
-                self.note(f"buffer {name}({shown}) -> {_shown(result)}")
+                self.note(f"buffer {name}({', '.join(map(_shown, args))}) -> {_shown(result)}")
             self.balance(state.counts())
             return result
 
@@ -254,5 +253,7 @@ def _same(trajectory: Trajectory, committed: Trajectory) -> bool:
     )
 
 
-def _shown(result: Any) -> str:
-    return ", ".join(group.uid for group in result) if isinstance(result, list) else str(result)
+def _shown(value: Any) -> str:
+    if isinstance(value, Group):
+        return value.uid
+    return ", ".join(map(_shown, value)) if isinstance(value, list | dict) else str(value)
