@@ -34,12 +34,12 @@ def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(rewards, normal
 
 
 @given(st.floats(-1e6, 1e6), st.integers(2, 9), st.booleans())
-def test_equal_rewards_teach_exactly_nothing(reward, n, normalize_std):
+def test_equal_rewards_give_advantages_of_exactly_zero(reward, n, normalize_std):
     assert group_advantages([reward] * n, normalize_std) == [0.0] * n
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_a_lone_response_has_no_relative_advantage(rewards):
+def test_a_group_of_one_response_is_refused(rewards):
     with pytest.raises(ValueError, match="at least two"):
         group_advantages(rewards, normalize_std=True)
 

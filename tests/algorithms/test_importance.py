@@ -17,7 +17,7 @@ def columns(tokens):
 
 
 @given(TOKENS, st.floats(1.0, 5.0))
-def test_a_token_weighs_the_capped_ratio_of_its_probabilities(tokens, cap):
+def test_a_token_weight_is_the_capped_probability_ratio(tokens, cap):
     trainer, behaviour, mask = columns(tokens)
     weights, capped = truncated_weights(trainer, behaviour, mask, level="token", cap=cap)
     for i in range(len(tokens)):
@@ -28,7 +28,7 @@ def test_a_token_weighs_the_capped_ratio_of_its_probabilities(tokens, cap):
 
 
 @given(TOKENS, st.lists(st.integers(0, 4), min_size=24, max_size=24), st.floats(1.0, 5.0))
-def test_a_sequence_weighs_the_capped_geometric_mean_over_its_trained_tokens(tokens, ids, cap):
+def test_a_sequence_weight_is_the_capped_geometric_mean_over_its_trained_tokens(tokens, ids, cap):
     trainer, behaviour, mask = columns(tokens)
     segments = torch.tensor(ids[: len(tokens)])
     weights, _ = truncated_weights(trainer, behaviour, mask, level="sequence", cap=cap, segments=segments)
@@ -50,7 +50,7 @@ def test_a_sequence_weight_does_not_shrink_with_length():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_a_masked_token_cannot_spoil_its_neighbours(level, garbage):
+def test_a_masked_token_does_not_affect_other_tokens(level, garbage):
     trainer = torch.tensor([-1.0, garbage, -2.0])
     behaviour = torch.tensor([-1.5, -math.inf, -2.0])
     mask = torch.tensor([1, 0, 1])
@@ -62,7 +62,7 @@ def test_a_masked_token_cannot_spoil_its_neighbours(level, garbage):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_token_the_server_called_impossible_gets_the_cap_not_infinity(level):
+def test_a_token_with_zero_server_probability_gets_the_cap(level):
     weights, capped = truncated_weights(
         torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.ones(1), level=level, cap=2.0, segments=torch.tensor([0])
     )

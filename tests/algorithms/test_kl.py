@@ -34,7 +34,7 @@ def test_k2_and_k3_are_finite_and_never_negative(kind, logprob, reference):
 
 
 @pytest.mark.parametrize("kind", list(KL_KINDS))
-def test_equal_policies_are_at_distance_zero(kind):
+def test_equal_policies_have_zero_kl(kind):
     assert KL_KINDS[kind](POLICY.log(), POLICY.log()).abs().max() == 0
 
 

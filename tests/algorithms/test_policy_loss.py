@@ -169,7 +169,7 @@ def test_metrics_are_sums_over_trained_tokens():
     assert not any(value.requires_grad or value.dtype != torch.float32 or value.ndim for value in sums.values())
 
 
-def test_absent_inputs_leave_absent_metrics():
+def test_metrics_of_absent_inputs_are_absent():
     _, sums = policy_loss(CONFIG, **inputs())
     assert not {"kl", "entropy"} & set(sums)
 
@@ -215,7 +215,7 @@ def test_only_the_current_policy_is_differentiated():
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_nothing_to_train_gives_zero_loss_and_zero_gradient(tokens):
+def test_without_trained_tokens_loss_and_gradient_are_zero(tokens):
     empty = {name: value[:tokens] for name, value in inputs(mask=torch.zeros(4)).items()}
     leaf = empty["logprobs"] = empty["logprobs"].detach().requires_grad_()
     loss, sums = policy_loss(CONFIG, **empty)

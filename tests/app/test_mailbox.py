@@ -65,12 +65,12 @@ def test_a_folder_without_a_run_and_a_run_that_has_ended_are_refused(tmp_path, r
         ask(run_dir, "scale", 3, timeout=20.0)
 
 
-def test_an_answer_that_does_not_come_is_waited_for_only_so_long(run_dir, running):
+def test_waiting_for_an_answer_times_out(run_dir, running):
     with running(), pytest.raises(MegasyncError, match="did not answer within 0.5 s"):
         ask(run_dir, "scale", 3, timeout=0.5)
 
 
-async def test_a_run_that_ends_before_it_answers_ends_the_wait(run_dir, running):
+async def test_waiting_ends_when_the_run_ends(run_dir, running):
     with running():
         waiting = asyncio.create_task(asked(run_dir, "scale", 3))
         async with asyncio.timeout(10):

@@ -39,13 +39,13 @@ def test_without_the_file_a_new_run_begins(config: Config, config_file: Path, tm
     assert trainer._run_dir is None and trainer._resume_file == file
 
 
-def test_a_named_run_with_a_ledger_goes_on(config: Config, name: Path, tmp_path: Path) -> None:
+def test_a_named_run_with_a_ledger_is_resumed(config: Config, name: Path, tmp_path: Path) -> None:
     trainer = AsyncTrainer.begin_or_resume(config, name)
     assert trainer._run_dir == tmp_path / "mini" and trainer._checkpoint is None
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_named_run_that_never_began_is_begun_anew_and_told_so(
+def test_a_named_run_that_never_began_is_replaced_with_a_warning(
     config: Config, name: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, empty: bool
 ) -> None:
     (tmp_path / "mini" / LEDGER_FILE).unlink()
@@ -82,7 +82,7 @@ def test_a_run_whose_folder_is_gone_is_an_error(config: Config, name: Path, tmp_
 
 
 @pytest.mark.processes
-def test_a_full_disk_leaves_the_name_of_the_run_as_it_was(tmp_path: Path, name: Path) -> None:
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path: Path, name: Path) -> None:
     setup = """
 from pathlib import Path
 from megasync.app.resume_file import write_resume_file
@@ -103,7 +103,7 @@ def work(folder):
     assert name.stat().st_ino == before, "a file that names the run already is left alone"
 
 
-def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file: Path) -> None:
+def test_resuming_a_run_that_never_began_is_refused(tmp_path: Path, config_file: Path) -> None:
     run_dir = tmp_path / "half"
     run_dir.mkdir()
     (run_dir / CONFIG_FILE).write_bytes(config_file.read_bytes())
@@ -111,7 +111,7 @@ def test_a_run_that_ended_before_it_began_is_told_so(tmp_path: Path, config_file
         AsyncTrainer.resume(run_dir)
 
 
-def test_what_cannot_change_in_the_middle_of_a_run_is_refused_before_anything_starts(
+def test_overrides_that_a_run_cannot_change_are_refused_before_anything_starts(
     config: Config, name: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "mini"
@@ -144,14 +144,16 @@ def test_a_run_saved_under_old_names_of_keys_is_resumed(name: Path, tmp_path: Pa
         AsyncTrainer.resume(run_dir, ["schedule.over_age=drop"])
 
 
-def test_a_folder_names_no_run(config: Config, config_file: Path, tmp_path: Path) -> None:
+def test_a_folder_as_the_continue_file_is_refused(config: Config, config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--continue .* is a folder"):
         resolve_config(config_file, [], tmp_path)
     with pytest.raises(ConfigError, match="--continue .* is a folder"):
         AsyncTrainer.begin_or_resume(config, tmp_path)
 
 
-def test_a_run_goes_on_as_it_was_last_and_only_its_place_is_new(config_file: Path, name: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_configuration_except_the_cluster(
+    config_file: Path, name: Path, tmp_path: Path
+) -> None:
     remember(tmp_path / "mini", "rollout.servers", 5)
     edited = tmp_path / "edited.yaml"
     edited.write_text(f"base: {config_file}\nrollout: {{servers: 3}}\ncluster: {{devices_per_node: 2}}\n")

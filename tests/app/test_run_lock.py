@@ -41,5 +41,5 @@ def test_a_second_driver_is_refused_by_name_and_a_killed_one_leaves_no_lock(tmp_
         pass
 
 
-def test_a_directory_that_nobody_ran_has_no_holder(tmp_path: Path) -> None:
+def test_an_unused_directory_has_no_holder(tmp_path: Path) -> None:
     assert holder(tmp_path) is None

@@ -79,7 +79,7 @@ def test_the_remote_buffer_has_the_methods_of_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("cause", [OSError(28, "No space left on device"), Exception("The node timed out.")])
-def test_whatever_keeps_ray_from_starting_is_told(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+def test_the_cause_of_a_failed_ray_start_is_reported(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
     def fail(**_: object) -> None:
         raise cause
 
@@ -119,7 +119,7 @@ async def test_calls_reach_every_member_in_slot_order(workers: ActorGroup) -> No
 
 
 @pytest.mark.processes
-async def test_our_own_errors_come_back_as_they_were_and_others_say_who_failed_where(workers: ActorGroup) -> None:
+async def test_megasync_errors_are_re_raised_and_others_name_the_actor_and_method(workers: ActorGroup) -> None:
     with pytest.raises(DataError, match="slot 1 refuses"):
         await workers.call("refuse", 1, timeout=60)
     with pytest.raises(TrainingError, match=r"fake 1 failed in crash\(\): ZeroDivisionError: by zero"):
@@ -127,7 +127,7 @@ async def test_our_own_errors_come_back_as_they_were_and_others_say_who_failed_w
 
 
 @pytest.mark.processes
-async def test_a_member_that_is_late_or_dead_is_named(workers: ActorGroup) -> None:
+async def test_a_late_or_dead_actor_is_named(workers: ActorGroup) -> None:
     await workers.call("whoami", timeout=60)
     with pytest.raises(TrainingError, match=r"fake \[1\] did not finish sleep\(\) within 1 s"):
         await workers.call("sleep", 20.0, timeout=1.0)
@@ -136,7 +136,7 @@ async def test_a_member_that_is_late_or_dead_is_named(workers: ActorGroup) -> No
 
 
 @pytest.mark.processes
-async def test_a_pool_that_does_not_fit_says_what_the_cluster_has(cluster: None) -> None:
+async def test_the_error_for_a_pool_that_does_not_fit_names_the_cluster_resources(cluster: None) -> None:
     pools = Pools({"trainer": PoolSpec("trainer", slots=64, devices=1, slots_per_node=64)}, "cpu")
     with pytest.raises(MegasyncError, match=r"pool 'trainer' needs 1 node\(s\) with \{'CPU': 64\} each.*cluster has"):
         await pools.create(timeout=1)

@@ -154,7 +154,7 @@ async def test_requests_of_a_killed_server_are_finished_by_another(rig):
     await rig.fleet.watch()
 
 
-async def test_a_stopped_server_is_found_and_its_requests_go_on(rig):
+async def test_a_stopped_server_is_detected_and_its_requests_continue(rig):
     victim, survivor = await rig.all_serve(2)
     stopped = family(victim)
 
@@ -170,7 +170,7 @@ async def test_a_stopped_server_is_found_and_its_requests_go_on(rig):
     assert survivor in await rig.all_serve(2)
 
 
-async def test_a_killed_router_is_back_at_its_address_with_the_serving_servers(rig):
+async def test_a_killed_router_restarts_at_its_address_with_the_serving_servers(rig):
     await rig.all_serve(2)
     url = rig.fleet.router_url
     answers = await interrupted(rig, lambda: family(url)[1].kill())
@@ -180,7 +180,7 @@ async def test_a_killed_router_is_back_at_its_address_with_the_serving_servers(r
     await rig.fleet.watch()
 
 
-async def test_a_server_whose_sync_failed_leaves_the_router_and_comes_back_with_the_next(rig):
+async def test_a_server_whose_sync_failed_leaves_the_router_until_the_next_sync(rig):
     victim, other = await rig.all_serve(2)
     answers = await interrupted(rig, lambda: rig.fleet.sync_failed({victim: "version 7 was lost"}))
     assert any(answer.parts > 1 for answer in answers)
@@ -210,7 +210,7 @@ async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
     await rig.fleet.watch()
 
 
-async def test_a_pool_out_of_restarts_ends_with_the_last_words(rig, monkeypatch):
+async def test_a_fleet_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
     await rig.all_serve(1)
     for slot in rig.fleet._slots.values():
         monkeypatch.setattr(slot.health._restarts, "limit", 0)

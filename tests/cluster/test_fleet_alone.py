@@ -186,7 +186,7 @@ def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
 
 
 @in_virtual_time
-async def test_an_isolated_server_leaves_the_router_lets_go_of_its_requests_and_still_takes_part_in_syncs(fleet):
+async def test_an_isolated_server_leaves_the_router_drains_and_still_takes_part_in_syncs(fleet):
     first = fleet.made[0]
     first.running = 5
     slot, url = await fleet.isolate(())
@@ -201,7 +201,7 @@ async def test_an_isolated_server_leaves_the_router_lets_go_of_its_requests_and_
 
 
 @in_virtual_time
-async def test_another_server_is_taken_where_there_is_one(fleet):
+async def test_isolation_prefers_another_server(fleet):
     slot, _ = await fleet.isolate({0, 1})
     assert slot == 2
     fleet.release(2)
@@ -210,7 +210,7 @@ async def test_another_server_is_taken_where_there_is_one(fleet):
 
 
 @in_virtual_time
-async def test_no_server_can_be_taken_when_none_serves(fleet):
+async def test_no_server_is_isolated_when_none_serves(fleet):
     for server in fleet.made[:3]:
         server.living = False
     await fleet.until(lambda: not fleet.serving())
@@ -229,7 +229,7 @@ async def test_a_server_that_dies_in_isolation_is_in_the_router_again_once_it_jo
 
 
 @in_virtual_time
-async def test_a_death_in_a_sync_is_not_the_requests_doing(fleet):
+async def test_requests_are_not_suspected_for_a_death_in_a_sync(fleet):
     with fleet.syncing([fleet.made[0].url]):
         fleet.made[0].living = fleet.made[1].living = False
         await fleet.until(lambda: len(fleet.left) == 2)
@@ -237,7 +237,7 @@ async def test_a_death_in_a_sync_is_not_the_requests_doing(fleet):
 
 
 @in_virtual_time
-async def test_a_server_that_leaves_alive_is_told_apart_from_one_that_died(fleet):
+async def test_a_removed_server_is_distinguished_from_a_dead_one(fleet):
     await fleet.sync_failed({fleet.made[0].url: "lost"})
     fleet.made[1].living = False
     await fleet.until(lambda: len(fleet.left) == 2)
@@ -248,7 +248,7 @@ async def test_a_server_that_leaves_alive_is_told_apart_from_one_that_died(fleet
 
 
 @in_virtual_time
-async def test_a_server_that_alone_answers_nonsense_is_started_again(fleet):
+async def test_a_server_that_alone_gives_invalid_answers_is_restarted(fleet):
     fleet.made[1].answer = BAD
     await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
     assert fleet.left == [(1, True, False)]
@@ -258,14 +258,14 @@ async def test_a_server_that_alone_answers_nonsense_is_started_again(fleet):
 
 
 @in_virtual_time
-async def test_a_server_that_alone_samples_outside_the_vocabulary_is_started_again(fleet):
+async def test_a_server_that_alone_samples_outside_the_vocabulary_is_restarted(fleet):
     fleet.made[2].answer = answer(sampled=[[-0.5, VOCABULARY, None]])
     await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
     assert fleet.left == [(2, True, False)]
 
 
 @in_virtual_time
-async def test_doubt_has_the_answers_checked_at_once(fleet):
+async def test_an_invalid_answer_triggers_an_immediate_check(fleet):
     await asyncio.sleep(server_slot.CHECK_SECONDS + 10)
     fleet.made[1].answer = BAD
     fleet.check_all()
@@ -274,7 +274,7 @@ async def test_doubt_has_the_answers_checked_at_once(fleet):
 
 
 @in_virtual_time
-async def test_when_all_answer_nonsense_one_is_started_again_to_be_compared_with_the_trainer(fleet):
+async def test_when_all_give_invalid_answers_one_is_restarted_and_compared_with_the_trainer(fleet):
     for server in fleet.made:
         server.answer = BAD
     await asyncio.sleep(10 * server_slot.CHECK_SECONDS)
@@ -285,14 +285,14 @@ async def test_when_all_answer_nonsense_one_is_started_again_to_be_compared_with
 
 
 @in_virtual_time
-async def test_servers_are_not_asked_for_tokens_while_weights_arrive(fleet):
+async def test_servers_are_not_checked_during_a_weight_sync(fleet):
     with fleet.syncing([server.url for server in fleet.made]):
         await asyncio.sleep(5 * server_slot.CHECK_SECONDS)
     assert not any(server.asked for server in fleet.made)
 
 
 @in_virtual_time
-async def test_a_server_whose_streams_do_not_end_is_started_again(fleet):
+async def test_a_server_with_endless_streams_is_restarted(fleet):
     fleet.made[1].endless = True
     fleet.check_all()
     await fleet.until(lambda: fleet.left, 60.0)
@@ -300,7 +300,7 @@ async def test_a_server_whose_streams_do_not_end_is_started_again(fleet):
 
 
 @in_virtual_time
-async def test_a_server_that_answers_probes_but_no_check_although_nothing_waits_is_started_again(fleet):
+async def test_a_server_with_an_empty_queue_that_answers_no_check_is_restarted(fleet):
     fleet.made[1].silent = True
     await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
     assert fleet.left == [(1, True, False)]
@@ -308,7 +308,7 @@ async def test_a_server_that_answers_probes_but_no_check_although_nothing_waits_
 
 
 @in_virtual_time
-async def test_without_streams_such_a_server_is_found_too(fleet):
+async def test_a_silent_server_is_also_detected_without_streams(fleet):
     fleet.streams = False
     fleet.made[1].silent = True
     await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
@@ -333,7 +333,7 @@ async def test_a_check_that_falls_into_a_sync_may_stay_unanswered(fleet):
 
 
 @in_virtual_time
-async def test_a_check_that_is_aborted_proves_nothing(fleet):
+async def test_an_aborted_check_gives_no_verdict(fleet):
     aborted = answer(sampled=[], finish_reason={"type": "abort"})
     del aborted["meta_info"]["input_token_logprobs"]
     fleet.made[1].answer = aborted
@@ -342,7 +342,7 @@ async def test_a_check_that_is_aborted_proves_nothing(fleet):
 
 
 @in_virtual_time
-async def test_a_server_that_answers_nonsense_beside_a_silent_one_is_started_again(fleet):
+async def test_a_server_with_invalid_answers_beside_a_silent_one_is_restarted(fleet):
     """Nobody vouches that answers can be better, but the silent one cannot be waited for."""
     fleet.made[0].silent, fleet.made[0].waiting = True, 3
     fleet.made[2].silent, fleet.made[2].waiting = True, 3
@@ -352,7 +352,7 @@ async def test_a_server_that_answers_nonsense_beside_a_silent_one_is_started_aga
 
 
 @in_virtual_time
-async def test_a_server_much_slower_than_its_peers_is_started_again(fleet):
+async def test_a_server_much_slower_than_its_peers_is_restarted(fleet):
     for server in fleet.made:
         server.running, server.throughput = 10, 100.0
     fleet.made[2].throughput = 10.0
@@ -362,7 +362,7 @@ async def test_a_server_much_slower_than_its_peers_is_started_again(fleet):
 
 
 @in_virtual_time
-async def test_a_server_that_alone_fails_parity_is_started_again(fleet):
+async def test_a_server_that_alone_fails_parity_is_restarted(fleet):
     url = fleet.made[0].url
     await fleet.parity_failed({url: f"{url}, version 3: off by 3 nats"})
     assert fleet.left == [(0, True, False)]

@@ -57,7 +57,7 @@ def folder() -> Iterator[str]:
         yield made
 
 
-def test_another_cluster_on_this_machine_is_not_joined_and_only_loopback_is_listened_on(folder: str) -> None:
+def test_a_local_cluster_joins_no_other_and_listens_on_loopback_only(folder: str) -> None:
     # Where Ray notes the machine's newest cluster, which it would look for by itself.
     note = Path(folder, "ray", "ray_current_cluster")
     note.parent.mkdir()
@@ -69,7 +69,7 @@ def test_another_cluster_on_this_machine_is_not_joined_and_only_loopback_is_list
 
 
 @pytest.mark.skipif(route_from() is None, reason="the machine is in no network")
-def test_ray_by_itself_takes_loopback_for_all_interfaces_still(folder: str) -> None:
+def test_ray_without_the_patch_still_listens_on_all_interfaces(folder: str) -> None:
     """When this fails, Ray does without the patch that is `megasync_patches.ray_loopback`: delete it."""
     _, places = started(folder, "unpatched")
     assert {"gcs_server", "raylet"} <= {process for address, process in places if address == "::"}

@@ -71,7 +71,7 @@ def group(uid: str, version: int = 0) -> Group:
     return Group(uid, [Trajectory([1], [2, 3], [1, 1], [-0.5] * 2, [version] * 2, reward=1.0)] * 2)
 
 
-async def test_nothing_is_lost_and_waits_go_on(make: Callable[..., RemoteBuffer]) -> None:
+async def test_a_restarted_buffer_loses_nothing_and_keeps_its_waiters(make: Callable[..., RemoteBuffer]) -> None:
     buffer = make()
     for uid in "abcd":
         await buffer.admit(uid)
@@ -106,7 +106,7 @@ async def test_nothing_is_lost_and_waits_go_on(make: Callable[..., RemoteBuffer]
         await asyncio.wait_for(waits[2], PATIENCE)
 
 
-async def test_errors_of_the_buffer_come_through_as_they_are(make: Callable[..., RemoteBuffer], ledger: Path) -> None:
+async def test_errors_of_the_buffer_are_re_raised_unchanged(make: Callable[..., RemoteBuffer], ledger: Path) -> None:
     buffer = make()
     with pytest.raises(BufferStateError, match="group z cannot be dropped: it is unknown"):
         await buffer.drop("z", "why")
@@ -120,7 +120,7 @@ async def test_errors_of_the_buffer_come_through_as_they_are(make: Callable[...,
         await make().counts()
 
 
-async def test_a_buffer_that_keeps_dying_is_given_up_with_its_last_death(make: Callable[..., RemoteBuffer]) -> None:
+async def test_a_buffer_that_keeps_dying_fails_with_its_last_cause(make: Callable[..., RemoteBuffer]) -> None:
     buffer = make(clock=lambda: 7.0)
     for _ in range(MAX_DEATHS):
         await buffer.counts()
@@ -131,7 +131,7 @@ async def test_a_buffer_that_keeps_dying_is_given_up_with_its_last_death(make: C
         await buffer.counts()
 
 
-async def test_a_buffer_that_was_put_away_does_not_come_back(make: Callable[..., RemoteBuffer]) -> None:
+async def test_a_killed_buffer_is_not_restarted(make: Callable[..., RemoteBuffer]) -> None:
     buffer = make()
     waiting = asyncio.create_task(buffer.lease(1, 0))
     await buffer.counts()
@@ -140,7 +140,7 @@ async def test_a_buffer_that_was_put_away_does_not_come_back(make: Callable[...,
         await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_without_a_ledger_a_death_is_the_end(make: Callable[..., RemoteBuffer]) -> None:
+async def test_without_a_ledger_a_death_is_fatal(make: Callable[..., RemoteBuffer]) -> None:
     buffer = make(ledger=None)
     await buffer.admit("a")
     kill_buffer()
@@ -149,7 +149,7 @@ async def test_without_a_ledger_a_death_is_the_end(make: Callable[..., RemoteBuf
 
 
 @pytest.mark.parametrize("method", ["counts", "lease"])
-async def test_a_buffer_that_hangs_is_killed_and_goes_on_from_the_ledger(make, monkeypatch, method: str) -> None:
+async def test_a_hung_buffer_is_killed_and_continues_from_the_ledger(make, monkeypatch, method: str) -> None:
     monkeypatch.setattr(remote_buffer, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(remote_buffer, "PULSE_SECONDS", 0.5)
     buffer = make()
@@ -171,7 +171,7 @@ async def test_a_buffer_that_hangs_is_killed_and_goes_on_from_the_ledger(make, m
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_buffer_has_as_long_to_read_its_ledger_as_it_reads_on(make, monkeypatch, tmp_path, hangs: bool) -> None:
+async def test_reading_the_ledger_has_no_deadline_while_it_progresses(make, monkeypatch, tmp_path, hangs: bool) -> None:
     hung_once = tmp_path / "hung once"
 
     class SlowBuffer(AsyncBuffer):
@@ -197,7 +197,7 @@ async def test_a_buffer_has_as_long_to_read_its_ledger_as_it_reads_on(make, monk
     assert len(buffer._deaths) == (1 if hangs else 0)
 
 
-async def test_a_buffer_that_hangs_without_a_ledger_is_an_error(make, monkeypatch) -> None:
+async def test_a_hung_buffer_without_a_ledger_is_an_error(make, monkeypatch) -> None:
     monkeypatch.setattr(remote_buffer, "ANSWER_SECONDS", 2.0)
     buffer = make(ledger=None)
     await buffer.admit("a")

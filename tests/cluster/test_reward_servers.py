@@ -136,7 +136,7 @@ async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_no
     assert (judge.metrics()["unread"], judge.metrics()["too_long"]) == (1.0, 1.0)
 
 
-async def test_requests_outlive_a_killed_server(rig):
+async def test_requests_survive_a_killed_server(rig):
     before = await rig.rewards["grader"](COMPLETIONS, **ROWS)
     victim(rig, "grader").kill()
     assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(
@@ -148,7 +148,7 @@ async def test_requests_outlive_a_killed_server(rig):
     assert metrics["reward_models/judge/restarts"] == 0.0
 
 
-async def test_a_model_whose_servers_cannot_be_had_again_ends_with_the_last_words(rig, monkeypatch):
+async def test_a_model_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
     (slot,) = rig.servers._slots["judge"]
     monkeypatch.setattr(slot.health._restarts, "limit", 0)
     victim(rig, "judge").kill()

@@ -59,7 +59,7 @@ async def pids(ranks: TrainerGroup) -> list[int]:
     return await ranks.call("pid", timeout=30)
 
 
-async def test_lost_ranks_are_told_from_mistakes_and_new_ones_take_up_the_checkpoint(ranks: TrainerGroup) -> None:
+async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_checkpoint(ranks: TrainerGroup) -> None:
     initial = await ranks.logprobs(PROBE)
 
     # A mistake in a step is no loss: the ranks live, and would make it again.

@@ -33,9 +33,7 @@ def words() -> list[str]:
     ]
 
 
-def test_the_example_searches_trains_and_leaves_nothing_behind(
-    miniature, execute, the_run_dir, tmp_path, monkeypatch
-) -> None:
+def test_the_example_searches_trains_and_cleans_up(miniature, execute, the_run_dir, tmp_path, monkeypatch) -> None:
     config = miniature(
         model={"path": str(make_word_model(tmp_path / "model", words()))},
         data={"train": None, "eval": None, "prompt": {"format": "chat", "max_tokens": 64}},

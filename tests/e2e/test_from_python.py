@@ -20,7 +20,7 @@ async def two_tries(client, sample: dict) -> megasync.Trajectory:
     return best.trajectory(reward=float(len(best.token_ids)))
 
 
-def test_functions_and_rows_of_the_callers_own(miniature) -> None:
+def test_the_caller_may_pass_functions_and_rows(miniature) -> None:
     config = miniature(
         data={"train": None, "eval": None},
         eval=None,

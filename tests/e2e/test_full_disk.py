@@ -18,7 +18,7 @@ ROOM = 300_000
 EVERY = 5
 
 
-def test_a_checkpoint_without_room_ends_the_run_and_a_resumed_one_goes_on(miniature, launch, the_run_dir) -> None:
+def test_a_full_disk_at_a_checkpoint_ends_the_run_which_can_be_resumed(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
     checkpoints = {"every_steps": EVERY, "export": False}
     run = launch("train", miniature(schedule=schedule, checkpoint=checkpoints, rollout={"servers": 1}))

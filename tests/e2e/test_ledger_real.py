@@ -19,7 +19,7 @@ def books(run_dir: Path) -> dict[str, int]:
         return dict(ledger.execute("SELECT state, count(*) FROM groups GROUP BY state"))
 
 
-def test_a_run_goes_on_without_its_buffer_and_after_its_own_death(miniature, launch, the_run_dir) -> None:
+def test_a_run_survives_the_death_of_its_buffer_and_of_its_driver(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}
     config = miniature(
         schedule=schedule,

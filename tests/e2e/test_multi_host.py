@@ -103,7 +103,7 @@ def after(run, act: Callable[[], object], *words: str) -> None:
         said = run.output.index(word, said)
 
 
-def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head_is_lost(
+def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its_head(
     hosts: FakeHosts, small: Path, execute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GENERATION_KEY_VARIABLE, "a-key-of-the-users-own")
@@ -147,7 +147,7 @@ def test_a_run_outlives_what_befalls_its_other_host_and_is_resumed_when_its_head
 
 
 @pytest.mark.hosts
-def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_was_away(
+def test_a_network_cut_longer_than_all_deadlines_counts_as_a_lost_host(
     hosts: FakeHosts, shell: str | Path, small: Path, execute
 ) -> None:
     run = execute("bash", SCRIPT, small, "--hosts", APART, "--shell", shell)
@@ -161,7 +161,7 @@ def test_a_link_that_is_cut_for_longer_than_anybody_waits_is_only_a_host_that_wa
 
 
 @pytest.mark.parametrize("way", ["namespaces", "ssh"])
-def test_machines_that_are_not_ready_are_named_and_nothing_stays(
+def test_hosts_that_are_not_ready_are_named_and_everything_is_cleaned_up(
     hosts: FakeHosts, way: str, small: Path, execute, request: pytest.FixtureRequest
 ) -> None:
     shell = hosts.shell if way == "namespaces" else request.getfixturevalue("real_ssh").program

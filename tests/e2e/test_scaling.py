@@ -19,7 +19,7 @@ def scale(run_dir: Path, servers: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_servers_are_added_and_removed_while_a_run_goes_on(miniature, launch, the_run_dir) -> None:
+def test_servers_are_added_and_removed_during_a_run(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
     run = launch("train", miniature(schedule=schedule, rollout={"servers": 1}, trainer={"tensor_parallel": 1}))
     run.wait_for("step 2/")

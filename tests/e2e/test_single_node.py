@@ -35,7 +35,7 @@ def strangers() -> Iterator[list[subprocess.Popen]]:
         stranger.wait()
 
 
-def test_a_run_is_stopped_goes_on_and_ends_and_touches_no_stranger(
+def test_a_run_stops_resumes_and_ends_without_touching_other_processes(
     strangers: list[subprocess.Popen], miniature, execute, the_run_dir, tmp_path: Path
 ) -> None:
     schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}

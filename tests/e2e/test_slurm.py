@@ -81,7 +81,7 @@ class Batch:
         until(met, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}")
 
 
-def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, miniature, tmp_path) -> None:
+def test_a_preempted_job_saves_and_resumes_when_requeued(cluster, miniature, tmp_path) -> None:
     config = miniature(schedule=ENDLESS, **SMALL)
     batch = Batch(cluster, tmp_path / "job.out", "--nodes=2", ROOT / "launch" / "slurm.sbatch", config)
     batch.wait_for("step 3/")
@@ -98,7 +98,7 @@ def test_a_job_that_must_make_room_saves_and_goes_on_when_it_is_back(cluster, mi
 
 
 @pytest.mark.hosts
-def test_a_job_that_is_not_told_before_goes_on_from_its_last_checkpoint(cluster, miniature, tmp_path) -> None:
+def test_a_job_killed_without_notice_resumes_from_its_last_checkpoint(cluster, miniature, tmp_path) -> None:
     config = miniature(schedule=ENDLESS, **SMALL)
     script = ROOT / "launch" / "slurm.sbatch"
     batch = Batch(cluster, tmp_path / "job.out", "--partition=abrupt", "--nodes=2", script, config)
@@ -114,7 +114,7 @@ def test_a_job_that_is_not_told_before_goes_on_from_its_last_checkpoint(cluster,
 
 
 @pytest.mark.hosts
-def test_a_job_of_two_parts_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
+def test_a_heterogeneous_job_loses_a_node_and_finishes_on_another(cluster, hosts, miniature, tmp_path) -> None:
     config = miniature(schedule=ENDLESS | {"total_steps": 20}, **SMALL)
     script = ROOT / "launch" / "slurm_het.sbatch"
     batch = Batch(cluster, tmp_path / "job.out", "--nodes=1", ":", "--nodes=1", script, config)

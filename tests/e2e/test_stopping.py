@@ -16,7 +16,7 @@ ONE_SERVER = {"servers": 1}
 ONE_RANK = {"tensor_parallel": 1}
 
 
-def test_an_interrupt_while_everything_starts_leaves_nothing_behind(miniature, launch) -> None:
+def test_an_interrupt_during_the_start_cleans_up(miniature, launch) -> None:
     run = launch("train", miniature())
     run.wait_for("starting Ray")
     # Let some of the processes come up first.
@@ -27,9 +27,7 @@ def test_an_interrupt_while_everything_starts_leaves_nothing_behind(miniature, l
     assert run.survivors() == []
 
 
-def test_a_run_says_what_it_waits_for_cannot_be_driven_twice_and_saves_on_one_signal(
-    miniature, launch, the_run_dir
-) -> None:
+def test_a_run_dumps_its_waits_refuses_a_second_driver_and_saves_on_one_signal(miniature, launch, the_run_dir) -> None:
     run = launch("train", miniature(schedule=ENDLESS))
     run.wait_for("step 2/")
     run.signal(signal.SIGUSR1)
@@ -41,7 +39,7 @@ def test_a_run_says_what_it_waits_for_cannot_be_driven_twice_and_saves_on_one_si
     run.ends_cleanly(signal.SIGINT, the_run_dir())
 
 
-def test_a_second_interrupt_leaves_at_once(miniature, launch) -> None:
+def test_a_second_interrupt_stops_immediately(miniature, launch) -> None:
     # Long answers keep the first interrupt busy: the servers never finish a batch.
     schedule = ENDLESS | {"samples_per_group": 64, "groups_per_step": 16}
     run = launch("train", miniature(schedule=schedule, rollout=ONE_SERVER, trainer=ONE_RANK))
@@ -52,7 +50,7 @@ def test_a_second_interrupt_leaves_at_once(miniature, launch) -> None:
     assert run.survivors() == []
 
 
-def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work_saved(
+def test_a_server_that_cannot_be_replaced_ends_the_run_which_reports_its_log_and_saves(
     miniature, launch, the_run_dir
 ) -> None:
     rollout = {"min_servers": 2, "health": {"restarts": 0}}
@@ -66,7 +64,7 @@ def test_a_server_that_cannot_be_replaced_ends_the_run_with_its_log_and_the_work
     assert run.survivors() == []
 
 
-def test_a_dead_rank_that_may_not_start_again_ends_the_run_with_its_cause(miniature, launch) -> None:
+def test_a_dead_rank_without_restarts_left_ends_the_run_with_its_cause(miniature, launch) -> None:
     run = launch("train", miniature(schedule=ENDLESS, rollout=ONE_SERVER), "trainer.max_restarts=0")
     run.wait_for("step 3/")
     ranks = run.find("TrainerRank")

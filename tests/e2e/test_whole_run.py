@@ -18,7 +18,7 @@ def rows_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_asynchronously_and_a_resumed_one_goes_on(miniature) -> None:
+def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     config = miniature(checkpoint={"every_steps": 2, "keep": 2})
     result = megasync.AsyncTrainer(config).train()
 

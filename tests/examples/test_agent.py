@@ -91,13 +91,13 @@ async def test_search_read_answer():
     assert (found["duplicates"], found["malformed"], found["turn_limit"]) == (0.0, 0.0, 0.0)
 
 
-async def test_an_answer_that_is_half_right_is_worth_its_f1():
+async def test_a_partially_right_answer_scores_its_f1():
     _, _, episode, found = await play("<answer>in Torilaholm</answer>")
     assert (found["em"], found["answered"], found["searches"]) == (0.0, 1.0, 0.0)
     assert episode.reward == pytest.approx(2 / 3)
 
 
-async def test_the_same_search_again_is_told_and_costs():
+async def test_a_repeated_search_is_reported_and_penalised():
     turns = [search("Ada"), [search(" ADA "), search("Bea")], "<answer>Torilaholm</answer>"]
     client, retriever, episode, found = await play(*turns, duplicate_penalty=0.25, top_k=1)
     assert [query for query, _ in retriever.queries] == ["Ada", "Bea"]
@@ -117,7 +117,7 @@ async def test_the_same_search_again_is_told_and_costs():
         ("Torilaholm, I think.", UNMARKED),
     ],
 )
-async def test_what_cannot_be_read_is_told_and_costs(turn, told):
+async def test_an_unreadable_call_is_reported_and_penalised(turn, told):
     client, retriever, episode, found = await play(turn, "<answer>Torilaholm</answer>", malformed_penalty=0.1)
     assert told in client.shown(1)[0]
     count = 2.0 if turn == 2 else 1.0
@@ -132,26 +132,26 @@ async def test_the_same_search_twice_in_one_answer_is_a_duplicate_too():
     assert len(client.shown(1)) == 2
 
 
-async def test_calls_that_cannot_be_read_are_no_duplicates():
+async def test_unreadable_calls_are_not_duplicates():
     broken = ToolCall("1", "search", None, "{")
     _, _, _, found = await play(broken, broken, "<answer>x</answer>")
     assert (found["malformed"], found["duplicates"]) == (2.0, 0.0)
 
 
-async def test_the_turns_are_limited_and_no_answer_is_worth_nothing():
+async def test_turns_are_limited_and_a_missing_answer_scores_zero():
     _, retriever, episode, found = await play(search("a"), search("b"), search("c"), max_turns=3)
     assert [query for query, _ in retriever.queries] == ["a", "b"], "nobody would read what the last one found"
     assert (found["turn_limit"], found["answered"], episode.reward) == (1.0, 0.0, 0.0)
 
 
-async def test_a_full_context_ends_the_sample_with_what_there_is():
+async def test_a_full_context_ends_the_sample_with_its_tokens_so_far():
     _, _, episode, found = await play(search("a"), ContextLengthExceeded("full"))
     assert (found["context_full"], found["answered"], episode.reward) == (1.0, 0.0, 0.0)
     with pytest.raises(ContextLengthExceeded):
         await play(ContextLengthExceeded("full"))
 
 
-async def test_searches_are_refined_and_shown_whole_where_that_fails():
+async def test_searches_are_refined_or_shown_whole_if_that_fails():
     client, *_ = await play(search("Ada"), "<answer>x</answer>", refiner=FakeRefiner())
     assert client.shown(1) == ["2 passages about Ada"]
     client, *_ = await play(search("Ada"), "<answer>x</answer>", refiner=FakeRefiner(ServiceFailed("all down")))
@@ -159,18 +159,18 @@ async def test_searches_are_refined_and_shown_whole_where_that_fails():
 
 
 @pytest.mark.parametrize("call", [search("Ada"), ToolCall("1", "open_document", {"document_id": "d1"})])
-async def test_an_outage_ends_the_sample_as_one_of_a_server_does_and_is_no_observation(call):
+async def test_an_outage_is_an_infrastructure_failure_and_not_an_observation(call):
     with pytest.raises(ServiceFailed, match="all down") as raised:
         await play(call, "<answer>x</answer>", down=ServiceFailed("all down"), may_open=True)
     assert is_infrastructure(raised.value)
 
 
-async def test_what_a_retriever_refuses_is_an_observation():
+async def test_a_refusal_by_the_retriever_is_an_observation():
     client, *_ = await play(search("Ada"), "<answer>x</answer>", down=RequestRefused("status 422: too long"))
     assert client.shown(1) == ["Error: RequestRefused: status 422: too long"]
 
 
-async def test_documents_can_be_opened_where_the_rules_say_so():
+async def test_documents_can_be_opened_if_the_rules_allow_it():
     opened = ToolCall("1", "open_document", {"document_id": "d1"})
     client, *_ = await play(search("Ada"), opened, "<answer>x</answer>", may_open=True, refiner=FakeRefiner())
     assert client.tools == ["search", "open_document"]

@@ -34,7 +34,7 @@ async def test_a_full_batch_does_not_wait():
     await batcher.close()
 
 
-async def test_a_batch_that_does_not_fill_goes_at_its_deadline():
+async def test_an_incomplete_batch_is_sent_at_its_deadline():
     work, sizes = Work(), []
     batcher = Batcher(work, max_batch=100, max_wait=0.05, on_batch=sizes.append)
     batcher.start()
@@ -43,7 +43,7 @@ async def test_a_batch_that_does_not_fill_goes_at_its_deadline():
     await batcher.close()
 
 
-async def test_what_comes_while_a_batch_is_worked_on_gathers_and_does_not_wait_again():
+async def test_items_that_arrive_during_a_batch_form_the_next_without_another_wait():
     go = threading.Event()
     work = Work(go)
     batcher = Batcher(work, max_batch=10, max_wait=0.0)
@@ -58,7 +58,7 @@ async def test_what_comes_while_a_batch_is_worked_on_gathers_and_does_not_wait_a
     await batcher.close()
 
 
-async def test_one_bad_item_fails_alone():
+async def test_one_bad_item_does_not_fail_its_batch():
     work = Work()
     batcher = Batcher(work, max_batch=3, max_wait=LONG)
     batcher.start()
@@ -70,7 +70,7 @@ async def test_one_bad_item_fails_alone():
     await batcher.close()
 
 
-async def test_too_few_results_are_an_error_and_not_somebody_elses():
+async def test_too_few_results_are_an_error_for_the_whole_batch():
     batcher = Batcher(lambda items: [], max_batch=2, max_wait=LONG)
     batcher.start()
     answers = await asyncio.gather(batcher.submit(1), batcher.submit(2), return_exceptions=True)
@@ -78,7 +78,7 @@ async def test_too_few_results_are_an_error_and_not_somebody_elses():
     await batcher.close()
 
 
-async def test_who_hung_up_is_not_worked_for():
+async def test_cancelled_items_are_not_processed():
     go = threading.Event()
     work = Work(go)
     batcher = Batcher(work, max_batch=1, max_wait=0.0)
@@ -105,7 +105,7 @@ async def test_a_full_queue_refuses():
     await batcher.close()
 
 
-async def test_closing_answers_what_was_taken_and_takes_no_more():
+async def test_closing_answers_accepted_items_and_refuses_new_ones():
     batcher = Batcher(Work(), max_batch=10, max_wait=LONG)
     batcher.start()
     taken = asyncio.create_task(batcher.submit(4))

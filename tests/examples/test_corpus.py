@@ -11,12 +11,12 @@ from deepresearch.prepare import prepare_own
 from fake_embedder import FakeEmbedder
 
 
-def test_the_same_seed_writes_the_same_pages_and_another_does_not():
+def test_pages_depend_on_the_seed_only():
     assert encyclopaedia(0) == encyclopaedia(0)
     assert encyclopaedia(0) != encyclopaedia(1)
 
 
-def test_pages_have_names_of_their_own_and_answers_stand_in_them():
+def test_page_names_are_unique_and_pages_contain_their_answers():
     documents, questions = encyclopaedia(0)
     assert len({document.id for document in documents}) == len({document.title for document in documents}) == 320
     text = {document.title: document.text for document in documents}
@@ -51,7 +51,7 @@ def test_a_corpus_that_cannot_be_read_names_the_line(tmp_path, line, why):
         read_documents(path)
 
 
-def test_a_corpus_of_ones_own_with_its_questions(tmp_path):
+def test_a_custom_corpus_with_its_questions(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"id": "a", "title": "t", "text": "The sky is blue."}\n')
     questions = [{"prompt": f"q{n}", "answers": ["blue"]} for n in range(10)]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -67,7 +67,7 @@ def test_a_corpus_of_ones_own_with_its_questions(tmp_path):
         prepare_own(data, FakeEmbedder(), tmp_path / "mine.jsonl", tmp_path / "asked.jsonl")
 
 
-def test_marks_that_python_takes_for_ends_of_lines_stay_in_the_text(tmp_path):
+def test_unicode_line_separators_stay_in_the_text(tmp_path):
     documents = [Document("a", "t", "One.\u2028Two.\x85Three."), Document("b", "t", "Four.")]
     write_jsonl(tmp_path / "corpus.jsonl", map(asdict, documents))
     assert read_documents(tmp_path / "corpus.jsonl") == documents

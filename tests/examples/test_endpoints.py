@@ -20,7 +20,7 @@ def names(endpoints):
     return [endpoint.url for endpoint in endpoints]
 
 
-def test_the_least_busy_is_asked_and_idle_ones_take_turns(clock):
+def test_the_least_busy_endpoint_is_used_and_idle_ones_alternate(clock):
     pool = Endpoints(["a", "b", "c/"], rest=5, clock=clock)
     first = [pool.acquire() for _ in range(3)]
     assert names(first) == ["a", "b", "c"]
@@ -32,7 +32,7 @@ def test_the_least_busy_is_asked_and_idle_ones_take_turns(clock):
     assert names([pool.acquire(), pool.acquire()]) == ["a", "c"]
 
 
-def test_one_that_fails_rests_and_longer_each_time(clock):
+def test_a_failing_endpoint_backs_off_exponentially(clock):
     pool = Endpoints(["a", "b"], rest=5, clock=clock)
     a = pool.acquire()
     pool.release(a, ok=False)
@@ -52,7 +52,7 @@ def test_one_that_fails_rests_and_longer_each_time(clock):
     assert (a.failures, a.rests_until) == (0, 0.0)
 
 
-def test_when_all_rest_the_one_that_wakes_first_is_asked(clock):
+def test_when_all_back_off_the_next_available_one_is_used(clock):
     pool = Endpoints(["a", "b"], rest=5, clock=clock)
     a, b = pool.acquire(), pool.acquire()
     pool.release(b, ok=False)
@@ -61,7 +61,7 @@ def test_when_all_rest_the_one_that_wakes_first_is_asked(clock):
     assert pool.acquire() is b
 
 
-def test_another_is_asked_before_the_same_again(clock):
+def test_other_endpoints_are_tried_before_the_same_one(clock):
     pool = Endpoints(["a", "b"], rest=5, clock=clock)
     a = pool.acquire()
     busy = pool.acquire()
@@ -72,7 +72,7 @@ def test_another_is_asked_before_the_same_again(clock):
     assert not pool.untried([a, busy])
 
 
-def test_giving_up_is_no_verdict(clock):
+def test_a_cancelled_request_does_not_count_as_a_failure(clock):
     pool = Endpoints(["a"], rest=5, clock=clock)
     a = pool.acquire()
     pool.release(a, ok=None)

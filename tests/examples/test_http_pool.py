@@ -64,7 +64,7 @@ async def pool_of(*fakes, extra=(), **limits):
 
 
 @pytest.mark.parametrize("failure", [500, 503, 429, garbage])
-async def test_the_next_endpoint_answers_for_one_that_fails_and_which_then_rests(failure):
+async def test_the_next_endpoint_answers_for_a_failing_one_which_then_backs_off(failure):
     broken, sound = FakeService(failure), FakeService({"n": 1})
     async with pool_of(broken, sound) as pool:
         assert [await pool.request("POST", "/x", {}) for _ in range(4)] == [{"n": 1}] * 4
@@ -72,21 +72,21 @@ async def test_the_next_endpoint_answers_for_one_that_fails_and_which_then_rests
     assert [endpoint.active for endpoint in pool.endpoints.all] == [0, 0]
 
 
-async def test_one_that_hangs_or_is_not_there_is_passed_over():
+async def test_a_hung_or_missing_endpoint_is_skipped():
     stuck, sound = FakeService(hang), FakeService({"n": 1})
     async with pool_of(stuck, sound, extra=["http://127.0.0.1:9"], attempt=0.2) as pool:
         assert await pool.request("POST", "/x", {}) == {"n": 1}
         assert [endpoint.failures for endpoint in pool.endpoints.all] == [1, 1, 0]
 
 
-async def test_the_only_endpoint_is_asked_again():
+async def test_the_only_endpoint_is_retried():
     flaky = FakeService(503, 500, {"n": 1})
     async with pool_of(flaky) as pool:
         assert await pool.request("POST", "/x", {"q": 1}) == {"n": 1}
     assert [body for _, body, _ in flaky.requests] == [{"q": 1}] * 3
 
 
-async def test_attempts_come_to_an_end():
+async def test_attempts_are_limited():
     dead = FakeService(500)
     async with pool_of(dead, attempts=2) as pool:
         with pytest.raises(ServiceFailed, match=r"/x failed after 2 attempts; the last: http://.*status 500: .*no"):
@@ -94,13 +94,13 @@ async def test_attempts_come_to_an_end():
     assert len(dead.requests) == 2
 
 
-async def test_the_deadline_ends_what_the_attempts_would_not():
+async def test_the_deadline_ends_the_attempts():
     async with pool_of(FakeService(hang), attempts=50, attempt=30.0, deadline=0.2) as pool:
         with pytest.raises(ServiceFailed, match=r"after 1 attempts; .* no answer within 0\.\d+ s"):
             await pool.request("POST", "/x", {})
 
 
-async def test_what_is_refused_is_not_tried_elsewhere_and_nobodys_failure():
+async def test_a_refused_request_is_not_retried_and_counts_as_no_failure():
     strict, other = FakeService(422), FakeService({"n": 1})
     async with pool_of(strict, other) as pool:
         with pytest.raises(RequestRefused, match=r"/x refused with status 422: {'detail': 'no'}"):
@@ -109,7 +109,7 @@ async def test_what_is_refused_is_not_tried_elsewhere_and_nobodys_failure():
     assert other.requests == []
 
 
-async def test_a_caller_who_gives_up_leaves_no_request_counted():
+async def test_a_cancelled_request_is_no_longer_counted():
     async with pool_of(FakeService(hang)) as pool:
         task = asyncio.create_task(pool.request("POST", "/x", {}))
         while not pool.endpoints.all[0].active:

@@ -19,7 +19,7 @@ DIMENSION = 8
 
 
 @given(rows=st.integers(1, 40), shards=st.integers(1, 7), top_k=st.integers(1, 50), seed=st.integers(0, 10_000))
-def test_shards_find_what_one_look_at_all_vectors_finds(rows, shards, top_k, seed):
+def test_a_sharded_search_equals_a_search_over_all_vectors(rows, shards, top_k, seed):
     chance = np.random.default_rng(seed)
     vectors = chance.normal(size=(rows, DIMENSION)).astype(np.float32)
     queries = chance.normal(size=(3, DIMENSION)).astype(np.float32)
@@ -46,7 +46,7 @@ class FakeIndex:
         return np.linspace(1, 0, rows.size, dtype=np.float32).reshape(rows.shape), rows
 
 
-def test_a_row_that_is_nobodys_is_no_hit():
+def test_a_row_without_a_document_is_not_a_hit():
     pieces = [Passage(f"p{n}", f"d{n}", "t", "x") for n in range(3)]
     searcher = Searcher(FakeEmbedder(), FakeIndex(2, 3, -1, 0, 10**12, -7), pieces)
     (hits,) = searcher([Query("x", 6)])

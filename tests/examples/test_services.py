@@ -52,7 +52,7 @@ async def post(url, body):
         return response.status, await response.json()
 
 
-async def test_passages_come_with_what_one_needs_to_know_of_them():
+async def test_passages_include_their_metadata():
     async with served(retriever_app()) as url:
         status, answer = await post(f"{url}/retrieve", {"queries": [" Brendal town ", "Korn"], "top_k": 2})
         assert status == 200
@@ -68,7 +68,7 @@ async def test_passages_come_with_what_one_needs_to_know_of_them():
         assert (korn[0]["document"], korn[0]["score"] >= korn[1]["score"]) == ("c", True)
 
 
-async def test_more_than_there_is_brings_all_there_is():
+async def test_asking_for_more_hits_than_documents_returns_all():
     async with served(retriever_app()) as url:
         _, answer = await post(f"{url}/retrieve", {"queries": ["Ossa"], "top_k": 50})
         assert sorted(found["document"] for found in answer["results"][0]) == ["a", "b/1", "c"]
@@ -95,7 +95,7 @@ async def test_a_request_that_is_wrong_is_refused_with_the_field(body, field):
         assert answer["detail"][0]["loc"][1] == field
 
 
-async def test_a_query_that_breaks_the_search_costs_only_its_own_request():
+async def test_a_query_that_breaks_the_search_fails_only_its_own_request():
     app = retriever_app(FakeEmbedder(breaks_on="boom"), max_batch=2, max_wait_ms=60_000.0)
     async with served(app) as url:
         bad, good = await asyncio.gather(
@@ -109,7 +109,7 @@ async def test_a_query_that_breaks_the_search_costs_only_its_own_request():
         assert (stats["requests"], stats["failed"], stats["batch_sizes"]) == (2, 1, {"2": 1})
 
 
-async def test_a_server_that_has_too_much_to_do_says_so():
+async def test_an_overloaded_server_says_so():
     async with served(retriever_app(max_queue=1, max_batch=8, max_wait_ms=200.0)) as url:
         status, answer = await post(f"{url}/retrieve", {"queries": ["x", "y", "z"]})
         assert status == 503

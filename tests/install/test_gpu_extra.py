@@ -38,7 +38,7 @@ def test_patches_accept_the_versions_that_sglang_pins():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("python", MEGATRON)
-def test_it_resolves(python):
+def test_the_gpu_extra_resolves(python):
     options = ["--extra", "gpu", "--python-version", python, "--python-platform", PLATFORM, "--no-header", "--quiet"]
     command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", *options, "--no-annotate"]
     env = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}

@@ -12,7 +12,7 @@ from megasync.importing import quick_imports
 from megasync.serving.router import Router
 
 
-def test_the_collector_rests_within_the_block_and_works_again_after_it():
+def test_garbage_collection_is_off_within_the_block_and_on_again_after_it():
     before = gc.get_freeze_count()
     try:
         with quick_imports():
@@ -29,7 +29,7 @@ def test_the_collector_rests_within_the_block_and_works_again_after_it():
         gc.unfreeze()
 
 
-def test_a_collector_that_was_off_stays_off():
+def test_garbage_collection_that_was_off_stays_off():
     gc.disable()
     try:
         with quick_imports():

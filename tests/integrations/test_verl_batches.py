@@ -50,7 +50,7 @@ def test_with_responses_only_they_are_scored_and_the_rest_is_zero():
     assert [row.tolist() for row in found.unbind()] == [[0, 7, 8, 0], [10, 0], [0, 13, 0]]
 
 
-def test_each_microbatch_knows_what_verl_put_into_it():
+def test_each_microbatch_maps_to_verls_microbatch():
     parts = [batch_of(SEQUENCES[:1]), batch_of(SEQUENCES[1:])]
     batch = VerlBatch(parts)
     assert [batch.part(packed(batch, index)) is part for index, part in enumerate(parts)] == [True, True]
@@ -89,7 +89,7 @@ def test_equal_temperatures_are_one_number():
         ("pad_mode", DatasetPadMode.RIGHT),
     ],
 )
-def test_what_this_engine_does_not_compute_is_refused_by_name(name, value):
+def test_unsupported_batch_options_are_refused_by_name(name, value):
     check_batch(batch_of())
     with pytest.raises(TrainingError, match=name):
         check_batch(batch_of(**{name: value}))

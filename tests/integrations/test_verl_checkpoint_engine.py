@@ -105,7 +105,7 @@ def test_verl_finds_the_backend():
     assert CheckpointEngineRegistry.get("megasync") is MegasyncCheckpointEngine
 
 
-def test_every_rank_is_told_who_it_is():
+def test_every_rank_receives_its_role_and_number():
     metadata = [{"host": "127.0.0.1", "port": 5}, {}, {}, {}, {}]
     trainers, rollouts = MegasyncCheckpointEngine.build_topology(2, 3, metadata)
     assert trainers == {
@@ -122,7 +122,7 @@ def test_every_rank_is_told_who_it_is():
     "name, options",
     [("bucket_megabytes", {"bucket_size": 0}), ("timeout", {"timeout": "600"}), ("timeout", {"timeout": 0})],
 )
-def test_a_setting_that_cannot_be_is_refused_by_name(name, options):
+def test_an_invalid_setting_is_refused_by_name(name, options):
     with pytest.raises(ConfigError, match=name):
         MegasyncCheckpointEngine(**{"bucket_size": 100, **options})
 
@@ -133,7 +133,7 @@ async def test_weights_of_another_engine_are_refused():
 
 
 @pytest.mark.processes
-def test_every_rollout_worker_puts_the_folder_together_bit_for_bit(sides, model):
+def test_every_rollout_worker_assembles_the_model_folder_bitwise(sides, model):
     check_whole(sides, model)
 
 
@@ -147,7 +147,7 @@ def test_every_rollout_worker_puts_the_folder_together_bit_for_bit(sides, model)
     ],
     ids=["a trainer rank breaks down", "bytes are damaged", "a rollout worker breaks down"],
 )
-def test_a_failure_in_the_middle_reaches_everybody_and_the_next_transfer_is_whole(sides, model, fault, reason):
+def test_a_failed_transfer_fails_on_every_process_and_the_next_one_succeeds(sides, model, fault, reason):
     answers = transfer(sides, **fault)
     if "rollout0" in fault and "tensors" in answers[3]:
         # The other worker had everything already when this one broke down.

@@ -33,7 +33,7 @@ def test_verl_finds_the_engines_by_their_strategy(monkeypatch, device):
     assert EngineRegistry.get_engine_cls("value_model", "megasync") is MegasyncValueEngine
 
 
-def test_one_line_each_turns_verls_trainer_configuration_into_megasyncs(model):
+def test_one_line_per_role_selects_megasync_in_verls_configuration(model):
     from hydra import compose, initialize_config_module
 
     sections = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
@@ -53,7 +53,7 @@ def test_one_line_each_turns_verls_trainer_configuration_into_megasyncs(model):
     check_contents(actor.checkpoint)
 
 
-def test_sizes_and_layers_arrive():
+def test_sizes_and_layers_are_converted():
     config = MegasyncEngineConfig(
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
@@ -114,7 +114,7 @@ def test_sizes_that_do_not_fit_are_refused_in_verl_setting_names(options, messag
         ({"lr_decay_style": "linear", "lr_decay_steps": 30, "lr_warmup_steps": 5}, ("linear", 5, 30)),
     ],
 )
-def test_the_schedule_arrives(options, expected):
+def test_the_schedule_is_converted(options, expected):
     config, total = to_optimizer(McoreOptimizerConfig(**options))
     assert (config.decay, config.warmup_steps, total) == expected
     assert config.lr == options.get("lr", 1e-3)
@@ -149,12 +149,12 @@ def test_a_changed_model_is_refused(model):
 
 
 @pytest.mark.parametrize("contents", [["model"], ["model", "optimizer", "extra", "plans"]])
-def test_checkpoints_of_parts_are_refused(contents):
+def test_partial_checkpoints_are_refused(contents):
     with pytest.raises(ConfigError, match="save_contents"):
         check_contents(CheckpointConfig(save_contents=contents))
 
 
-def test_another_verl_is_refused(monkeypatch):
+def test_another_version_of_verl_is_refused(monkeypatch):
     monkeypatch.setattr(verl_versions, "version", lambda package: "0.10.0")
     with pytest.raises(ConfigError, match=r"verl 0\.9\.1, but 0\.10\.0 is installed"):
         verl_versions.check_version()

@@ -222,7 +222,7 @@ def test_gradients_that_would_be_lost_between_calls_are_refused(found, layout):
 
 
 @pytest.mark.parametrize("layout", OURS)
-def test_weights_step_aside_for_earlier_ones(found, layout):
+def test_earlier_weights_can_be_swapped_in(found, layout):
     """That training goes on the same after it is `test_loss_and_gradient_norm_are_those_of_verls_engine`."""
     for name in OUTPUTS[role_of(layout)]:
         assert torch.equal(inferred(found[layout], name, "infer_before"), inferred(found[layout], name))
@@ -241,7 +241,7 @@ def test_every_rank_exports_the_folder_bit_for_bit(found, layout, models):
 
 
 @pytest.mark.parametrize("layout", OURS)
-def test_a_new_engine_goes_on_from_a_checkpoint(found, layout):
+def test_a_new_engine_continues_from_a_checkpoint(found, layout):
     for rank in found[layout]:
         assert all(torch.equal(rank["restored"][name], tensor) for name, tensor in rank["after"].items())
         assert all(torch.equal(rank["end"][name], tensor) for name, tensor in rank["last"].items())
@@ -272,8 +272,8 @@ def test_verls_critic_loads_the_exported_folder(found, layout, saved):
 
 
 @pytest.mark.parametrize("layout", OURS)
-def test_memory_goes_away_and_comes_back(found, layout):
-    """That training goes on the same after it is `test_a_new_engine_goes_on_from_a_checkpoint`."""
+def test_memory_is_offloaded_and_restored(found, layout):
+    """That training goes on the same after it is `test_a_new_engine_continues_from_a_checkpoint`."""
     for rank in found[layout]:
         before, away, back = rank["held"]
         assert before["weights"] > 0 and before["gradients"] > 0 and before["optimizer"] > 0
@@ -339,7 +339,7 @@ def test_every_actor_of_the_group_exports_the_same_weights(found, models, throug
 
 
 @ROLES
-def test_the_group_goes_on_from_its_checkpoint(through_ray, role, theirs):
+def test_the_worker_group_continues_from_its_checkpoint(through_ray, role, theirs):
     ours = through_ray[role]
     for name in ("loss", "grad_norm"):
         assert ours["again"][name] == ours["next"][name]

@@ -21,7 +21,7 @@ print("after:", EngineRegistry.get_engine_cls("value_model", "megasync").__name_
 
 
 @pytest.mark.processes
-def test_processes_that_compute_nothing_are_spared_the_engine():
+def test_processes_that_compute_nothing_do_not_import_the_engine():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOK],
         env={**os.environ, "VERL_PLATFORM": "cpu"},
@@ -33,7 +33,7 @@ def test_processes_that_compute_nothing_are_spared_the_engine():
     assert done.stdout.splitlines()[-2:] == ["before: []", "after: MegasyncValueEngine"], done.stderr[-3000:]
 
 
-def test_a_name_that_the_package_lacks_is_told_with_those_it_has():
+def test_an_unknown_name_is_refused_with_the_known_ones():
     import megasync.integrations.verl as plugin
 
     with pytest.raises(AttributeError, match=r"MegasyncConfig.*MegasyncEngineConfig"):

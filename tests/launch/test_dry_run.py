@@ -41,7 +41,7 @@ PARTS = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_dry_run_is_as_written_down(script, arguments, environment, tmp_path: Path, fake_scontrol: Path) -> None:
+def test_a_dry_run_equals_the_recorded_one(script, arguments, environment, tmp_path: Path, fake_scontrol: Path) -> None:
     """If a change of the commands is intended, write the new text to tests/launch/dry_runs/."""
     checkout = tmp_path / "checkout"
     (checkout / "launch").mkdir(parents=True)

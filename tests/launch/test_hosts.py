@@ -47,7 +47,7 @@ def test_hosts_may_be_reserved_for_a_pool(tmp_path: Path) -> None:
         ("--now,d", "is not a host"),
     ],
 )
-def test_other_hosts_are_refused(source: str, words: str) -> None:
+def test_invalid_hosts_are_refused(source: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_hosts(source)
 

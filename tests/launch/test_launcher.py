@@ -52,7 +52,7 @@ def test_hosts_of_a_pool_mark_their_ray_nodes(config_file: Path, tmp_path: Path)
     assert after(run, "--continue")[0] == "this.run"
 
 
-def test_one_line_goes_to_ssh(config_file: Path) -> None:
+def test_ssh_receives_the_command_as_one_line(config_file: Path) -> None:
     (head, *_) = dry_run(config_file, "--hosts", "a")
     assert head[0] == "ssh" and head[-2] == "a" and "megasync.launch.node" in head[-1]
 
@@ -69,7 +69,7 @@ def test_one_line_goes_to_ssh(config_file: Path) -> None:
         (["--hosts", "a", "--shell", " ", "--dry-run"], "is not a command"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
+def test_invalid_launches_are_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with pytest.raises(launch_command.MegasyncError, match=words):

@@ -79,13 +79,13 @@ def test_without_an_address_nothing_changes(address: str | None) -> None:
     assert bound(address, ANY4, ANY6) == ["0.0.0.0", "::"]
 
 
-def test_what_names_an_address_or_is_not_tcp_is_left_alone() -> None:
+def test_sockets_with_an_address_or_without_tcp_are_unchanged() -> None:
     assert bound("127.0.0.2", *OTHERS) == bound(None, *OTHERS) == [address for *_, address in OTHERS]
     nowhere = ("AF_INET", "SOCK_STREAM", 0, "192.0.2.1")
     assert bound("127.0.0.2", nowhere) == bound(None, nowhere), "errors stay what they are"
 
 
-def test_it_is_built_once_and_found_again(cache: Path) -> None:
+def test_the_library_is_built_once_and_cached(cache: Path) -> None:
     first = ray_bind.library()
     assert first.parent == cache
     made = first.stat().st_mtime_ns
@@ -93,14 +93,14 @@ def test_it_is_built_once_and_found_again(cache: Path) -> None:
     assert list(cache.iterdir()) == [first]
 
 
-def test_another_source_is_another_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_builds_another_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, source = ray_bind.library_name(), tmp_path / "changed.c"
     source.write_text(ray_bind.SOURCE.read_text() + "\n")
     monkeypatch.setattr(ray_bind, "SOURCE", source)
     assert ray_bind.library_name() != first
 
 
-def test_what_is_preloaded_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_preloads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/opt/a.so /opt/b.so")
     found = ray_bind.environment(Path("/venv/bind.so"), "10.0.0.1")
     assert found["LD_PRELOAD"] == "/opt/a.so:/opt/b.so:/venv/bind.so"
@@ -110,14 +110,14 @@ def test_what_is_preloaded_already_stays(monkeypatch: pytest.MonkeyPatch) -> Non
         ray_bind.environment(Path("/my env/bind.so"), "10.0.0.1")
 
 
-def test_a_machine_without_a_compiler_is_told_so(without_compiler: None) -> None:
+def test_a_missing_compiler_is_reported(without_compiler: None) -> None:
     with pytest.raises(PatchError, match="no C compiler"):
         ray_bind.library()
     (found,) = doctor.check_compiler()
     assert found.status == OK and "no C compiler" in found.detail
 
 
-def test_a_source_that_does_not_build_is_told(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_is_reported(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "broken.c"
     source.write_text("#error no headers here\n")
     monkeypatch.setattr(ray_bind, "SOURCE", source)
@@ -126,7 +126,7 @@ def test_a_source_that_does_not_build_is_told(cache: Path, tmp_path: Path, monke
     assert list(cache.iterdir()) == []
 
 
-def test_a_library_that_does_nothing_here_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_ineffective_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wrong = tmp_path / "of-another-machine.so"
     wrong.write_bytes(b"\x7fELF of another processor")
     monkeypatch.setattr(ray_bind, "library", lambda: wrong)
@@ -166,7 +166,7 @@ def test_a_nodes_processes_are_confined_and_its_doctor_sees_it() -> None:
         assert node.stdout.read() == "ok listens on 127.0.0.1\n"
 
 
-def test_a_node_without_a_compiler_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_a_node_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> None:
     """`ray` is what says it, so that a head says it once; there is no such device, so that it ends there."""
     code = (
         "import sys\nfrom megasync_patches import ray_bind\nfrom megasync.launch import node\n"

@@ -54,7 +54,7 @@ def test_scripts_stop_at_the_first_error_and_kill_nothing_by_name(script):
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
 
 
-def test_an_old_python_is_refused_with_the_way_out(checkout):
+def test_an_old_python_is_refused_with_a_fix(checkout):
     old = program(checkout / "old-python", "exit 1")
     result = bash(checkout / "launch" / "setup.sh", PYTHON=str(old))
     assert result.returncode == 1
@@ -62,7 +62,7 @@ def test_an_old_python_is_refused_with_the_way_out(checkout):
     assert not (checkout / ".venv").exists()
 
 
-def test_a_python_without_pip_is_refused_with_the_way_out(checkout):
+def test_a_python_without_pip_is_refused_with_a_fix(checkout):
     bare = program(checkout / "bare-python", 'case "$2" in *ensurepip*) exit 1;; esac')
     result = bash(checkout / "launch" / "setup.sh", PYTHON=str(bare))
     assert result.returncode == 1 and "python3-venv" in result.stderr
@@ -102,7 +102,7 @@ def test_a_second_set_up_does_nothing_until_the_lock_changes(checkout):
     assert "[4/4]" in bash(setup, PYTHON=str(python)).stdout
 
 
-def test_a_failed_set_up_shows_the_logs_end_and_is_tried_again(checkout):
+def test_a_failed_set_up_shows_the_end_of_the_log_and_can_be_retried(checkout):
     python = fake_python(checkout, "echo no such package; exit 1")
     result = bash(checkout / "launch" / "setup.sh", PYTHON=str(python))
     assert result.returncode == 1
@@ -111,7 +111,7 @@ def test_a_failed_set_up_shows_the_logs_end_and_is_tried_again(checkout):
     assert bash(checkout / "launch" / "setup.sh", PYTHON=str(checkout / "python")).returncode == 0
 
 
-def test_quickstart_and_tests_pass_their_arguments_on(checkout):
+def test_quickstart_and_test_scripts_forward_their_arguments(checkout):
     program(checkout / "launch" / "setup.sh", "echo made > .venv/.installed")
     program(checkout / ".venv" / "bin" / "megasync", 'echo "megasync $*"')
     program(checkout / ".venv" / "bin" / "python", 'echo "python $*"')
@@ -156,7 +156,7 @@ def test_scripts_refuse_bad_arguments_clearly(checkout, script, arguments, words
     assert (refused.returncode, refused.stdout) == (2, "") and words in refused.stderr
 
 
-def test_the_script_for_one_machine_explains_itself(checkout):
+def test_the_script_for_one_machine_has_a_help_text(checkout):
     helped = bash(checkout / "launch" / "single_node.sh", "--help")
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
@@ -192,7 +192,7 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
 
 
 @pytest.mark.parametrize("lock", ["verl.lock", "lint.lock"])
-def test_another_lock_pins_nothing_a_second_time(lock):
+def test_the_locks_do_not_overlap(lock):
     pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
     assert not {requirement.name for requirement in pins} & {requirement.name for requirement in LOCK}
@@ -217,7 +217,7 @@ def project_build() -> list[str]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
 
 
-def test_nothing_that_the_project_is_made_of_is_left_out_of_a_clone():
+def test_a_clone_contains_every_source_file():
     listing = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "--", "megasync", "configs", "patches"]
     found = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:

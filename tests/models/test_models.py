@@ -54,7 +54,7 @@ def test_the_weights_are_random_but_always_the_same(digits, tmp_path):
     assert (again / "model.safetensors").read_bytes() == (digits / "model.safetensors").read_bytes()
 
 
-def test_a_model_that_is_there_is_kept(digits):
+def test_an_existing_model_is_kept(digits):
     before = (digits / "model.safetensors").stat().st_mtime_ns
     assert fetch("digits", digits) == digits
     assert (digits / "model.safetensors").stat().st_mtime_ns == before
@@ -71,7 +71,7 @@ def test_an_interrupted_fetch_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_a_fix(tmp_path, monkeypatch):
     def full(out):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_foreign_places_and_names_are_refused(tmp_path):
+def test_occupied_folders_and_unknown_names_are_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="is not a model folder"):

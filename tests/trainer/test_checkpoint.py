@@ -45,7 +45,7 @@ def resumed(run_ranks, models, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for runs in RUNS.values() for name in runs])
-def test_a_resumed_run_is_bitwise_the_one_that_never_stopped(resumed, name):
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(resumed, name):
     for rank in resumed[name]:
         metrics, weights = rank["straight"]
         resumed_metrics, resumed_weights = rank["resumed"]

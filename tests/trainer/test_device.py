@@ -38,7 +38,7 @@ def fake_cuda(monkeypatch):
     device._side_stream.cache_clear()
 
 
-def test_a_side_stream_is_one_of_high_priority_for_ever(fake_cuda):
+def test_a_side_stream_is_reused_and_has_high_priority(fake_cuda):
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for where in (first, first, second):
         device.side_stream(where)
@@ -57,7 +57,7 @@ def test_only_a_gpu_is_waited_for(fake_cuda):
     assert fake_cuda.waited == ["current"]
 
 
-def test_what_the_environment_says_stands(monkeypatch):
+def test_existing_environment_variables_are_kept(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     # Set first, so that it is as before after the test.
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")

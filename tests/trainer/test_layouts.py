@@ -100,7 +100,7 @@ def test_weights_after_a_step_are_those_of_one_rank(results, models, family, lay
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_changes_the_scores_alike(results, one, family):
+def test_a_step_changes_the_scores_equally_on_every_layout(results, one, family):
     assert (one[family]["after"] - one[family]["scores"]).abs().max() > 1e-3
     for layout in NAMES:
         for rank in results[0][family, layout]:

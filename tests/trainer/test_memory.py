@@ -79,7 +79,7 @@ def test_weights_gradients_and_optimizer_are_exact(held, models, name, rank):
 
 
 @pytest.mark.parametrize("name", ["tp2-float32", "tp2-bfloat16", "dp2-replicated", "pp2", "pp2-vpp2", "experts"])
-def test_activations_are_of_the_size_that_is_estimated(held, models, name):
+def test_activations_have_the_estimated_size(held, models, name):
     """Without fused layers more is saved, such as float32 copies in norms; never several times as much."""
     plan = planned(models, name, 0)
     assert 1 <= held[0][name]["activations"] / (plan.activations + plan.logits) <= 2.5
@@ -118,7 +118,7 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedule(pipeline, virtua
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_checkpoint_is_as_large_as_is_expected(held, models, name):
+def test_a_checkpoint_has_the_planned_size(held, models, name):
     """Except for headers of files and tensors and random states of ranks, which matter in such a small model."""
     planned_bytes = checkpoint_bytes(*configured(models, name))
     assert 0 <= held[0][name]["checkpoint"] - planned_bytes <= 128 * 1024

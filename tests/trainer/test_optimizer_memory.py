@@ -21,7 +21,7 @@ def stepped(seed):
     return optimizer, inner, weight
 
 
-def test_moments_that_there_are_go_before_the_loaded_ones_come(monkeypatch):
+def test_old_moments_are_freed_before_new_ones_are_loaded(monkeypatch):
     saved = stepped(0)[0].state()
     optimizer, inner, weight = stepped(1)
     held = [weakref.ref(value) for value in inner.state[weight].values()]

@@ -58,7 +58,7 @@ def test_ranks_have_equally_many_microbatches_and_none_is_empty(samples, ranks, 
 
 
 @given(**arguments, rounds=st.integers(1, 4))
-def test_rounds_are_kept_without_losing_or_doubling_a_sample(samples, ranks, budget, share_prompts, rounds):
+def test_rounds_neither_lose_nor_duplicate_a_sample(samples, ranks, budget, share_prompts, rounds):
     dealt = packed(samples, ranks, budget, share_prompts, rounds)
     (count,) = {len(own) for own in dealt}
     assert count % rounds == 0
@@ -68,7 +68,7 @@ def test_rounds_are_kept_without_losing_or_doubling_a_sample(samples, ranks, bud
 
 
 @given(**arguments)
-def test_level_microbatches_have_room_for_the_largest_of_their_turn(samples, ranks, budget, share_prompts):
+def test_padded_microbatches_have_room_for_the_largest_of_their_position(samples, ranks, budget, share_prompts):
     dealt = packed(samples, ranks, budget, share_prompts)
     mine = pad_alike(dealt, range(ranks - 1, ranks))
     assert [item.room for item in mine[0]] == [item.tokens for item in dealt[-1]]
@@ -100,7 +100,7 @@ def test_a_common_prompt_is_computed_once():
     assert [item.tokens for item in own] == [100 + 8 * 8]
 
 
-def test_a_group_is_cut_rather_than_leaving_a_rank_without_work():
+def test_a_group_is_split_if_a_rank_would_have_no_work():
     samples = [Sample([1] * 10, [2] * 41, list(range(41))) for _ in range(8)]
     dealt = packed(samples, 4, 10_000, True)
     assert all(item.counted for own in dealt for item in own)
@@ -113,7 +113,7 @@ def test_fewer_samples_than_ranks_are_filled_up_with_masked_copies():
     assert sum(not item.counted for own in dealt for item in own) == 2
 
 
-def test_tokens_behind_the_last_scored_one_are_not_fed():
+def test_tokens_after_the_last_scored_one_are_not_fed():
     assert Sample([1], [5, 6, 7, 8, 9], [0, 2]).fed == 2
 
 

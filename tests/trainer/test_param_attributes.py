@@ -60,7 +60,7 @@ def test_the_gradient_norm_counts_each_element_once(models, family, spec, value_
     assert counted == expected
 
 
-def test_down_projections_are_cut_in_one_flavour_and_replicated_in_the_other(models):
+def test_down_projections_are_sharded_in_one_flavour_and_replicated_in_the_other(models):
     found = {}
     for spec in ("local", "te"):
         weights = marked(layout_of(models["deepseek_v3"], spec, tensor=TENSOR), 1)

@@ -103,7 +103,7 @@ def test_a_cpu_rank_imports_no_compiler():
 
 
 @pytest.mark.processes
-def test_looking_at_the_registry_imports_nothing_upstream():
+def test_reading_the_registry_imports_no_upstream_package():
     code = (
         "import sys, megasync_patches; megasync_patches.registered(); import megasync.device;"
         "print([m for m in ('torch', 'megatron', 'ray', 'sglang') if m in sys.modules])"

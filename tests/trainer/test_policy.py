@@ -97,7 +97,7 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_bfloat16_starts_from_the_folders_own_precision(run_ranks, models, family):
+def test_bfloat16_main_weights_start_with_the_folders_precision(run_ranks, models, family):
     model = models[family]
     exact = torch.cat([tensor.flatten() for tensor in load_file(Path(model) / "model.safetensors").values()])
     layouts = {
@@ -156,7 +156,7 @@ def test_weight_decay_is_for_matrices_only(runs):
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_reference_weights_are_the_first_ones_and_do_not_stay(run_ranks, model, ranks):
+def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(run_ranks, model, ranks):
     for found in run_ranks("reference", ranks, model=model):
         assert torch.equal(found["referred"], found["initial"])
         assert torch.equal(found["again"], found["trained"])
@@ -166,7 +166,7 @@ def test_reference_weights_are_the_first_ones_and_do_not_stay(run_ranks, model, 
         assert second["train/kl"] > 1e-6
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_together(run_ranks, model, tmp_path):
+def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
     found = run_ranks("guard", 2, model=model, folder=str(tmp_path))
     for rank in found:
         assert rank["skipped"]["train/skipped"] == 1
@@ -185,7 +185,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_together(run_ranks, m
     assert "nan" in record["batch"][0]["trajectory"]["logprobs"]
 
 
-def test_nothing_to_learn_is_skipped_and_a_lone_reward_refused(run_ranks, model):
+def test_a_step_without_gradient_is_skipped_and_a_single_reward_is_refused(run_ranks, model):
     found = run_ranks("idle", 1, model=model)[0]
     assert found["uniform"]["train/skipped"] == found["masked"]["train/skipped"] == 1
     assert found["uniform"]["train/tokens"] > 0

@@ -50,7 +50,7 @@ def test_the_policys_weights_stay_where_they_are(results, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_slots_are_as_large_as_is_planned(results, models, name):
+def test_the_slots_have_the_planned_size(results, models, name):
     model, trainer = next(runs[name] for runs in RUNS.values() if name in runs)
     config = Config(
         model=ModelConfig(path=models[model], dtype="float32"),
