@@ -1,4 +1,4 @@
-"""Asking a run that is going on; a run that is not is told apart at once."""
+"""Requests to a live run; one that is not live is detected immediately."""
 
 import asyncio
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def running(run_dir):
-    """Makes the mailbox of a run that goes on, as a context."""
+    """Makes the mailbox of a live run, as a context."""
 
     @contextmanager
     def start():

@@ -1,4 +1,4 @@
-"""`--continue FILE`: the run that FILE names goes on, and where there is none a new one begins."""
+"""`--continue FILE`: resumes the run that FILE names, or starts a new one if there is none."""
 
 from dataclasses import replace
 from pathlib import Path

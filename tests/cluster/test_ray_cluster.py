@@ -58,7 +58,7 @@ def folder() -> Iterator[str]:
 
 
 def test_a_local_cluster_joins_no_other_and_listens_on_loopback_only(folder: str) -> None:
-    # Where Ray notes the machine's newest cluster, which it would look for by itself.
+    # Where Ray notes the machine's newest cluster, which it would otherwise join.
     note = Path(folder, "ray", "ray_current_cluster")
     note.parent.mkdir()
     note.write_text("127.0.0.1:1")

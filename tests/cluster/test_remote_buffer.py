@@ -1,4 +1,4 @@
-"""kill -9 of the buffer's process: a new one goes on from the ledger, and nobody who called it notices."""
+"""kill -9 of the buffer's process: a new one continues from the ledger, and no caller notices."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_a_hung_buffer_is_killed_and_continues_from_the_ledger(make, monke
         if method == "counts":
             assert (await buffer.counts())["admitted"] == 3
         else:
-            # Nobody but a wait is there to notice.
+            # Only a waiting call can notice.
             await asyncio.to_thread(hung.wait)
         await buffer.commit(group("b"))
         assert await lease == [group("a"), group("b")]

@@ -27,7 +27,7 @@ from megasync.rewards.model_reward import ModelReward, load_model_reward
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-# Seconds for a server to be there again on a busy machine.
+# Seconds for a server to restart on a busy machine.
 PATIENCE = 240.0
 SMALL = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3}
 ROWS = {"prompt": ["What is 2 + 3?", "Name a colour.", "Name a colour."], "answer": ["5", "red", "red"]}
@@ -80,7 +80,7 @@ async def rig(tmp_path_factory):
         await pools.create(60)
 
         async def no_gpus(index: int) -> str:
-            raise AssertionError("nobody asks for GPUs on a CPU")
+            raise AssertionError("GPUs requested on a CPU")
 
         await asyncio.gather(servers.start_own(), servers.start_shared(no_gpus))
         yield Rig(config, servers, rewards, pools)
@@ -106,7 +106,7 @@ async def test_a_classifiers_score_is_that_of_hugging_face(rig):
         with torch.no_grad():
             expected.append(float(model(chat_ids(path, messages, False)).logits[0, 1]))
     assert await rig.rewards["grader"](COMPLETIONS, **ROWS) == pytest.approx(expected, abs=1e-4)
-    assert max(expected) - min(expected) > 1e-2, "a test in which all are scored alike would show nothing"
+    assert max(expected) - min(expected) > 1e-2, "equal scores would prove nothing"
 
 
 async def test_a_judges_yes_is_weighed_against_its_no_as_by_hugging_face(rig):

@@ -23,7 +23,7 @@ from megasync.trajectory import Group, Trajectory
 pytestmark = pytest.mark.processes
 
 PROBE = [[3, 4, 5, 6]]
-# A rank that answers nobody is given up after this long.
+# Deadline after which a silent rank counts as lost.
 TRAIN_STEP_SECONDS = 15.0
 
 
@@ -90,7 +90,7 @@ async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_ch
     saved = await ranks.save(1, {"step": 1})
     assert saved.oldest_step == 1
 
-    # Stopped, it answers nobody: known by the deadline, and ended although it cannot hear that it should end.
+    # A stopped process misses its deadline, and is killed although it cannot react to a request.
     second = await pids(ranks)
     os.kill(second[0], signal.SIGSTOP)
     with pytest.raises(RankLost, match=r"did not finish step\(\) within 15 s|died during step"):

@@ -99,8 +99,8 @@ class Launched:
         deadline = time.monotonic() + PATIENCE
         while text not in self.output[since:]:
             self.family()
-            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"never said {text!r}:\n{self.output}"
+            assert self.process.poll() is None, f"ended before it printed {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.output}"
             time.sleep(0.1)
 
     def last_step(self) -> int:

@@ -1,4 +1,4 @@
-"""One real run in which one process of each kind is killed: it loses nothing, and goes on from where it was."""
+"""One real run in which one process of each kind is killed: it loses nothing and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written whole ends the run; the one before it stays, and the run goes on from it."""
+"""A checkpoint that cannot be written ends the run; the previous one stays, and the run resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffer's process and the whole run are killed on the real stack; the run goes on from its ledger."""
+"""The buffer's process and the whole run are killed on the real stack; the run resumes from its ledger."""
 
 from __future__ import annotations
 

@@ -90,17 +90,17 @@ def power_cycle(hosts: FakeHosts, name: str) -> None:
     hosts.switch_on(name)
 
 
-def goes_on(run) -> None:
+def wait_for_progress(run) -> None:
     run.wait_for(f"step {run.last_step() + 2}/")
 
 
 def after(run, act: Callable[[], object], *words: str) -> None:
-    """Acts, and waits until the run has said the words, in order, since then."""
-    said = len(run.output)
+    """Acts, then waits until the run has printed the words in this order."""
+    printed = len(run.output)
     act()
     for word in words:
-        run.wait_for(word, said)
-        said = run.output.index(word, said)
+        run.wait_for(word, printed)
+        printed = run.output.index(word, printed)
 
 
 def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its_head(
@@ -117,16 +117,16 @@ def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its
     # A cable that is out for a moment costs nothing but that moment.
     hosts.cut("host1")
     hosts.heal("host1")
-    goes_on(run)
+    wait_for_progress(run)
 
     back = ("[host1] Ray node exited", "joined at version")
     # The launcher brings the Ray node back, the fleet its server, the next sync its weights.
     after(run, lambda: hosts.kill("host1", "raylet"), *back)
-    goes_on(run)
+    wait_for_progress(run)
     after(run, lambda: power_cycle(hosts, "host1"), *back)
-    goes_on(run)
+    wait_for_progress(run)
 
-    # The driver is on the head: without that the run ends, and goes on when it is started again.
+    # The driver is on the head: losing that ends the run, which resumes when it is started again.
     trained = run.last_step()
     hosts.kill("host0", "gcs_server")
     assert run.wait() not in (0, None), run.output
@@ -134,7 +134,7 @@ def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its
 
     again = execute(*command)
     again.wait_for("resuming with the configuration ")
-    goes_on(again)
+    wait_for_progress(again)
     assert again.last_step() <= trained + 4, "it went on from a checkpoint or the ledger"
     hidden |= secrets(again)
     again.signal(signal.SIGINT)
@@ -154,7 +154,7 @@ def test_a_network_cut_longer_than_all_deadlines_counts_as_a_lost_host(
     run.wait_for("step 2/")
     after(run, lambda: hosts.cut("host1"), "[host1] Ray node exited", "its actor is gone")
     after(run, lambda: hosts.heal("host1"), "[host1] Ray node ready at", "joined at version")
-    goes_on(run)
+    wait_for_progress(run)
     run.signal(signal.SIGINT)
     assert run.wait() == 0, run.output
     assert hosts.processes("host0") == hosts.processes("host1") == []

@@ -49,7 +49,7 @@ def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
 
 
 class Batch:
-    """A job, and what its script has said in all of its starts."""
+    """A job, and the output of its script over all of its starts."""
 
     def __init__(self, cluster: FakeSlurm, out: Path, *words: str | Path) -> None:
         self._cluster, self._out = cluster, out
@@ -68,7 +68,7 @@ class Batch:
         self._until(lambda: not self._cluster.command("squeue", "-h", "-j", self.job), "its end")
 
     def signal(self, name: str) -> None:
-        """To the script alone, as Slurm does by itself before the time is up."""
+        """To the script alone, as Slurm does before the time limit."""
         self._cluster.command("scancel", "--batch", f"--signal={name}", self.job)
 
     def _until(self, condition: Callable[[], object], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Every way out of a run: asked politely, told twice, or broken from inside. Nothing is left running.
+"""Every way to stop a run: one signal, two signals, or a failure inside. Nothing is left running.
 
 SIGTERM ends the run of `test_scaling.py`, SIGKILL that of `test_ledger_real.py`.
 """

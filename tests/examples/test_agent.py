@@ -101,14 +101,16 @@ async def test_a_repeated_search_is_reported_and_penalised():
     turns = [search("Ada"), [search(" ADA "), search("Bea")], "<answer>Torilaholm</answer>"]
     client, retriever, episode, found = await play(*turns, duplicate_penalty=0.25, top_k=1)
     assert [query for query, _ in retriever.queries] == ["Ada", "Bea"]
-    told, fresh = client.shown(2)
-    assert told == "You made this call before: search {'query': ' ADA '}. Read its result above, or ask something else."
+    shown, fresh = client.shown(2)
+    assert (
+        shown == "You made this call before: search {'query': ' ADA '}. Read its result above, or ask something else."
+    )
     assert fresh == "T0: about Bea."
     assert (found["duplicates"], found["searches"], episode.reward) == (1.0, 2.0, 0.75)
 
 
 @pytest.mark.parametrize(
-    ("turn", "told"),
+    ("turn", "shown"),
     [
         (2, "2 tool calls could not be read"),
         (search("x", depth=3), "depth"),
@@ -117,9 +119,9 @@ async def test_a_repeated_search_is_reported_and_penalised():
         ("Torilaholm, I think.", UNMARKED),
     ],
 )
-async def test_an_unreadable_call_is_reported_and_penalised(turn, told):
+async def test_an_unreadable_call_is_reported_and_penalised(turn, shown):
     client, retriever, episode, found = await play(turn, "<answer>Torilaholm</answer>", malformed_penalty=0.1)
-    assert told in client.shown(1)[0]
+    assert shown in client.shown(1)[0]
     count = 2.0 if turn == 2 else 1.0
     assert (found["malformed"], found["searches"], found["unmarked"]) == (count, 0.0, float(isinstance(turn, str)))
     assert episode.reward == pytest.approx(1 - 0.1 * count)
@@ -140,7 +142,7 @@ async def test_unreadable_calls_are_not_duplicates():
 
 async def test_turns_are_limited_and_a_missing_answer_scores_zero():
     _, retriever, episode, found = await play(search("a"), search("b"), search("c"), max_turns=3)
-    assert [query for query, _ in retriever.queries] == ["a", "b"], "nobody would read what the last one found"
+    assert [query for query, _ in retriever.queries] == ["a", "b"], "no turn is left to read the last result"
     assert (found["turn_limit"], found["answered"], episode.reward) == (1.0, 0.0, 0.0)
 
 

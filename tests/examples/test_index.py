@@ -1,4 +1,4 @@
-"""Shards merged exactly, an index that fits its corpus, and rows that are nobody's."""
+"""Shards merged exactly, an index that fits its corpus, and rows without a document."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_sharded_search_equals_a_search_over_all_vectors(rows, shards, top_k, 
 
 
 class FakeIndex:
-    """Finds the rows that it was told."""
+    """Finds the given rows."""
 
     def __init__(self, *rows):
         self.rows = rows

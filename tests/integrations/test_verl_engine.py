@@ -223,7 +223,7 @@ def test_gradients_that_would_be_lost_between_calls_are_refused(found, layout):
 
 @pytest.mark.parametrize("layout", OURS)
 def test_earlier_weights_can_be_swapped_in(found, layout):
-    """That training goes on the same after it is `test_loss_and_gradient_norm_are_those_of_verls_engine`."""
+    """Training after it is checked by `test_loss_and_gradient_norm_are_those_of_verls_engine`."""
     for name in OUTPUTS[role_of(layout)]:
         assert torch.equal(inferred(found[layout], name, "infer_before"), inferred(found[layout], name))
 
@@ -273,7 +273,7 @@ def test_verls_critic_loads_the_exported_folder(found, layout, saved):
 
 @pytest.mark.parametrize("layout", OURS)
 def test_memory_is_offloaded_and_restored(found, layout):
-    """That training goes on the same after it is `test_a_new_engine_continues_from_a_checkpoint`."""
+    """Training after it is checked by `test_a_new_engine_continues_from_a_checkpoint`."""
     for rank in found[layout]:
         before, away, back = rank["held"]
         assert before["weights"] > 0 and before["gradients"] > 0 and before["optimizer"] > 0

@@ -77,7 +77,7 @@ def test_verls_trainer_trains(run):
     for step in (first, second):
         assert step["actor/grad_norm"] > 0
         assert step["actor/lr"] == 1.3e-3
-    # The policy leaves the reference, which stays as it was.
+    # The policy changes; the reference does not.
     assert abs(first["actor/kl_loss"]) < second["actor/kl_loss"]
 
 

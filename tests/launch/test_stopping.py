@@ -57,21 +57,21 @@ def job(config_file: Path, tmp_path: Path) -> Callable[..., Job]:
 
 
 async def test_a_host_that_cannot_execute_the_command_ends_the_job_at_once(job) -> None:
-    said = []
+    lines = []
     with pytest.raises(MegasyncError, match=r"b cannot execute .*/python; the checkout must be at "):
-        await asyncio.wait_for(Launcher(job(other="exit 127", doctor=WAITS), said.append).run(), PATIENCE)
-    assert "starting the run" not in said
+        await asyncio.wait_for(Launcher(job(other="exit 127", doctor=WAITS), lines.append).run(), PATIENCE)
+    assert "starting the run" not in lines
 
 
 async def test_the_generation_key_reaches_only_the_driver_and_only_through_its_pipe(job, monkeypatch) -> None:
     monkeypatch.setenv(GENERATION_KEY_VARIABLE, "a-key-of-the-users-own")
-    said, tell = [], 'read -r line; echo "told $line $*"'
-    launcher = Launcher(job(other=f"{tell}; cat >/dev/null", doctor=f"{tell}; exit 1"), said.append)
+    lines, tell = [], 'read -r line; echo "received $line $*"'
+    launcher = Launcher(job(other=f"{tell}; cat >/dev/null", doctor=f"{tell}; exit 1"), lines.append)
     with pytest.raises(MegasyncError, match="not ready"):
         await asyncio.wait_for(launcher.run(), PATIENCE)
-    (told,) = [line for line in said if " doctor " in line and "told" in line]
-    assert told.count("a-key-of-the-users-own") == 1
-    assert not any("a-key-of-the-users-own" in line for line in said if line != told)
+    (doctor,) = [line for line in lines if " doctor " in line and "received" in line]
+    assert doctor.count("a-key-of-the-users-own") == 1
+    assert not any("a-key-of-the-users-own" in line for line in lines if line != doctor)
 
 
 async def test_a_stop_requested_while_the_run_is_starting_is_honoured(job) -> None:
@@ -87,15 +87,15 @@ async def test_a_stop_requested_while_the_run_is_starting_is_honoured(job) -> No
 
 
 async def test_a_stop_requested_during_the_doctor_is_honoured(job) -> None:
-    said = []
-    launcher = Launcher(job(doctor=WAITS), said.append)
+    lines = []
+    launcher = Launcher(job(doctor=WAITS), lines.append)
     running = asyncio.create_task(launcher.run())
     async with asyncio.timeout(PATIENCE):
         while launcher._driver is None:
             await asyncio.sleep(0.01)
         await launcher.request_stop(signal.SIGINT)
         assert await running == 1
-    assert "starting the run" not in said
+    assert "starting the run" not in lines
 
 
 async def test_a_full_disk_loses_output_lines_but_not_the_run(job, monkeypatch) -> None:
