@@ -134,7 +134,7 @@ async def interrupted(rig: Rig, harm: Callable[[], asyncio.Future | None]) -> li
 
 
 def check_logprobs(rig: Rig, answer) -> None:
-    """What the parts say of their tokens is what Hugging Face says of the whole."""
+    """The log-probs of the parts equal those of Hugging Face for the whole."""
     ours = reference(rig.model, answer.prompt_ids + answer.token_ids)[len(answer.prompt_ids) - 1 :]
     assert max(abs(a - b) for a, b in zip(answer.logprobs, ours, strict=True)) < 1e-3
 

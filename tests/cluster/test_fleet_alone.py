@@ -25,7 +25,7 @@ VOCABULARY = 100
 
 
 def answer(scores: list | None = None, sampled: list | None = None, **changes: Any) -> dict:
-    """To the fleet's check; a server that does well says this."""
+    """A healthy server's answer to the fleet's check."""
     sampled = [[-0.5, 7, None], [-0.5, 8, None]] if sampled is None else sampled
     meta = {
         "input_token_logprobs": scores or [[None, 1, None], [-1.5, 2, None], [-2.0, 3, None]],
@@ -343,7 +343,7 @@ async def test_an_aborted_check_gives_no_verdict(fleet):
 
 @in_virtual_time
 async def test_a_server_with_invalid_answers_beside_a_silent_one_is_restarted(fleet):
-    """Nobody vouches that answers can be better, but the silent one cannot be waited for."""
+    """No peer confirms that better answers are possible, but the silent server cannot be waited for."""
     fleet.made[0].silent, fleet.made[0].waiting = True, 3
     fleet.made[2].silent, fleet.made[2].waiting = True, 3
     fleet.made[1].answer = BAD

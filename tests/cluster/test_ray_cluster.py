@@ -37,7 +37,7 @@ cluster.close()
 
 
 def started(folder: str, *words: str) -> tuple[int, list[list[str]]]:
-    """The number of nodes, and who listens where."""
+    """The number of nodes, and the addresses on which each process listens."""
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
         env=os.environ | {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
@@ -70,6 +70,6 @@ def test_a_local_cluster_joins_no_other_and_listens_on_loopback_only(folder: str
 
 @pytest.mark.skipif(route_from() is None, reason="the machine is in no network")
 def test_ray_without_the_patch_still_listens_on_all_interfaces(folder: str) -> None:
-    """When this fails, Ray does without the patch that is `megasync_patches.ray_loopback`: delete it."""
+    """If this fails, Ray no longer needs the patch `megasync_patches.ray_loopback`: delete it."""
     _, places = started(folder, "unpatched")
     assert {"gcs_server", "raylet"} <= {process for address, process in places if address == "::"}

@@ -61,7 +61,7 @@ def the_process() -> psutil.Process:
 
 
 def kill_buffer() -> None:
-    """As an operator would, or a kernel short of memory."""
+    """As an operator or the kernel's OOM killer would."""
     process = the_process()
     process.kill()
     process.wait(PATIENCE)

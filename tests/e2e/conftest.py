@@ -91,11 +91,11 @@ class Launched:
         return list(self._family.values())
 
     def find(self, mark: str) -> list[psutil.Process]:
-        """Those living whose command line, which Ray and SGLang rewrite, holds the mark."""
+        """Live processes whose command line, which Ray and SGLang rewrite, contains the mark."""
         return [process for process in living(self.family()) if mark in command_line(process)]
 
     def wait_for(self, text: str, since: int = 0) -> None:
-        """`since` is how much of the output is older than what is waited for."""
+        """Ignores the first `since` characters of the output."""
         deadline = time.monotonic() + PATIENCE
         while text not in self.output[since:]:
             self.family()

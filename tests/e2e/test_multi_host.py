@@ -42,7 +42,7 @@ def real_ssh(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Ssh:
 
 @pytest.fixture
 def shell(hosts: FakeHosts, request: pytest.FixtureRequest) -> str | Path:
-    """As real as there is."""
+    """A configuration with everything real."""
     return request.getfixturevalue("real_ssh").program if ssh.installed() else hosts.shell
 
 
@@ -73,7 +73,7 @@ def files_with(words: Iterable[str], folder: Path) -> list[Path]:
 
 
 def beyond(hosts: FakeHosts) -> set[tuple[str, str, str]]:
-    """Who listens on more than loopback and the interface that was chosen: host, address, process."""
+    """(host, address, process) that listen on more than loopback and the chosen interface."""
     ours = {(name, address) for name in hosts.names for address in (hosts.address(name), "127.0.0.1", "::1")}
     found = {
         (name, address.strip("[]").removeprefix("::ffff:"), process)

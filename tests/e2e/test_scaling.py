@@ -1,4 +1,4 @@
-"""`megasync scale` on a run that is going on, and ends with SIGTERM."""
+"""`megasync scale` on a live run, which SIGTERM then ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch/single_node.sh`: the miniature run to its end, in two goes, with strangers beside it."""
+"""`launch/single_node.sh`: the miniature run to its end, in two starts, beside unrelated processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run from start to end on the real stack, and its way on from a checkpoint."""
+"""A run from start to end on the real stack, and resumed from a checkpoint."""
 
 from __future__ import annotations
 

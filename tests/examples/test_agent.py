@@ -101,10 +101,8 @@ async def test_a_repeated_search_is_reported_and_penalised():
     turns = [search("Ada"), [search(" ADA "), search("Bea")], "<answer>Torilaholm</answer>"]
     client, retriever, episode, found = await play(*turns, duplicate_penalty=0.25, top_k=1)
     assert [query for query, _ in retriever.queries] == ["Ada", "Bea"]
-    shown, fresh = client.shown(2)
-    assert (
-        shown == "You made this call before: search {'query': ' ADA '}. Read its result above, or ask something else."
-    )
+    note, fresh = client.shown(2)
+    assert note == "You made this call before: search {'query': ' ADA '}. Read its result above, or ask something else."
     assert fresh == "T0: about Bea."
     assert (found["duplicates"], found["searches"], episode.reward) == (1.0, 2.0, 0.75)
 

@@ -168,13 +168,13 @@ class Rank:
         return {name: tensor.detach().clone() for name, tensor in tensors}
 
     def copy(self):
-        """As verl's trainer with separate servers keeps weights, for later ones to step aside."""
+        """Keeps the weights as verl's trainer with separate servers does."""
         from verl.utils.megatron_utils import copy_megatron_model_to_cpu
 
         return copy_megatron_model_to_cpu(self.engine.module)
 
     def infer_with(self, weights):
-        """What the weights of an earlier `copy` give; afterwards the present ones are back."""
+        """Results with the weights of an earlier `copy`; afterwards the current ones are restored."""
         from verl.utils.megatron_utils import restore_megatron_model_from_cpu
 
         present = self.copy()
@@ -183,8 +183,8 @@ class Rank:
         restore_megatron_model_from_cpu(self.engine.module, present)
         return found
 
-    def go_away(self):
-        """Empties this rank's memory, exports all the same, and fills it again; the export, and bytes in between."""
+    def offload_and_restore(self):
+        """Offloads this rank's memory, exports nevertheless, and restores it: the export, and bytes at each point."""
         from megasync.trainer.offload import KINDS  # Only now: it takes names from Megatron.
 
         offload = self.engine._computation.offload
@@ -214,7 +214,7 @@ def run(model, strategy, role="actor", settings=None, padding=True, save=None):
         found["infer_before"] = rank.infer_with(first)
     if save:
         rank.worker.save_checkpoint(save, global_step=1)
-        found["away"], found["held"] = rank.go_away()
+        found["away"], found["held"] = rank.offload_and_restore()
     found |= {"next": rank.train_mini_batch(), "last": rank.weights()}
     if save:
         rank.worker.reset()

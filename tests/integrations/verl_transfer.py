@@ -32,7 +32,7 @@ LATE = "decoder.layers.1.self_attention.linear_proj.weight"
 
 
 class FailingParams(dict):
-    """Gives no parameter of the second layer's projection: a rank that breaks down when half of its share is sent."""
+    """Gives no parameter of the second layer's projection: a rank that fails after half of its share is sent."""
 
     def __getitem__(self, name):
         if name == LATE:

@@ -167,7 +167,7 @@ def test_a_nodes_processes_are_confined_and_its_doctor_sees_it() -> None:
 
 
 def test_a_node_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> None:
-    """`ray` is what says it, so that a head says it once; there is no such device, so that it ends there."""
+    """Only `ray` prints the warning, so a head prints it once; the device does not exist, which ends the command."""
     code = (
         "import sys\nfrom megasync_patches import ray_bind\nfrom megasync.launch import node\n"
         f"ray_bind.COMPILERS, sys.prefix = ('no-such-compiler',), {str(tmp_path)!r}\n"

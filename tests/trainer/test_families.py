@@ -145,7 +145,7 @@ def gradients(model):
 
 
 def biases(map_):
-    """Tensors without a gradient: what moves a router's choice."""
+    """Tensors without a gradient: the biases of a router's choice."""
     return {name for name in map_.hf_tensors if name.endswith("e_score_correction_bias")}
 
 

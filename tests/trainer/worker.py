@@ -280,7 +280,7 @@ def by_hand(model, uniform):
 
 
 def reference(model):
-    """Scores by reference weights, before and after training, and what became of the present ones."""
+    """Scores by reference weights, before and after training, and whether the current ones are unchanged."""
     engine = make_engine(model, {"tensor_parallel": dist.get_world_size()})
     policy = PolicyTrainer(engine, AlgorithmConfig(kl_coef=0.1), dump_dir="unused")
     samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for t in make_groups(1)[0].trajectories]
@@ -329,7 +329,7 @@ def streamed_reference(runs):
 
 
 def guard(model, folder):
-    """A NaN that only one data-parallel rank computes with, until the run gives up."""
+    """A NaN that only one data-parallel rank computes with, until training fails."""
     engine = make_engine(model, {"data_parallel": dist.get_world_size(), "max_skipped_steps": 2})
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
     good, bad = make_groups(1), make_groups(1)
