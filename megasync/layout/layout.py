@@ -30,6 +30,9 @@ class Box(NamedTuple):
     col: int
     cols: int
 
+    def transposed(self) -> Box:
+        return Box(self.col, self.cols, self.row, self.rows)
+
 
 class Piece(NamedTuple):
     """The same values in two places; both boxes have the same size."""
@@ -225,15 +228,15 @@ class Layout:
 
         Tied embeddings are those of the first stage.
         """
-        found: dict[str, list[Holder]] = {name: [] for name in self.hf_tensors}
+        holders: dict[str, list[Holder]] = {name: [] for name in self.hf_tensors}
         for pp in range(self.topology.pipeline):
             for item in self.placed(pp):
                 if item.copy:
                     continue
                 for part, ranks in enumerate(self.replicas(item, pp)):
                     for piece in self._pieces(item, part):
-                        found[piece.hf_name].append(Holder(piece, ranks))
-        return {name: tuple(holders) for name, holders in found.items()}
+                        holders[piece.hf_name].append(Holder(piece, ranks))
+        return {name: tuple(of_tensor) for name, of_tensor in holders.items()}
 
     # Rectangles
 
@@ -281,13 +284,13 @@ class Layout:
 @lru_cache(maxsize=4096)
 def _replicas(topology: Topology, pp: int, ep: int | None, replicated: bool) -> tuple[tuple[int, ...], ...]:
     """Ranks of a stage (those with coordinate ``ep`` when it is given), by their part of a parameter."""
-    found: dict[int, list[int]] = {}
+    by_part: dict[int, list[int]] = {}
     for rank in topology.stage_ranks(pp):
         expert = topology.expert_coords(rank)
         if ep in (None, expert.ep):
             part = topology.coords(rank).tp if ep is None else expert.etp
-            found.setdefault(0 if replicated else part, []).append(rank)
-    return tuple(tuple(found[part]) for part in sorted(found))
+            by_part.setdefault(0 if replicated else part, []).append(rank)
+    return tuple(tuple(by_part[part]) for part in sorted(by_part))
 
 
 @lru_cache(maxsize=64)
@@ -299,15 +302,15 @@ def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int
     """
     per_group = sizes.heads // sizes.groups * sizes.head_dim
     lengths = (per_group, sizes.head_dim, sizes.head_dim)
-    found: list[tuple[int, int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     fused = 0
     for group in range(sizes.groups):
         for index, length in enumerate(lengths):
             begin, end = max(fused, start), min(fused + length, start + count)
             if begin < end:
-                found.append((index, group * length + begin - fused, begin - start, end - begin))
+                pieces.append((index, group * length + begin - fused, begin - start, end - begin))
             fused += length
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _check_divisible(sizes: Sizes, tensor: int) -> None:

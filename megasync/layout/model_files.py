@@ -47,12 +47,12 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         path = find_hf_config(ModelConfig(path=str(path)))
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold one JSON object")
-    values = cast(dict[str, Any], found)
+    values = cast(dict[str, Any], content)
     if values.get("quantization_config"):
         raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
     return values
@@ -89,11 +89,13 @@ def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:
     if planning and model.config is not None and not folder.is_dir():
         path = Path(model.config).expanduser()
         if not path.is_file():
-            raise ConfigError(f"model.config={model.config!r} is no file; give the path of a Hugging Face config.json")
+            raise ConfigError(
+                f"model.config={model.config!r} is not a file; give the path of a Hugging Face config.json"
+            )
         return path
     if not folder.is_dir():
-        only = " (model.config serves `megasync plan` alone)" if model.config is not None else ""
-        raise ConfigError(f"model.path={model.path!r} is no folder on this machine{only}; {_how_to_get(folder)}")
+        only = " (only `megasync plan` uses model.config)" if model.config is not None else ""
+        raise ConfigError(f"model.path={model.path!r} is not a folder on this machine{only}; {_how_to_get(folder)}")
     path = folder / "config.json"
     if (problem := path_problem(str(path))) is not None:
         raise ConfigError(f"{path} is not accessible: {problem}; give the folder to the user that runs this")

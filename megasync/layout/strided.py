@@ -170,10 +170,7 @@ def _below(upper: Slot, lower: Slot) -> Slot | None:
 
 
 def _flip(slot: Slot) -> Slot:
-    box = slot.hf_box
-    return slot._replace(
-        hf_box=Box(box.col, box.cols, box.row, box.rows), row_stride=slot.col_stride, col_stride=slot.row_stride
-    )
+    return slot._replace(hf_box=slot.hf_box.transposed(), row_stride=slot.col_stride, col_stride=slot.row_stride)
 
 
 def _plain(slot: Slot) -> Slot:
@@ -190,10 +187,10 @@ def overlap(a: ParamRectangle, b: ParamRectangle) -> bool:
     lines, others = _lines(a), _lines(b)
     events = sorted([(start, end, 0) for start, end in lines] + [(start, end, 1) for start, end in others])
     ends = [-1, -1]
-    for start, end, whose in events:
-        if start < ends[1 - whose]:
+    for start, end, owner in events:
+        if start < ends[1 - owner]:
             return True
-        ends[whose] = max(ends[whose], end)
+        ends[owner] = max(ends[owner], end)
     return False
 
 

@@ -91,7 +91,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
             raise TraceError(
                 f"{recorder.loader}: {type(error).__name__} while it loaded {recorder.loading}: {error}"
             ) from error
-    return recorder.found(held, buffers)
+    return recorder.result(held, buffers)
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -143,7 +143,7 @@ class _Recorder(TorchDispatchMode):
             self.loading = source.name
             yield source.name, source.tensor
 
-    def found(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> EngineRank:
+    def result(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> EngineRank:
         loaded = [slot for slots in self._slots.values() for slot in slots]
         # An element that is loaded twice keeps the last value.
         last = {(slot.param, slot.offset, slot.hf_box[1::2], slot[4:]): slot for slot in loaded}

@@ -206,13 +206,14 @@ def _check_logprobs(logprobs: list[float]) -> None:
 
 
 def _spans(spans: list[_Span], limits: AnswerLimits) -> list[tuple[int, int]]:
-    found, at = [], 0
+    lengths: list[tuple[int, int]] = []
+    at = 0
     for span in spans:
         if span.start != at or span.end < span.start:
             raise InvalidAnswer(f"weight_versions overlap or have a gap at token {at}: {span.start} to {span.end}")
-        found.append((_version(span.version, limits), span.end - span.start))
+        lengths.append((_version(span.version, limits), span.end - span.start))
         at = span.end
-    return found
+    return lengths
 
 
 def _version(value: str | int | None, limits: AnswerLimits) -> int:

@@ -39,8 +39,7 @@ SECONDS = 600.0
 
 
 def engine_ranks(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
-    """What each rank of a server of this model folder keeps, computed in a separate process. Needs only its
-    config.json.
+    """What each rank of a server of this model folder keeps, computed in a separate process from its config.json.
 
     Args:
         dtype: the dtype that the server uses.
@@ -74,10 +73,10 @@ async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs
                 f"SGLang cannot build {model} for {tensor_parallel} tensor-parallel rank(s) in {dtype} on {device}; "
                 f"last log lines:\n{process.tail(12)}"
             )
-        found = json.loads(answer.read_text())
-    if "error" in found:
-        raise TraceError(found["error"])
-    return msgspec.convert(found["ranks"], list[EngineRank])
+        reply = json.loads(answer.read_text())
+    if "error" in reply:
+        raise TraceError(reply["error"])
+    return msgspec.convert(reply["ranks"], list[EngineRank])
 
 
 # Inside the separate process
@@ -94,11 +93,11 @@ def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
 
     # Any: the attributes of ServerArgs exist only at run time.
     settings: Any = prepare_server_args(list(arguments))
-    found = []
+    ranks = []
     for tp in range(settings.tp_size):
         with _rank_context(settings, tp):
-            found.append(trace_load(_build(settings), specs))
-    return found
+            ranks.append(trace_load(_build(settings), specs))
+    return ranks
 
 
 @contextmanager
@@ -148,10 +147,10 @@ def main(request: str, answer: str) -> None:
     """Writes ANSWER. A MegasyncError becomes data there; any other error ends the process."""
     given = json.loads(Path(request).read_text())
     try:
-        found: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(given["arguments"], given["specs"]))}
+        reply: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(given["arguments"], given["specs"]))}
     except MegasyncError as error:
-        found = {"error": str(error)}
-    Path(answer).write_text(json.dumps(found))
+        reply = {"error": str(error)}
+    Path(answer).write_text(json.dumps(reply))
 
 
 if __name__ == "__main__":

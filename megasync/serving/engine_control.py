@@ -56,7 +56,7 @@ class EngineControl:
         """
         body = {"action": ACTION + command, "skip_tensor_list": [encode(request)], "selector": "target"}
         try:
-            found = await self.server.post("/weights_checker", body, timeout)
+            reply = await self.server.post("/weights_checker", body, timeout)
         except ServerError as error:
             if _STOCK_REFUSAL in str(error):
                 raise ServerError(
@@ -67,14 +67,14 @@ class EngineControl:
             raise
         what = f"{self.server.url}: {command}"
         try:
-            ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(found, _Checked, what).ranks]
+            ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(reply, _Checked, what).ranks]
         except (KeyError, ValueError, RecursionError) as error:
-            raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {found!r:.300}") from error
+            raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {reply!r:.300}") from error
         answers = sorted(parse_as(ranks, list[RankAnswer], what), key=lambda answer: answer.tp_rank)
-        failed = [f"tp rank {found.tp_rank}: {found.error}" for found in answers if not found.ok]
+        failed = [f"tp rank {rank.tp_rank}: {rank.error}" for rank in answers if not rank.ok]
         if failed:
             raise ServerError(f"{what} failed: {'; '.join(failed)}")
-        return parse_as([found.result for found in answers], list[answer], what)
+        return parse_as([rank.result for rank in answers], list[answer], what)
 
     async def hello(self, timeout: float = 30.0) -> list[Hello]:
         """Who the ranks are. Raises as `call`, and when the plugin speaks another protocol than this driver."""

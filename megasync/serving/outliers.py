@@ -145,13 +145,13 @@ class OutlierDetector:
         others = [peer.rates() for name, peer in self._peers.items() if name != slot and self._worked(peer)]
         if not others:
             return None
-        mine = self._peers[slot].rates()
+        own = self._peers[slot].rates()
         usual = tuple(median(rates[which] for rates in others) for which in (0, 1))
-        if any(own >= SLOW_SHARE * common for own, common in zip(mine, usual, strict=True)):
+        if any(rate >= SLOW_SHARE * common for rate, common in zip(own, usual, strict=True)):
             return None
         self._slow_restarts[slot] = self._slow_restarts.get(slot, 0) + 1
         return (
-            f"it is slow: {mine[0]:.3g} tokens/s per request and {mine[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
+            f"it is slow: {own[0]:.3g} tokens/s per request and {own[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
             f"below {SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}"
             f"; restart {self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
         )

@@ -74,10 +74,11 @@ class ManagedProcess:
         """Stores the settings; `start` runs the command.
 
         Args:
-            env: the whole environment. log_path: receives standard output and error, appended. scratch: glob patterns
-            of files and folders to remove once the command has ended, however it ended. stdin: what the command reads
-            from its standard input. Use it for secrets, because other users of the machine
-                can see command lines. It must fit into a pipe's buffer (64 KiB).
+            env: the whole environment.
+            log_path: receives standard output and error, appended.
+            scratch: glob patterns of files and folders to remove once the command has ended, however it ended.
+            stdin: what the command reads, at most a pipe's buffer (64 KiB). Use it for secrets, because other users of
+                the machine can see command lines.
         """
         self.command = list(command)
         self.log_path = Path(log_path)
@@ -275,27 +276,18 @@ class Service:
             while not await self.ready():
                 polls += 1
                 if polls % _POLLS_PER_LOG_CHECK == 0 and self._port_was_taken(process):
-                    raise ServerError(
-                        f"{self.name} could not listen at {self.url}: another process took the port. "
-                        f"{self._last_lines()}"
-                    )
-                if not process.alive():
-                    raise ServerError(
-                        f"{self.name} ended with status {process.returncode} while starting at {self.url}. "
-                        f"{self._last_lines()}"
-                    )
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise ServerError(
-                        f"{self.name} was not ready at {self.url} within {timeout:g} s (timeouts.server_start). "
-                        f"{self._last_lines()}"
-                    )
-                await asyncio.sleep(_READY_POLL)
+                    problem = f"could not listen at {self.url}: another process took the port"
+                elif not process.alive():
+                    problem = f"ended with status {process.returncode} while starting at {self.url}"
+                elif asyncio.get_running_loop().time() >= deadline:
+                    problem = f"was not ready at {self.url} within {timeout:g} s (timeouts.server_start)"
+                else:
+                    await asyncio.sleep(_READY_POLL)
+                    continue
+                raise ServerError(f"{self.name} {problem}. Last lines of {self.log_path}:\n{self.tail()}")
         except BaseException:
             await self.stop(timeout=1.0)
             raise
-
-    def _last_lines(self) -> str:
-        return f"Last lines of {self.log_path}:\n{self.tail()}"
 
     def _port_was_taken(self, process: ManagedProcess) -> bool:
         """Whether the log says that the port is taken. A live process may handle the loss of another port itself."""

@@ -112,10 +112,10 @@ class Router(Service):
         if self._keys is None:
             return b"{}"
         # The router expects tuples of id, name, key and role.
-        found: dict[str, object] = {"control_plane_api_keys": [("megasync", "megasync", self._keys.router, "admin")]}
+        keys: dict[str, object] = {"control_plane_api_keys": [("megasync", "megasync", self._keys.router, "admin")]}
         if self._keys.generation is not None:
-            found["api_key"] = self._keys.generation
-        return json.dumps(found).encode()
+            keys["api_key"] = self._keys.generation
+        return json.dumps(keys).encode()
 
     def prepare(self) -> None:
         # On the machine that the router runs on, which may differ from the driver's.

@@ -67,5 +67,5 @@ async def choose_sync(
 def _rank_lost(error: SyncError) -> bool:
     """Whether a trainer rank was the cause, which says nothing about the servers."""
     cause = error.__cause__
-    found = cause.causes.values() if isinstance(cause, PhaseFailed) else [cause]
-    return any(isinstance(failure, RankLost) for failure in found)
+    causes = cause.causes.values() if isinstance(cause, PhaseFailed) else [cause]
+    return any(isinstance(failure, RankLost) for failure in causes)

@@ -91,8 +91,8 @@ class VersionPublisher:
             # Not those that joined meanwhile: they do not hold the version.
             try:
                 metrics |= await self.check_parity(version, report.servers)
-            except ServerParityError as found:
-                raise ServerParityError(found.reasons, metrics | found.metrics) from found
+            except ServerParityError as error:
+                raise ServerParityError(error.reasons, metrics | error.metrics) from error
         return metrics
 
     async def check_parity(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:

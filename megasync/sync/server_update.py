@@ -70,16 +70,14 @@ class ServerUpdate:
 
     async def verify(self, attempt: Attempt) -> None:
         """Raises SyncError unless the server reports the attempt's version."""
-        found = await self.server.weight_version(self._seconds)
-        if found != attempt.version:
-            raise SyncError(f"it reports version {found} instead of {attempt.version}")
+        version = await self.server.weight_version(self._seconds)
+        if version != attempt.version:
+            raise SyncError(f"it reports version {version} instead of {attempt.version}")
 
     async def release(self, attempt: Attempt, quarantined: bool) -> str:
         """Resumes generation if the server holds one complete version; otherwise returns why it stays paused.
 
-        Args:
-            quarantined: an earlier attempt left it paused for such a reason, and this one did not bring it a complete
-                version.
+        A server that an earlier attempt ``quarantined`` stays paused, because this one brought it no complete version.
         """
         progress = attempt.progress[self.url]
         if not progress.paused:

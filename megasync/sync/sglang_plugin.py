@@ -159,7 +159,7 @@ class Plugin:
             return stock(updater, names=names, load_format=load_format, **rest)
 
         def check() -> tuple[WeightReceiver, Any, Any]:
-            _refuse_what_stock_updates_refuse(updater)
+            _check_update_supported(updater)
             place = _parallel()
             model = updater.get_model()
             receiver = self._receiver_of(ServingRank(model, place.tp_rank, place.tp_size))
@@ -266,7 +266,7 @@ def _parallel() -> Any:
     return get_parallel()
 
 
-def _refuse_what_stock_updates_refuse(updater: Any) -> None:
+def _check_update_supported(updater: Any) -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 
     updater._assert_weight_cache_inactive("a megasync commit")

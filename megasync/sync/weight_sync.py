@@ -131,8 +131,7 @@ class WeightSync(ABC, Generic[S]):
     async def _move(self, servers: list[S], attempt: Attempt, *, everywhere: bool) -> int:
         """Connects when needed and brings the servers to the attempt's version; the bytes for the report.
 
-        Args:
-            everywhere: these are all servers. Otherwise the others may hold the version already.
+        ``everywhere``: these are all servers. Otherwise the others may hold the version already.
         """
 
     async def _finish(self) -> None:

@@ -57,7 +57,7 @@ def test_a_machine_that_has_everything(examine, tmp_path):
 
 
 def test_a_model_that_is_not_there(examine):
-    assert "is no folder on this machine" in only(examine("model.path=/absent"), "model").detail
+    assert "is not a folder on this machine" in only(examine("model.path=/absent"), "model").detail
 
 
 def test_a_model_without_a_tokenizer(examine, model):

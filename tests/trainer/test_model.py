@@ -97,7 +97,7 @@ def test_partial_frequencies_are_hugging_faces(stated):
 
 
 def test_a_missing_model_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*is no folder on this machine"):
+    with pytest.raises(ConfigError, match="nowhere.*is not a folder on this machine"):
         read_hf_config(str(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):

@@ -65,8 +65,8 @@ class BroadcastPlan:
 
     def members(self, stage: int) -> tuple[int, ...]:
         """The ranks that take part in sending a pipeline stage, ascending; the sender is the first."""
-        found = {rank for bucket in self.of_stage(stage) for rank in (bucket.sender, *bucket.contributions)}
-        return tuple(sorted(found))
+        ranks = {rank for bucket in self.of_stage(stage) for rank in (bucket.sender, *bucket.contributions)}
+        return tuple(sorted(ranks))
 
     def of_stage(self, stage: int) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if bucket.stage == stage)

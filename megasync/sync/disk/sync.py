@@ -118,9 +118,9 @@ class DiskServer(ServerUpdate):
 
     async def checksum(self) -> str:
         """One text for all bytes of all ranks' weights. Raises ServerError."""
-        found = await self.post("/weights_checker", {"action": "checksum"})
-        checked = parse_as(found, _ChecksumReport, f"{self.url}/weights_checker")
-        sums = [rank.checksums for rank in checked.ranks]
+        answer = await self.post("/weights_checker", {"action": "checksum"})
+        report = parse_as(answer, _ChecksumReport, f"{self.url}/weights_checker")
+        sums = [rank.checksums for rank in report.ranks]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
@@ -284,7 +284,7 @@ def _checksum_mismatches(
     The right checksum of a kind is what a server of it had after an earlier load of this version, else what most of
     them have. A single server of its kind is compared with nobody.
     """
-    found: dict[str, SyncError] = {}
+    mismatches: dict[str, SyncError] = {}
     for kind in sorted(set(kinds.values())):
         same = [url for url in kinds if kinds[url] == kind]
         common, votes = Counter(sums[url] for url in same).most_common(1)[0]
@@ -292,8 +292,8 @@ def _checksum_mismatches(
             sealed.sums[kind] = common
         for url in same:
             if sums[url] != sealed.sums.get(kind):
-                found[url] = SyncError(
+                mismatches[url] = SyncError(
                     f"its weights have another checksum than those of the other servers of its kind ({kind}) after "
                     f"loading {sealed.path}"
                 )
-    return found
+    return mismatches

@@ -102,10 +102,10 @@ class VersionFolders:
         return sealed
 
     def _check_size(self, path: Path, nbytes: int) -> None:
-        found = path.stat().st_size if path.exists() else None
-        if found != nbytes:
+        size = path.stat().st_size if path.exists() else None
+        if size != nbytes:
             raise SyncError(
-                f"{path} has {found} bytes here, but {nbytes} on the rank that wrote it: sync.disk_dir must be one "
+                f"{path} has {size} bytes here, but {nbytes} on the rank that wrote it: sync.disk_dir must be one "
                 f"folder that all nodes share"
             )
 

@@ -17,8 +17,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """(delta as flat uint8, number of changed elements), or None when the delta would not be smaller than ``new``.
 
-    Args:
-        new, old: flat, of the same dtype and length. Bits are compared, so NaN and signed zeros are preserved.
+    Both tensors are flat, of the same dtype and length. Bits are compared, so NaN and signed zeros are preserved.
     """
     bits = _BITS[new.element_size()]
     differs = new.view(bits) != old.view(bits)

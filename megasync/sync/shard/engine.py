@@ -55,10 +55,10 @@ class Engine(ServerUpdate):
 
     async def is_new(self) -> bool:
         """True for a process that has no receive plan yet; forgets what was known of an earlier process."""
-        found = "-".join(rank.instance for rank in await self.control.hello(self._seconds))
-        if found != self._instance:
+        instance = "-".join(rank.instance for rank in await self.control.hello(self._seconds))
+        if instance != self._instance:
             self.kind = self.links = self.base = ""
-            self._instance = found
+            self._instance = instance
         return not self.kind
 
     async def trace(self, specs: list[tuple[str, tuple[int, ...]]]) -> list[EngineRank]:
@@ -85,8 +85,7 @@ class Engine(ServerUpdate):
         await self.control.call("stage", request, StageReport, self._seconds)
 
     async def staged(self, name: str, ranks: int, sending: asyncio.Future[list[SendReport]]) -> list[int]:
-        """Waits until each of its ``ranks`` holds the attempt; their digests. Raises SyncError with a rank's own
-        reason.
+        """Waits until each of its ``ranks`` holds the attempt; their digests. Raises SyncError with a rank's reason.
 
         The ranks confirm to the senders, who report it at the end of ``sending``. The server itself answers a poll just
         before a decoding step, which a commit right after it then has to wait for; so polls are few.
@@ -95,7 +94,7 @@ class Engine(ServerUpdate):
             await asyncio.wait([sending], timeout=SENDING_POLL_SECONDS)
             if sending.done() and not sending.exception():
                 reported = (confirmation for report in sending.result() for confirmation in report.confirmed)
-                confirmed = {found.engine_rank: found.digest for found in reported if found.url == self.url}
+                confirmed = {rank.engine_rank: rank.digest for rank in reported if rank.url == self.url}
                 if len(confirmed) == ranks:
                     return [confirmed[tp] for tp in range(ranks)]
             reports = await self.control.call("poll", Empty(), StageReport, self._seconds)
@@ -142,8 +141,7 @@ class Engine(ServerUpdate):
     async def drop(self, stall: float) -> bool:
         """Waits at most ``stall`` seconds until no rank receives any more, and drops what is staged.
 
-        Returns:
-            Whether the server answered.
+        Returns whether the server answered.
         """
         self.links = self.base = ""
         end = time.monotonic() + stall

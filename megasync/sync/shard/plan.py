@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -108,10 +108,10 @@ class ShardPlan:
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each sending trainer rank puts on the wire."""
-        found: dict[int, int] = defaultdict(int)
+        sent: dict[int, int] = defaultdict(int)
         for bucket in self.buckets:
-            found[bucket.source] += bucket.nbytes
-        return dict(found)
+            sent[bucket.source] += bucket.nbytes
+        return sent
 
 
 def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int, dtype: str) -> ShardPlan:
@@ -136,14 +136,12 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int,
             for part in _chunks(slot, max(1, bucket_bytes // ITEM_BYTES[wire])):
                 for source, region in _assign(part, layout.holders[slot.hf_name], load, ITEM_BYTES[wire]):
                     regions[source, wire].append(region)
-        for (source, wire), found in regions.items():
-            lanes.setdefault((source, target), []).extend(
-                _buckets(source, target, wire, found, bucket_bytes, shapes[source])
-            )
+        for (source, wire), of_lane in regions.items():
+            buckets = _buckets(source, target, wire, of_lane, bucket_bytes, shapes[source])
+            lanes.setdefault((source, target), []).extend(buckets)
     # Taking one bucket of each lane in turn keeps every link busy.
     rounds = zip_longest(*(lanes[lane] for lane in sorted(lanes)))
-    buckets = tuple(bucket for turn in rounds for bucket in turn if bucket is not None)
-    return ShardPlan(buckets, len(engine))
+    return ShardPlan(tuple(bucket for turn in rounds for bucket in turn if bucket is not None), len(engine))
 
 
 def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
@@ -176,12 +174,11 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
 
 def _disjoint(boxes: set[Box]) -> list[Box]:
     """The boxes without those inside another one (replicas keep equal boxes, which are one element of the set)."""
-    ordered = sorted(boxes, key=lambda box: -box.rows * box.cols)
-    found: list[Box] = []
-    for box in ordered:
-        if not any(intersect(box, other) == box for other in found):
-            found.append(box)
-    return found
+    disjoint: list[Box] = []
+    for box in sorted(boxes, key=lambda box: -box.rows * box.cols):
+        if not any(intersect(box, other) == box for other in disjoint):
+            disjoint.append(box)
+    return disjoint
 
 
 def intersect(one: Box, other: Box) -> Box | None:
@@ -208,11 +205,11 @@ def _assign(
     for holder in holders:
         if common := intersect(slot.hf_box, holder.piece.hf_box):
             by_ranks[holder.ranks].append((common, holder.piece))
-    for ranks, found in by_ranks.items():
+    for ranks, parts in by_ranks.items():
         source = min(ranks, key=lambda rank: (load[rank], rank))
-        load[source] += item_bytes * sum(box.rows * box.cols for box, _ in found)
-        small = []
-        for box, piece in found:
+        load[source] += item_bytes * sum(box.rows * box.cols for box, _ in parts)
+        small: list[tuple[Box, Piece]] = []
+        for box, piece in parts:
             if box.rows * box.cols * item_bytes >= DIRECT_BYTES:
                 yield source, Region(slot.part(box), (_clip(piece, box),))
             else:
@@ -222,23 +219,22 @@ def _assign(
             yield source, Region(slot.part(box), tuple(_clip(piece, common) for common, piece in inside))
 
 
-def _merge(boxes: Sequence[Box]) -> list[Box]:
+def _merge(boxes: Iterable[Box]) -> list[Box]:
     """The same area, with boxes that share a whole side joined: first downwards, then sideways."""
-    downwards: list[Box] = []
+    sideways = _stack(box.transposed() for box in _stack(boxes))
+    return [box.transposed() for box in sideways]
+
+
+def _stack(boxes: Iterable[Box]) -> list[Box]:
+    """The same area, with boxes of the same columns that follow one another downwards joined."""
+    stacked: list[Box] = []
     for box in sorted(boxes, key=lambda box: (box.col, box.cols, box.row)):
-        last = downwards[-1] if downwards else None
+        last = stacked[-1] if stacked else None
         if last and (last.col, last.cols, last.row + last.rows) == (box.col, box.cols, box.row):
-            downwards[-1] = last._replace(rows=last.rows + box.rows)
+            stacked[-1] = last._replace(rows=last.rows + box.rows)
         else:
-            downwards.append(box)
-    sideways: list[Box] = []
-    for box in sorted(downwards, key=lambda box: (box.row, box.rows, box.col)):
-        last = sideways[-1] if sideways else None
-        if last and (last.row, last.rows, last.col + last.cols) == (box.row, box.rows, box.col):
-            sideways[-1] = last._replace(cols=last.cols + box.cols)
-        else:
-            sideways.append(box)
-    return sideways
+            stacked.append(box)
+    return stacked
 
 
 def _clip(piece: Piece, box: Box) -> Piece:

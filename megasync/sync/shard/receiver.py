@@ -207,16 +207,9 @@ class ShardReceiver:
                 self._leave()
                 timeout = min(meet.seconds, deadline.left().total_seconds())
                 store = join_store(meet.host, meet.port, timeout)
-                members = len(meet.sources)
-                self._links = Links(
-                    store,
-                    meet.name,
-                    members + self._tp,
-                    members + meet.engine_ranks,
-                    meet.backend,
-                    meet.own_host,
-                    timeout,
-                )
+                first = len(meet.sources)
+                rank, size = first + self._tp, first + meet.engine_ranks
+                self._links = Links(store, meet.name, rank, size, meet.backend, meet.own_host, timeout)
                 self._link_name = meet.name
         return Incoming(plan, request, staging, self._links, deadline)
 
@@ -250,11 +243,11 @@ class ShardReceiver:
                 delta.apply(message.to(values.device), header.changed, values)
             elif not direct:
                 kept.copy_(message)
-            found = _digest(kept, incoming.staging)
+            received = _digest(kept, incoming.staging)
             if request.headers:
-                _compare(bucket, found, digests[bucket.tag])
+                _compare(bucket, received, digests[bucket.tag])
             else:
-                digests[bucket.tag] = found
+                digests[bucket.tag] = received
         if not request.headers:
             self._compare_with_tables(incoming)
 
@@ -339,8 +332,8 @@ class ShardReceiver:
         staging = self._staging
         staged = staging is not None and staging.attempt == request.attempt and staging.state == "staged"
         if request.stream is None and not staged:
-            found = f"{staging.attempt!r} is {staging.state}" if staging else "nothing is"
-            raise SyncError(f"attempt {request.attempt!r} is not staged here; {found}")
+            present = f"{staging.attempt!r} is {staging.state}" if staging else "nothing is"
+            raise SyncError(f"attempt {request.attempt!r} is not staged here; {present}")
         return request
 
     @torch.no_grad()

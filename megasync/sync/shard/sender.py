@@ -151,8 +151,8 @@ class ShardSender:
 
     def _transmit(self, kind: str, plan: ShardPlan, links: Mapping[str, Links], sending: _Sending) -> None:
         """Packs a bucket while others are on the wire; a buffer is reused only when its message has left."""
-        request, mine = sending.request, plan.of_source(self._rank)
-        packed_bytes = (bucket.nbytes for _, bucket in mine if not self._sent_in_place(bucket))
+        request, buckets = sending.request, plan.of_source(self._rank)
+        packed_bytes = (bucket.nbytes for _, bucket in buckets if not self._sent_in_place(bucket))
         self._allocate(max(packed_bytes, default=0))
         sent = self._sent.setdefault(kind, {}) if request.keep else {}
         base = request.bases.get(kind, "")
@@ -160,9 +160,9 @@ class ShardSender:
         headers = request.stream or bool(base)
         tables: dict[int, list[int]] = {}
         in_flight: deque[_Message] = deque()
-        buffers = cycle(range(len(self._buffers)))
-        for tag, bucket in mine:
-            buffer = None if self._sent_in_place(bucket) else next(buffers)
+        free = cycle(range(len(self._buffers)))
+        for tag, bucket in buckets:
+            buffer = None if self._sent_in_place(bucket) else next(free)
             while buffer is not None and any(message.buffer == buffer for message in in_flight):
                 sending.wait(in_flight.popleft())
             with timed(sending.seconds, "pack"):

@@ -272,15 +272,15 @@ class ShardSync(WeightSync[Engine]):
         """Keeps times and bases of a finished `send`; kind -> engine rank -> digest of all that was sent to it."""
         for activity in ("pack", "wire", "confirm"):
             attempt.note(activity, max(report.seconds[activity] for report in reports))
-        found: dict[str, dict[int, dict[int, int]]] = {}
+        digests: dict[str, dict[int, dict[int, int]]] = {}
         for report in reports:
             for confirmation in report.confirmed:
                 attempt.note("digest", confirmation.seconds)
             for sent in report.digests:
-                found.setdefault(sent.kind, {}).setdefault(sent.engine_rank, {})[sent.tag] = sent.digest
+                digests.setdefault(sent.kind, {}).setdefault(sent.engine_rank, {})[sent.tag] = sent.digest
         if self._config.delta:
-            self._bases |= dict.fromkeys(found, name)
-        return {kind: {tp: combine(parts) for tp, parts in sorted(by_tp.items())} for kind, by_tp in found.items()}
+            self._bases |= dict.fromkeys(digests, name)
+        return {kind: {tp: combine(parts) for tp, parts in sorted(by_tp.items())} for kind, by_tp in digests.items()}
 
     async def _commit(self, engine: Engine, name: str, attempt: Attempt) -> None:
         """Pauses one engine for the local copy of what it has staged."""
