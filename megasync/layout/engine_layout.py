@@ -41,8 +41,7 @@ class ParamRectangle(NamedTuple):
 class Slot(NamedTuple):
     """Box ``hf_box`` of a Hugging Face tensor is kept in ``param``.
 
-    Element (row, col) of the box lies ``offset + row * row_stride + col * col_stride`` elements behind the parameter's
-    first.
+    Element (row, col) of the box is element ``offset + row * row_stride + col * col_stride`` of the parameter.
     """
 
     hf_name: str

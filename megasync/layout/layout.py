@@ -128,7 +128,7 @@ class Layout:
     def hf_dtype(self, name: str, dtype: str) -> str:
         """Name of the dtype that a Hugging Face export of a ``dtype`` model gives a tensor."""
         if name not in self.hf_tensors:
-            raise KeyError(f"{name!r} is no tensor of this model")
+            raise KeyError(f"{name!r} is not a tensor of this model")
         return self._own_dtypes.get(name, dtype)
 
     # Parameters
@@ -316,7 +316,7 @@ def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int
 def _check_divisible(sizes: Sizes, tensor: int) -> None:
     """Raises ConfigError for heads, groups or widths that Megatron's own layers would refuse; it names both sides."""
     if sizes.heads % sizes.groups:
-        raise ConfigError(f"num_attention_heads={sizes.heads} is no multiple of num_key_value_heads={sizes.groups}")
+        raise ConfigError(f"num_attention_heads={sizes.heads} is not a multiple of num_key_value_heads={sizes.groups}")
     for key, size in {"num_attention_heads": sizes.heads, **sizes.widths}.items():
         if size % tensor:
             raise ConfigError(f"{key}={size} is not divisible by trainer.tensor_parallel={tensor}")

@@ -93,11 +93,11 @@ def clip(loops: Sequence[Loop], start: int, first: int, length: int) -> Iterator
     """
     *outer, loop = loops or [Loop(1, 1, 0)]
     for source, target in unrolled(outer):
-        behind = first - start - source
-        low = max(0, -(-behind // loop.source))
-        high = min(loop.steps, -(-(behind + length) // loop.source))
+        distance = first - start - source
+        low = max(0, -(-distance // loop.source))
+        high = min(loop.steps, -(-(distance + length) // loop.source))
         if low < high:
-            yield low * loop.source - behind, [Loop(high - low, *loop[1:])], target + low * loop.target
+            yield low * loop.source - distance, [Loop(high - low, *loop[1:])], target + low * loop.target
 
 
 def rectangles(
@@ -111,12 +111,12 @@ def rectangles(
             name,
             Box(row + down, rows.steps, col + right, cols.steps),
             param,
-            at + below + beside,
+            at + row_offset + col_offset,
             rows.target,
             cols.target,
         )
-        for down, below in unrolled(row_loops)
-        for right, beside in unrolled(col_loops)
+        for down, row_offset in unrolled(row_loops)
+        for right, col_offset in unrolled(col_loops)
     ]
 
 
@@ -132,8 +132,8 @@ def fill_rectangles(loops: Iterable[Loop], param: str, at: int, value: float) ->
     walk = merge(Loop(loop.steps, loop.target, loop.target) for loop in loops if loop.steps > 1)
     *outer, rows, cols = [Loop(1, 0, 1), Loop(1, 0, 1), *walk]
     return [
-        Fill(param, at + behind, rows.steps, cols.steps, rows.target, cols.target, value)
-        for _, behind in unrolled([loop for loop in outer if loop.steps > 1])
+        Fill(param, at + offset, rows.steps, cols.steps, rows.target, cols.target, value)
+        for _, offset in unrolled([loop for loop in outer if loop.steps > 1])
     ]
 
 

@@ -291,15 +291,15 @@ class _Recorder(TorchDispatchMode):
             except NotRectangular:
                 raise TraceError(
                     f"{self.loader} copies elements of {self._describe(source)} into parameter {param!r} "
-                    f"that are no rectangle of it: loops {[tuple(loop[:2]) for loop in loops]} from element {offset} on"
+                    f"that do not form a rectangle: loops {[tuple(loop[:2]) for loop in loops]} from element {offset}"
                 ) from None
 
     def _write_parts(self, param: str, at: int, loops: list[Loop], made: _Made, offset: int) -> None:
         shape = made.tensor.shape
         walks, start = align(loops, offset, shape), position(offset, shape)
         for first, length, part in made.parts:
-            for behind, clipped, further in clip(walks[made.dim], start[made.dim], first, length):
-                place = [*start[: made.dim], behind, *start[made.dim + 1 :]]
+            for relative, clipped, further in clip(walks[made.dim], start[made.dim], first, length):
+                place = [*start[: made.dim], relative, *start[made.dim + 1 :]]
                 clipped_walks = [*walks[: made.dim], clipped, *walks[made.dim + 1 :]]
                 begin = _start(part) + sum(i * step for i, step in zip(place, part.stride(), strict=True))
                 inner = [

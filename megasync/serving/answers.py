@@ -142,7 +142,9 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     finish = meta.finish_reason
     if finish is not None and isinstance(finish.matched, str) and finish.matched not in limits.stop:
         # SGLang ends a response in this way when its logits are NaN.
-        raise InvalidAnswer(f"it stopped at the text {finish.matched[:_SHOWN]!r}, which is no stop text of the request")
+        raise InvalidAnswer(
+            f"it stopped at the text {finish.matched[:_SHOWN]!r}, which is not a stop text of the request"
+        )
     return GeneratedPiece(
         token_ids,
         logprobs,

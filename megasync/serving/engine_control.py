@@ -23,7 +23,7 @@ from megasync.serving.engine_protocol import (
     encode,
 )
 
-# What a server without the plugin says to an action it does not know.
+# How a server without the plugin refuses an unknown action.
 _STOCK_REFUSAL = "Unsupported action"
 
 
@@ -77,7 +77,7 @@ class EngineControl:
         return parse_as([rank.result for rank in answers], list[answer], what)
 
     async def hello(self, timeout: float = 30.0) -> list[Hello]:
-        """Who the ranks are. Raises as `call`, and when the plugin speaks another protocol than this driver."""
+        """Each rank's identity. Raises as `call`, and when the plugin speaks another protocol than this driver."""
         ranks = await self.call("hello", {}, Hello, timeout)
         spoken = {rank.protocol for rank in ranks}
         if spoken != {PROTOCOL}:

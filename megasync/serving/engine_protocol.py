@@ -32,7 +32,7 @@ _COMPRESS_ABOVE = 16_384
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a rank says of itself. Unknown fields are ignored, so that another protocol is recognised as such.
+    """A rank's description of itself. Unknown fields are ignored, so that another protocol is recognised as such.
 
     ``instance`` is unique to the process; process ids may be the same in two containers.
     """

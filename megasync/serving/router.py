@@ -5,7 +5,7 @@ would run a generation twice, so they are off and the client retries. Health pro
 server that is paused for a weight sync must not be taken out of rotation.
 
 With keys, only the holder of the router's key can read or change its list of servers, and only the holder of the
-generation key, if there is one, can generate. The routes left open tell how many servers are healthy, and the model's
+generation key, if there is one, can generate. The open routes expose the number of healthy servers and the model's
 name.
 
 The list of servers changes over the router's own HTTP interface while it runs (`RouterMembers`). Observed behaviour of

@@ -16,7 +16,7 @@ KEYS_VARIABLE = "MEGASYNC_SERVER_KEYS"
 # Not a route: without the key, a guarded server answers 401 and any other server 404.
 CLOSED_ROUTE = "/closed"
 
-# Open to everybody. They expose the model's names and version, and counts; they change nothing.
+# Open without a key. They expose the model's names and version, and counts; they change nothing.
 PROBES = frozenset(
     {
         *(("GET", "/health"), ("GET", "/ready")),
@@ -25,7 +25,7 @@ PROBES = frozenset(
         *(("GET", "/metrics"), ("GET", "/metrics/")),
     }
 )
-# Open with the generation key, or to everybody if there is none.
+# Open with the generation key, or without a key if there is none.
 GENERATION = frozenset(
     ("POST", path) for path in ("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions")
 )

@@ -201,7 +201,7 @@ class Attempt:
 
 
 class Addressed(Protocol):
-    """Anything that stands for one server."""
+    """An object with the URL of its server."""
 
     @property
     def url(self) -> str:

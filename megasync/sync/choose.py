@@ -37,7 +37,7 @@ async def choose_sync(
     Raises PublishError when the configured transport cannot reach the servers.
     """
     wanted = config.sync.transport
-    why = "sync.transport asks for it"
+    why = "sync.transport selects it"
     plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     if wanted == "disk":
         root = run_dir / "sync" if config.sync.disk_dir is None else Path(config.sync.disk_dir)

@@ -5,9 +5,9 @@ stock SGLang server does. Every wait is limited by what is left of one deadline,
 longer than the operation that it belongs to.
 
 NCCL differs from gloo in four ways that are handled here. Torch watches NCCL groups and ends the process when a
-message fails (`_unwatched`). Creating a group waits for nobody, and the first message waits forever (`_gather`). The
-limit of a wait counts from the start of the message (`Transfer`). Tags are ignored, so both ends of a link must start
-its messages, in both directions, in the same order.
+message fails (`_unwatched`). Creating a group does not wait for its members, and the first message waits forever
+(`_gather`). The limit of a wait counts from the start of the message (`Transfer`). Tags are ignored, so both ends of a
+link must start its messages, in both directions, in the same order.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class SyncGroup:
         self._group.recv([message], source, 0).wait(deadline.left())
 
     def close(self) -> None:
-        """Leaves the group, which wakes members that wait for this rank."""
+        """Leaves the group; members that wait for this rank get an error."""
         if self._backend == "nccl":
             self._group.abort()
         dist.destroy_process_group(self._group)
@@ -210,7 +210,7 @@ class Links:
         return Transfer(self._group.recv([message], source, tag), self._backend)
 
     def close(self) -> None:
-        """Leaves, which wakes members that wait for this one when the connections close."""
+        """Leaves and closes the connections; members that wait for this one get an error."""
         if self._backend == "nccl":
             self._group.abort()
         del self._group

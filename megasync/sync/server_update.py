@@ -47,12 +47,12 @@ class ServerUpdate:
             await flush_cache(self.server, self._seconds)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Opens a weight update. If one is open already, a driver that is gone left it, and it is closed first."""
+        """Opens a weight update. If an earlier driver left one open, that one is closed first."""
         attempt.progress[self.url].update_open = True
         try:
             await self.post("/begin_weight_update")
         except HttpStatusError as error:
-            log.warning("%s may have been left inside a weight update; closing that one: %s", self.url, error)
+            log.warning("%s refused a weight update; closing one that may still be open: %s", self.url, error)
             await self.post("/end_weight_update")
             await self.post("/begin_weight_update")
 

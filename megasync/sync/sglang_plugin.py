@@ -2,7 +2,7 @@
 
 Two kinds of request arrive through stock endpoints. *Commands* reach every tensor-parallel rank's weight checker, need
 no pause, and are answered per rank. A *commit* arrives as a weight update in megasync's load format, between
-``begin_weight_update`` and ``end_weight_update``, and writes weights that a `WeightReceiver` has at hand already.
+``begin_weight_update`` and ``end_weight_update``, and writes weights that a `WeightReceiver` already holds.
 
 All ranks report the same result of a commit: only the first rank's answer reaches the caller, and a rank that failed
 alone would keep other weights than its peers. Guaranteed by `_all_succeed`, which each rank passes twice: before
@@ -106,7 +106,7 @@ class _Committed:
 
 
 class Plugin:
-    """Hooks around SGLang's own methods; each passes on what is not megasync's."""
+    """Hooks around SGLang's own methods; calls that are not for megasync pass through."""
 
     def __init__(self, make_receiver: Callable[[ServingRank], WeightReceiver] = shard_receiver) -> None:
         self._make_receiver = make_receiver
@@ -235,8 +235,7 @@ class GuardedServer:
         from sglang.srt.runtime_context import get_serving
 
         serving = get_serving()
-        # The guard would cover neither: HTTP workers import the application again, and gRPC is another server beside
-        # it.
+        # The guard would cover neither: HTTP workers import the application again, and gRPC is another server.
         if serving.tokenizer_worker_num != 1 or serving.grpc_port is not None:
             raise ServerError(
                 f"a server with keys cannot be guarded with --tokenizer-worker-num={serving.tokenizer_worker_num} and "

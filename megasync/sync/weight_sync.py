@@ -83,10 +83,10 @@ class WeightSync(ABC, Generic[S]):
 
     @abstractmethod
     def forget_ranks(self) -> None:
-        """The trainer ranks were restarted: they are new processes that know of no server and no group."""
+        """Forgets groups and links, because the trainer ranks were restarted."""
 
     async def connect(self) -> None:
-        """Does whatever needs no pause ahead of the first publish; `publish` does it when needed.
+        """Does the work that needs no pause ahead of the first publish; `publish` does it when needed.
 
         Raises PublishError when a server or a rank could not connect within the deadline; nothing waits for it then.
         """
@@ -170,4 +170,4 @@ class WeightSync(ABC, Generic[S]):
         leaving = self._ranks.call(method, timeout=RECOVERY_SECONDS)
         for failure in await asyncio.gather(leaving, return_exceptions=True):
             if isinstance(failure, BaseException):
-                log.warning("Not every trainer rank left its sync groups: %s", failure)
+                log.warning("Some trainer ranks did not leave their sync groups: %s", failure)

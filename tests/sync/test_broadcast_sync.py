@@ -139,6 +139,21 @@ async def test_every_server_takes_every_bucket_in_plan_order_between_pause_and_c
         assert (server.paused, server.session, server.version) == (False, False, "7")
 
 
+async def test_the_pause_lasts_from_the_request_to_pause_until_generation_resumes(world):
+    sync, _, ranks = world()
+    broadcast = ranks.broadcast
+
+    async def slow(server):
+        await asyncio.sleep(0.02)
+        await broadcast(server)
+
+    ranks.broadcast = slow
+    seconds = (await sync.publish(1)).seconds
+    while_paused = ("flush", "begin", "transfer", "end", "verify", "continue")
+    assert seconds["transfer"] > 0.02
+    assert sum(seconds[phase] for phase in while_paused) <= seconds["pause"] < 5.0
+
+
 async def test_engine_ranks_follow_the_sender_and_each_stage_has_a_group(world):
     sync, servers, _ = world()
     await sync.connect()
@@ -177,7 +192,7 @@ async def test_before_anything_is_loaded_a_failure_leaves_the_old_version_servin
     assert [s.version for s in servers] == ["3", "3"]
 
 
-async def test_a_server_that_is_not_quiet_yet_is_flushed_a_moment_later(world):
+async def test_a_refused_flush_is_repeated(world):
     sync, servers, _ = world()
     servers[1].faults["/flush_cache"] = ["requests are running"] * 3
     assert (await sync.publish(3)).version == 3
@@ -193,7 +208,7 @@ async def test_a_server_with_a_part_of_the_new_version_stays_paused_and_is_named
     assert "http://a" in sync.quarantined
 
 
-async def test_only_a_complete_publish_sets_a_quarantined_server_free(world):
+async def test_only_a_complete_publish_ends_a_quarantine(world):
     sync, servers, _ = world()
     servers[0].faults[UPDATE] = [None, "broken"]
     with pytest.raises(SyncError):
@@ -216,7 +231,7 @@ async def test_servers_stay_paused_when_one_of_them_cannot_confirm(world, path, 
     assert all(server.paused for server in servers)
 
 
-async def test_a_server_that_reports_another_version_is_not_believed(world, monkeypatch):
+async def test_a_server_that_reports_another_version_fails_the_publish(world, monkeypatch):
     sync, servers, _ = world()
 
     async def stale(path, timeout):
@@ -228,7 +243,7 @@ async def test_a_server_that_reports_another_version_is_not_believed(world, monk
     assert servers[0].paused
 
 
-async def test_a_trainer_that_fails_wakes_waiting_servers_and_they_go_on(world):
+async def test_a_failed_trainer_ends_the_wait_of_servers_and_they_resume(world):
     sync, servers, ranks = world()
     ranks.faults["sync_send"] = ["rank 1 died"]
     with pytest.raises(SyncError, match=r"trainer: rank 1 died.*the previous version"):
@@ -239,7 +254,7 @@ async def test_a_trainer_that_fails_wakes_waiting_servers_and_they_go_on(world):
     assert paths(servers[0]).count("/init_weights_update_group") == 4, "the broken groups were used again"
 
 
-async def test_after_a_failure_no_further_bucket_is_asked_for_and_each_server_leaves_when_it_can(world, monkeypatch):
+async def test_after_a_failure_no_further_bucket_is_requested_and_each_server_leaves_its_groups(world, monkeypatch):
     sync, servers, ranks = world()
     slow, release = servers[0], asyncio.Event()
     servers[1].faults[UPDATE] = ["Failed to update parameter online"]
@@ -261,7 +276,7 @@ async def test_after_a_failure_no_further_bucket_is_asked_for_and_each_server_le
 
 
 @pytest.mark.parametrize("who", ["trainer", "server"])
-async def test_silence_ends_at_the_deadline(world, who):
+async def test_a_call_without_an_answer_ends_at_the_deadline(world, who):
     sync, servers, ranks = world(seconds=0.3)
     if who == "trainer":
         ranks.faults["sync_send"] = ["hang"]
@@ -301,7 +316,7 @@ async def test_closing_leaves_both_sides_and_may_be_repeated(world):
     assert paths(servers[1]).count("/destroy_weights_update_group") == 2
 
 
-async def test_a_late_server_is_brought_the_version_of_the_others_alone(world):
+async def test_a_late_server_gets_the_current_version_without_the_others(world):
     sync, servers, ranks = world()
     await sync.publish(1)
     late = Server("http://late", ranks)
@@ -318,7 +333,7 @@ async def test_a_late_server_is_brought_the_version_of_the_others_alone(world):
     assert sizes == [3, 3, 7, 7]
 
 
-async def test_the_rest_of_the_servers_is_published_to_when_one_is_taken_out(world):
+async def test_a_removed_server_no_longer_gets_versions(world):
     sync, servers, _ = world()
     await sync.publish(1)
     servers[0].faults["/pause_generation"] = ["refused"]

@@ -74,7 +74,7 @@ async def test_what_is_asked_for_is_taken_or_refused(chosen):
     for transport, kind in (("p2p", ShardSync), ("broadcast", BroadcastSync), ("disk", DiskSync)):
         found, why = await chosen(transport)
         assert found is kind
-        assert kind is ShardSync or "sync.transport asks for it" in why
+        assert kind is ShardSync or "sync.transport selects it" in why
     with pytest.raises(PublishError, match="it runs without the plugin"):
         await chosen("p2p", ServerError("it runs without the plugin"))
 

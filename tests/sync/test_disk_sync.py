@@ -136,7 +136,7 @@ async def test_a_write_that_fails_touches_no_server_and_leaves_nothing_behind(wo
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/pause_generation", "/flush_cache"])
-async def test_a_server_that_fails_before_its_load_goes_on_with_the_version_before(world, path):
+async def test_a_server_that_fails_before_its_load_resumes_with_the_previous_version(world, path):
     sync, servers, _, _ = world()
     await sync.publish(1)
     servers[0].faults[path] = ["refused", "refused"]
@@ -154,7 +154,7 @@ async def test_a_server_that_fails_before_its_load_goes_on_with_the_version_befo
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_a_folder_that_cannot_be_opened_leaves_a_server_on_one_node_whole(world, nodes):
+async def test_a_folder_that_cannot_be_opened_leaves_a_server_on_one_node_with_its_version(world, nodes):
     sync, servers, _, _ = world(Server("http://a", nodes), Server("http://b", nodes))
     servers[0].faults[LOAD] = [f"{NOT_LOADED}: no such folder"]
     with pytest.raises(SyncError, match=r"'load' failed: http://a: .*no such folder"):
@@ -165,7 +165,7 @@ async def test_a_folder_that_cannot_be_opened_leaves_a_server_on_one_node_whole(
     assert state(servers[1]) == (1, False)
 
 
-async def test_a_server_that_fails_inside_its_load_stays_paused_alone_until_it_has_a_whole_version(world):
+async def test_a_server_that_fails_inside_its_load_stays_paused_until_it_has_a_complete_version(world):
     sync, servers, _, names = world(seconds=1.5)
     servers[0].faults[LOAD] = ["hang"]
     with pytest.raises(
@@ -174,7 +174,7 @@ async def test_a_server_that_fails_inside_its_load_stays_paused_alone_until_it_h
     ):
         await sync.publish(1)
     assert set(sync.quarantined) == {"http://a"}
-    # A failure that says nothing about its weights does not set it free.
+    # A failure before the load does not end the quarantine.
     servers[0].faults["/flush_cache"] = ["refused"]
     with pytest.raises(SyncError, match="'flush' failed"):
         await sync.publish(2)
@@ -188,12 +188,28 @@ async def test_a_server_that_fails_inside_its_load_stays_paused_alone_until_it_h
             sync.remove("http://a")
         else:
             await sync.publish(version)
-    # It may still be reading, although it is no longer one of ours.
+    # The removed server may still be reading v3.
     assert names() == ["v3", "v4", "v5"]
     sync.add(servers[0])
     await sync.publish(6)
     assert sync.quarantined == {}
     assert [state(server) for server in servers] == [(6, False)] * 2
+
+
+async def test_a_server_that_is_added_again_is_no_longer_quarantined(world):
+    sync, servers, _, _ = world()
+    servers[0].faults[LOAD] = ["broken"]
+    with pytest.raises(SyncError, match="'load' failed"):
+        await sync.publish(1)
+    assert set(sync.quarantined) == {"http://a"}
+    # The same address, after a restart.
+    restarted = Server("http://a")
+    sync.add(restarted)
+    assert sync.quarantined == {}
+    restarted.faults["/flush_cache"] = ["refused"]
+    with pytest.raises(SyncError, match="'flush' failed"):
+        await sync.publish(2)
+    assert state(restarted) == (0, False)
 
 
 async def test_weights_that_differ_among_servers_of_a_kind_never_serve(world):
@@ -211,7 +227,7 @@ async def test_weights_that_differ_among_servers_of_a_kind_never_serve(world):
         await sync.publish(2)
     assert set(sync.quarantined) == {"http://b"}
     assert [server.paused for server in servers] == [False, True, False, False]
-    # Of two that differ nobody knows which one is right.
+    # With two servers that differ there is no majority.
     sync.remove("http://c")
     with pytest.raises(SyncError, match="'verify'"):
         await sync.publish(3)
@@ -221,7 +237,7 @@ async def test_weights_that_differ_among_servers_of_a_kind_never_serve(world):
     assert [state(server) for server in servers] == [(4, False), (4, False), (2, False), (4, False)]
 
 
-async def test_a_late_server_gets_the_last_published_version_at_once_and_nobody_else_notices(world):
+async def test_a_late_server_gets_the_last_published_version_without_the_others(world):
     sync, servers, ranks, _ = world()
     early, late = Server("http://early"), Server("http://late")
     sync.add(early)

@@ -259,7 +259,7 @@ def test_parameters_that_an_update_finds_otherwise_are_not_written(wires):
     packed = dict(w.engine[0].tensors())
     packed[name] = packed[name].reshape(1, -1)
     w.receivers[0]._params = lambda: packed
-    with pytest.raises(SyncError, match=f"the engine keeps {re.escape(name)} as .* a kernel needs it packed"):
+    with pytest.raises(SyncError, match=f"the engine keeps {re.escape(name)} as .* a kernel packed it"):
         check(w.receivers[0], "a")
     check(w.receivers[1], "a")
 
@@ -407,7 +407,7 @@ def test_nothing_is_committed_that_is_not_staged(wires):
     w = wires()
     with pytest.raises(SyncError, match=r"attempt 'x' is not staged here; nothing is"):
         check(w.receivers[0], "x")
-    with pytest.raises(SyncError, match="no receive plan, or another one"):
+    with pytest.raises(SyncError, match="no receive plan, or a different one"):
         check(w.receivers[0], "x", "other")
     with pytest.raises(SyncError, match="unknown command 'fly'"):
         w.receivers[0].handle("fly", {})

@@ -282,7 +282,7 @@ def _checksum_mismatches(
     """Servers whose weights differ from those of the others of their kind, by URL; fills in ``sealed.sums``.
 
     The right checksum of a kind is what a server of it had after an earlier load of this version, else what most of
-    them have. A single server of its kind is compared with nobody.
+    them have. A server that is the only one of its kind is not compared.
     """
     mismatches: dict[str, SyncError] = {}
     for kind in sorted(set(kinds.values())):

@@ -110,7 +110,7 @@ class VersionFolders:
             )
 
     def discard(self, draft: Path) -> None:
-        """Removes a version or draft as far as possible, its name first, so that nobody uses or seals what is left."""
+        """Removes a version or draft as far as possible; its name goes first, so that nothing uses the rest."""
         doomed = draft.with_name(_DOOMED + draft.name.removesuffix(_DRAFT))
         shutil.rmtree(doomed, ignore_errors=True)
         with suppress(OSError):

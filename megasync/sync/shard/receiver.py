@@ -194,7 +194,7 @@ class ShardReceiver:
 
     def _plan_for(self, kind: str) -> ReceivePlan:
         if self._plan is None or self._plan.kind != kind:
-            raise SyncError("this rank has no receive plan, or another one than the senders")
+            raise SyncError("this rank has no receive plan, or a different one than the senders")
         return self._plan
 
     # Receiving
@@ -325,9 +325,8 @@ class ShardReceiver:
         for name, form in self._forms.items():
             if present[name] != form:
                 raise SyncError(
-                    f"the engine keeps {name} as {present[name]} during an update (shape, strides, dtype), but as "
-                    f"{form} when its layout was traced: a kernel needs it packed; set sync.transport to broadcast or "
-                    "disk"
+                    f"the engine keeps {name} as {present[name]} during an update (shape, strides, dtype), but kept it "
+                    f"as {form} when its layout was traced: a kernel packed it; set sync.transport to broadcast or disk"
                 )
         staging = self._staging
         staged = staging is not None and staging.attempt == request.attempt and staging.state == "staged"

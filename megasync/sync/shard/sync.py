@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For making links, when everybody who makes them has been asked at the same time. Nothing wakes those who wait there.
+# Seconds to make links when both ends were asked at the same time. A failure at one end does not end the other's wait.
 JOIN_SECONDS = 30.0
 
 Sending = asyncio.Future[list[SendReport]]
