@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -154,7 +154,9 @@ class ShardSync(WeightSync[Engine]):
         derived = await self._ranks.call("shard_prepare", kind, ranks, timeout=self._seconds)
         other = [rank for rank, digest in enumerate(derived) if digest != plan.digest]
         if other:
-            raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
+            raise SyncError(
+                f"trainer ranks {other} derived another plan than the driver; their configurations differ"
+            )
         plans = tuple(receive_plan(plan, tp, kind, rank.fills) for tp, rank in enumerate(ranks))
         request = ReceivePlanRequest(plans, self._config.arena, self._arena_bytes)
         await engine.take_receive_plan(kind, request)
@@ -181,8 +183,8 @@ class ShardSync(WeightSync[Engine]):
     async def _stage(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
         bases = self._common_bases(engines)
-        sending = await self._start_sending(engines, name, bases, attempt, stream=False)
-        await call_each(engines, lambda engine: engine.stage(self._request(engine, engines, name, bases)))
+        sending, requests = await self._start_sending(engines, name, bases, attempt, stream=False)
+        await call_each(engines, lambda engine: engine.stage(requests[engine.url]))
         receiving = {
             engine.url: asyncio.ensure_future(engine.staged(name, self._plans[engine.kind].engine_ranks, sending))
             for engine in engines
@@ -208,9 +210,12 @@ class ShardSync(WeightSync[Engine]):
         return {kind: self._bases[kind] for kind, bases in held.items() if bases == {self._bases.get(kind)}}
 
     async def _start_sending(
-        self, engines: Sequence[Engine], name: str, bases: Mapping[str, str], attempt: Attempt, *, stream: bool
-    ) -> Sending:
-        """Has the ranks send; the trainer's task of the attempt ends with `ShardSender.send` on each rank."""
+        self, engines: Sequence[Engine], name: str, bases: dict[str, str], attempt: Attempt, *, stream: bool
+    ) -> tuple[Sending, dict[str, ReceiveRequest]]:
+        """Has the ranks send; the trainer's task of the attempt ends with `ShardSender.send` on each rank.
+
+        Returns that task, and by URL what the ranks of each engine need to receive it.
+        """
         if (meeting_point := self._meeting_point) is None:
             points = await self._ranks.call("shard_listen", self._seconds, timeout=self._limit)
             self._meeting_point = meeting_point = next(point for point in points if point is not None)
@@ -220,6 +225,8 @@ class ShardSync(WeightSync[Engine]):
                 engine.links = f"megasync-{self._run}-{self._links_made}"
             # Until it has received everything, its arena holds parts of two versions.
             engine.base = ""
+        # Ranks send to one kind after another, so only the links of the first are made at once.
+        first, *others = sorted({engine.kind for engine in engines})
         request = SendRequest(
             attempt=name,
             timeout=self._seconds,
@@ -227,26 +234,19 @@ class ShardSync(WeightSync[Engine]):
             meeting_point=meeting_point,
             engines=tuple(EngineLinks(engine.links, engine.kind, engine.url) for engine in engines),
             links=tuple(engine.links for engine in self._servers.values()),
-            join={engine.kind: self._join_seconds(engine.kind, engines) for engine in engines},
-            bases=dict(bases),
+            join={first: self._join} | dict.fromkeys(others, self._seconds),
+            bases=bases,
             stream=stream,
             keep=self._config.delta,
         )
         sending = asyncio.ensure_future(self._ranks.call("shard_send", request, timeout=self._limit))
         attempt.tasks = {"trainer": sending}
-        return sending
+        return sending, {engine.url: self._receive_request(engine, request) for engine in engines}
 
-    def _join_seconds(self, kind: str, engines: Sequence[Engine]) -> float:
-        """For the links of one kind. Ranks send to one kind after another, so only the first is joined at once."""
-        return self._join if kind == min(engine.kind for engine in engines) else self._seconds
-
-    def _request(
-        self, engine: Engine, engines: Sequence[Engine], name: str, bases: Mapping[str, str], *, stream: bool = False
-    ) -> ReceiveRequest:
-        """What an engine's ranks need to receive an attempt, which goes to these ``engines``."""
-        assert self._meeting_point is not None
-        plan, (host, port) = self._plans[engine.kind], self._meeting_point
-        base = bases.get(engine.kind, "")
+    def _receive_request(self, engine: Engine, sent: SendRequest) -> ReceiveRequest:
+        """What an engine's ranks need to receive what the trainer ranks send."""
+        plan, (host, port) = self._plans[engine.kind], sent.meeting_point
+        base = sent.bases.get(engine.kind, "")
         rendezvous = Rendezvous(
             name=engine.links,
             host=host,
@@ -255,17 +255,17 @@ class ShardSync(WeightSync[Engine]):
             sources=plan.sources,
             engine_ranks=plan.engine_ranks,
             backend=self._backend,
-            seconds=self._join_seconds(engine.kind, engines),
+            seconds=sent.join[engine.kind],
         )
         return ReceiveRequest(
-            attempt=name,
+            attempt=sent.attempt,
             kind=engine.kind,
             rendezvous=rendezvous,
             base=base,
             # The digest goes ahead of a bucket that is used on arrival, or whose size is not known in advance.
-            headers=stream or bool(base),
-            timeout=self._seconds,
-            stall=self._stall,
+            headers=sent.stream or bool(base),
+            timeout=sent.timeout,
+            stall=sent.stall,
         )
 
     def _note_sent(self, name: str, reports: Sequence[SendReport], attempt: Attempt) -> dict[str, dict[int, int]]:
@@ -291,9 +291,9 @@ class ShardSync(WeightSync[Engine]):
     async def _stream(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """Pauses the engines for the whole transfer; each loads buckets as they arrive."""
         await call_each(engines, lambda engine: engine.pause(attempt))
-        sending = await self._start_sending(engines, name, {}, attempt, stream=True)
+        sending, requests = await self._start_sending(engines, name, {}, attempt, stream=True)
         for engine in engines:
-            request = CommitRequest(name, engine.kind, self._request(engine, engines, name, {}, stream=True))
+            request = CommitRequest(name, engine.kind, requests[engine.url])
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.load(request, attempt))
         await attempt.wait_for_tasks(self._seconds + 2 * GRACE_SECONDS)
         self._note_sent(name, sending.result(), attempt)
