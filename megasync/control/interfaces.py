@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.buffer.state import BufferCounters, BufferCounts, FailedStep
-from megasync.sync.attempt import Addressed
 from megasync.trajectory import Group
 
 
@@ -53,6 +52,13 @@ class WeightPublisher(Protocol):
 
     def forget_ranks(self) -> None:
         """Tells the transport that the trainer ranks were restarted."""
+
+
+class Addressed(Protocol):
+    """An object with the URL of its server."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class ServerFleet(Protocol):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from megasync.errors import SyncError
 
@@ -148,10 +148,7 @@ class Attempt:
         Raises PhaseFailed with the first failures, or with all that have not answered in time.
         """
         done, late = await asyncio.wait(self.tasks.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        causes: dict[str, BaseException] = {}
-        for who, task in self.tasks.items():
-            if task in done and (cause := task.exception()):
-                causes[who] = cause
+        causes = {who: cause for who, task in self.tasks.items() if task in done and (cause := task.exception())}
         if not causes:
             timeout = TimeoutError(f"no answer within {limit:g} s")
             causes = {who: timeout for who, task in self.tasks.items() if task in late}
@@ -198,37 +195,3 @@ class Attempt:
             causes = {"trainer": cause, **causes}
         first_hand = {who: cause for who, cause in causes.items() if NOT_RECEIVED not in str(cause)}
         return first_hand or causes
-
-
-class Addressed(Protocol):
-    """An object with the URL of its server."""
-
-    @property
-    def url(self) -> str:
-        """The server's base URL."""
-        ...
-
-
-S = TypeVar("S", bound=Addressed)
-
-
-def select_servers(servers: Mapping[str, S], only: Collection[str] | None) -> list[S]:
-    """The servers of a publish: all, or those that ``only`` names. Raises PhaseFailed when one of those is gone."""
-    if only is None:
-        return list(servers.values())
-    if gone := {url: SyncError("it is no longer among the servers") for url in only if url not in servers}:
-        raise PhaseFailed(gone)
-    return [servers[url] for url in servers if url in only]
-
-
-async def failures(servers: Iterable[S], call: Callable[[S], Awaitable[Any]]) -> dict[str, BaseException]:
-    """Calls every server concurrently and waits for all answers. Returns the exceptions by server URL."""
-    servers = list(servers)
-    answers = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
-    return {s.url: a for s, a in zip(servers, answers, strict=True) if isinstance(a, BaseException)}
-
-
-async def call_each(servers: Iterable[S], call: Callable[[S], Awaitable[Any]]) -> None:
-    """As `failures`, but raises PhaseFailed if there are any."""
-    if causes := await failures(servers, call):
-        raise PhaseFailed(causes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.errors import HttpStatusError, ServerError, SyncError
-from megasync.sync.attempt import Attempt
+from megasync.sync.attempt import Attempt, PhaseFailed
 
 if TYPE_CHECKING:
     from megasync.serving.control import ServerControl
@@ -112,3 +113,18 @@ async def flush_cache(server: ServerControl, seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(FLUSH_POLL_SECONDS)
+
+
+S = TypeVar("S", bound=ServerUpdate)
+
+
+async def failures(servers: Sequence[S], call: Callable[[S], Awaitable[Any]]) -> dict[str, BaseException]:
+    """Calls every server concurrently and waits for all answers. Returns the exceptions by server URL."""
+    answers = await asyncio.gather(*(call(server) for server in servers), return_exceptions=True)
+    return {s.url: a for s, a in zip(servers, answers, strict=True) if isinstance(a, BaseException)}
+
+
+async def call_each(servers: Sequence[S], call: Callable[[S], Awaitable[Any]]) -> None:
+    """As `failures`, but raises PhaseFailed if there are any."""
+    if causes := await failures(servers, call):
+        raise PhaseFailed(causes)

@@ -12,10 +12,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from megasync.sync.attempt import Attempt, ServerProgress, SyncReport, select_servers
-from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
+from megasync.errors import SyncError
+from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport
+from megasync.sync.server_update import RECOVERY_SECONDS, S
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 # The ranks keep the deadline themselves. The driver waits a little longer, so that it receives their reason.
 GRACE_SECONDS = 5.0
-
-S = TypeVar("S", bound=ServerUpdate)
 
 
 class TrainerRanks(Protocol):
@@ -93,7 +92,7 @@ class WeightSync(ABC, Generic[S]):
         async with self._lock:
             attempt = self._new_attempt(0)
             async with self._transaction(attempt):
-                await self._connect(select_servers(self._servers, None), attempt)
+                await self._connect(list(self._servers.values()), attempt)
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
@@ -109,7 +108,7 @@ class WeightSync(ABC, Generic[S]):
             attempt = self._new_attempt(version)
             try:
                 async with self._transaction(attempt):
-                    servers = select_servers(self._servers, only)
+                    servers = self._select(only)
                     moved = await self._move(servers, attempt, everywhere=only is None)
             finally:
                 await self._finish()
@@ -122,6 +121,14 @@ class WeightSync(ABC, Generic[S]):
 
     def _new_attempt(self, version: int) -> Attempt:
         return Attempt(version, {url: ServerProgress() for url in self._servers})
+
+    def _select(self, only: Collection[str] | None) -> list[S]:
+        """All servers, or those that ``only`` names. Raises PhaseFailed when one of those is gone."""
+        if only is None:
+            return list(self._servers.values())
+        if gone := {url: SyncError("it is no longer among the servers") for url in only if url not in self._servers}:
+            raise PhaseFailed(gone)
+        return [server for url, server in self._servers.items() if url in only]
 
     @abstractmethod
     async def _connect(self, servers: list[S], attempt: Attempt) -> None:

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress, call_each
+from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress
 from megasync.sync.broadcast.plan import BroadcastPlan, group_name
-from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
+from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate, call_each
 from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:

@@ -30,11 +30,11 @@ import msgspec
 
 from megasync.errors import ServerError, SyncError
 from megasync.serving.answers import parse_as
-from megasync.sync.attempt import Attempt, PhaseFailed, failures
+from megasync.sync.attempt import Attempt, PhaseFailed
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.messages import WriteReport
-from megasync.sync.server_update import ServerUpdate
+from megasync.sync.server_update import ServerUpdate, failures
 from megasync.sync.weight_sync import TrainerRanks, WeightSync
 
 if TYPE_CHECKING:

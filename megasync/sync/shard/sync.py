@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from megasync.errors import SyncError
 from megasync.layout.digest import combine
 from megasync.layout.layout import Layout
-from megasync.sync.attempt import Attempt, PhaseFailed, call_each, select_servers
+from megasync.sync.attempt import Attempt, PhaseFailed
 from megasync.sync.messages import (
     CommitRequest,
     EngineLinks,
@@ -35,6 +35,7 @@ from megasync.sync.messages import (
     SendReport,
     SendRequest,
 )
+from megasync.sync.server_update import call_each
 from megasync.sync.shard.engine import Engine
 from megasync.sync.shard.plan import ShardPlan, plan_shards, receive_plan
 from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
@@ -103,7 +104,7 @@ class ShardSync(WeightSync[Engine]):
         async with self._lock:
             attempt = self._new_attempt(0)
             try:
-                await self._connect(select_servers(self._servers, None), attempt)
+                await self._connect(list(self._servers.values()), attempt)
             except Exception as error:
                 raise attempt.error(error, self._quarantined) from error
 
@@ -154,9 +155,7 @@ class ShardSync(WeightSync[Engine]):
         derived = await self._ranks.call("shard_prepare", kind, ranks, timeout=self._seconds)
         other = [rank for rank, digest in enumerate(derived) if digest != plan.digest]
         if other:
-            raise SyncError(
-                f"trainer ranks {other} derived another plan than the driver; their configurations differ"
-            )
+            raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
         plans = tuple(receive_plan(plan, tp, kind, rank.fills) for tp, rank in enumerate(ranks))
         request = ReceivePlanRequest(plans, self._config.arena, self._arena_bytes)
         await engine.take_receive_plan(kind, request)
