@@ -256,7 +256,7 @@ def filled_after(m, w):
         (lambda m, w: m.w.data.copy_(w.flip(0)), r"aten\.flip\.default on tensor 'layer\.w'"),
         (
             lambda m, w: m.w.data[0].copy_(w.view(-1)[1:3]),
-            r"elements of tensor 'layer\.w' .* no rectangle .*element 1 on",
+            r"elements of tensor 'layer\.w' .* do not form a rectangle: .*element 1",
         ),
         (lambda m, w: m.nothing, r"AttributeError while it loaded layer\.w: .*nothing"),
         (into_a_plain_tensor, r"writes tensor 'layer\.w' into a tensor of shape \[2, 2\].*neither a parameter nor"),
