@@ -133,15 +133,11 @@ class Fleet:
 
     def serving(self) -> list[ServerControl]:
         """Servers that hold the published version and are in the router, in slot order."""
-        return [slot.control for _, slot in sorted(self._slots.items()) if slot.health.serves and slot.control]
+        return [slot.control for slot in self._in_order() if slot.health.serves and slot.control]
 
     def joiners(self) -> list[ServerControl]:
         """Servers that are up and wait for a sync to the published version."""
-        return [
-            slot.control
-            for _, slot in sorted(self._slots.items())
-            if slot.health.state is ServerState.STALE and slot.control
-        ]
+        return [slot.control for slot in self._in_order() if slot.health.state is ServerState.STALE and slot.control]
 
     async def changed(self) -> None:
         """Returns when a server has come up or gone since the last call; for one caller."""
@@ -186,11 +182,8 @@ class Fleet:
         for slot in slots:
             slot.note(slot.health.sync_failed, reasons[slot.url])
         await self._settle()
-        for slot, drained in zip(
-            slots, await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in slots)), strict=True
-        ):
-            if drained or not slot.health.up:
-                continue
+        drained = await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in slots))
+        for slot in (slot for slot, done in zip(slots, drained, strict=True) if not done and slot.health.up):
             tail = await slot.log_tail()
             # Its own supervision may have declared it dead meanwhile.
             if slot.health.up:
@@ -220,10 +213,10 @@ class Fleet:
                 await self._grow(servers - before)
             else:
                 await asyncio.gather(*(self._remove(slot) for slot in self._least_useful(before - servers)))
-        done = "there are already" if servers == before else f"{before} ->"
-        return f"{done} {servers} servers" + (
-            "; the new ones serve after the next weight sync" if servers > before else ""
-        )
+        if servers == before:
+            return f"there are already {servers} servers"
+        note = "; the new ones serve after the next weight sync" if servers > before else ""
+        return f"{before} -> {servers} servers{note}"
 
     async def visible_devices(self, index: int) -> str:
         """The GPUs of server `index`, for processes that share them. Raises MegasyncError while it does not run."""
@@ -246,7 +239,7 @@ class Fleet:
 
         Returns its slot and URL, or None when no server could be isolated. Prefers a slot outside `avoid`.
         """
-        serving = [slot for _, slot in sorted(self._slots.items()) if slot.health.serves]
+        serving = [slot for slot in self._in_order() if slot.health.serves]
         if not serving:
             return None
         slot = min(serving, key=lambda slot: slot.index in avoid)
@@ -328,6 +321,9 @@ class Fleet:
 
         self._tasks[slot] = asyncio.create_task(run(), name=f"server {slot.index}")
 
+    def _in_order(self) -> list[ServerSlot]:
+        return [slot for _, slot in sorted(self._slots.items())]
+
     def _at(self, urls: Collection[str]) -> list[ServerSlot]:
         return [slot for slot in self._slots.values() if slot.url and slot.url in urls]
 
@@ -353,7 +349,7 @@ class Fleet:
 
     def _routed(self) -> list[str]:
         """URLs of the servers that the router should list."""
-        slots = [slot for _, slot in sorted(self._slots.items()) if slot.index not in self._isolated]
+        slots = [slot for slot in self._in_order() if slot.index not in self._isolated]
         return [slot.url for slot in slots if slot.health.serves and slot.url]
 
     async def _settle(self) -> None:
@@ -388,8 +384,7 @@ class Fleet:
 
     def _least_useful(self, count: int) -> list[ServerSlot]:
         """Servers to remove: those that do not serve first, then the latest."""
-        ranked = sorted(self._slots.values(), key=lambda slot: (slot.health.serves, -slot.index))
-        return ranked[:count]
+        return sorted(self._slots.values(), key=lambda slot: (slot.health.serves, -slot.index))[:count]
 
     async def _remove(self, slot: ServerSlot) -> None:
         """Removes it from the router, then aborts its requests, then stops the process."""

@@ -165,7 +165,7 @@ class ServerSlot:
         while True:
             if self.health.up:
                 await self._watch()
-            await self._clean_up()
+            await self.close()
             if self.health.state is ServerState.RETIRED:
                 return
             wait = self.health.next_restart()
@@ -207,10 +207,6 @@ class ServerSlot:
             if load.running + load.waiting == 0:
                 return True
         return False
-
-    async def close(self) -> None:
-        """Ends the process. The slot is not reusable."""
-        await self._clean_up()
 
     async def _watch(self) -> None:
         """Returns when the server no longer counts as up."""
@@ -349,7 +345,8 @@ class ServerSlot:
         if reason is not None:
             self.note(self.health.mark_dead, reason)
 
-    async def _clean_up(self) -> None:
+    async def close(self) -> None:
+        """Ends the process and closes the control. Only `run` starts another."""
         control, self.control, self.load, self._throughput = self.control, None, None, 0.0
         if control is not None:
             await control.close()

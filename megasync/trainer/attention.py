@@ -178,21 +178,20 @@ def packed_attention(
             v = torch.cat((values[prefixes.source].index_select(0, prefixes.rows), v), dim=2)
             mask = prefixes.mask
         plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
-        out = (_plain_attention if plain else _fused_attention)(q, k, v, mask, softmax_scale)
+        if plain:
+            out = _plain_attention(q, k, v, mask, softmax_scale)
+        else:
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
+            )
         outputs.append(out.transpose(1, 2).reshape(rectangle.places, query.shape[1], value.shape[2]))
     return _Take.apply(torch.cat(outputs), plan.place, plan.token)
-
-
-def _fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
 
 def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Equal to `_fused_attention`, with the heads of a group folded into the rows of one matrix product."""
+    """Equal to torch's attention, with the heads of a group folded into the rows of one matrix product."""
     batch, heads, length, dim = q.shape
     groups = k.shape[1]
     if mask is None:

@@ -46,7 +46,7 @@ from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
-from megasync.trainer.packing import Microbatch, Sample, pack, pad_alike
+from megasync.trainer.packing import Microbatch, Sample, assign, build_trees, pad_alike
 from megasync.trainer.reference import ReferenceWeights
 
 log = logging.getLogger(__name__)
@@ -160,14 +160,11 @@ class MegatronEngine:
         """The microbatches of every data-parallel rank."""
         sizes = self.layout.sizes
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
-        return pack(
-            samples,
-            ranks=self.topology.data,
-            budget=self.trainer_config.tokens_per_microbatch,
-            attention_cost=2 * sizes.q_rows / linear,
-            share_prompts=self.device.spec == "local",
-            rounds=self.topology.pipeline if self.topology.virtual > 1 else 1,
-        )
+        attention_cost = 2 * sizes.q_rows / linear
+        ranks, budget = self.topology.data, self.trainer_config.tokens_per_microbatch
+        rounds = self.topology.pipeline if self.topology.virtual > 1 else 1
+        trees = build_trees(samples, ranks * rounds, budget, attention_cost, share_prompts=self.device.spec == "local")
+        return assign(trees, ranks, budget, rounds)
 
     def _own_microbatches(self, per_rank: list[list[Microbatch]]) -> list[Microbatch]:
         """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it."""

@@ -79,7 +79,7 @@ def _layer_spec(
         layer.self_attention.params["rope"] = rope
     if sparse:
         _submodules(layer.mlp).router = PolicyRouter
-    if _has_output_norms(layout):
+    if any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer):
         attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
         attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
         mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
@@ -109,7 +109,3 @@ def _local_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 def _submodules(part: ModuleSpec | partial[Any]) -> Any:
     """The submodules of a spec; megatron-core 0.19 passes them as constructor arguments."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
-
-
-def _has_output_norms(layout: Layout) -> bool:
-    return any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer)

@@ -29,18 +29,15 @@ def memory_of(
     """The memory of a rank; without an optimizer, only its weights."""
     if optimizer is None:
         return {WEIGHTS: list(weights)}
-    buffers = [buffer for model in models for buffer in _gradient_buffers(model)]
+    # Megatron replaces `Module.buffers`, a method, by its list of buffers.
+    lists: list[Any] = [buffers for model in models for buffers in (model.buffers, model.expert_parallel_buffers)]
+    buffers = [buffer for each in lists for buffer in each]
     kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     return {
         WEIGHTS: [*weights, *kept],
         GRADIENTS: [buffer.grad_data for buffer in buffers],
         OPTIMIZER: optimizer.tensors(),
     }
-
-
-def _gradient_buffers(model: DistributedDataParallel) -> list[Any]:
-    # Megatron replaces `Module.buffers`, a method, by its list of buffers.
-    return [*model.buffers, *model.expert_parallel_buffers]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ assigned to data-parallel ranks by work. `assign` guarantees:
 
 - Every tree is in exactly one counted microbatch.
 - A microbatch exceeds the budget only if it is a single tree of a single sequence.
-- Every rank gets the same number of microbatches, a multiple of ``rounds`` (an interleaved pipeline needs a multiple of
+- Every rank gets the same number of microbatches, a multiple of ``multiple`` (an interleaved pipeline needs a multiple of
   its stages). None is empty: a masked copy of the cheapest tree fills a gap.
 - The loads of two ranks differ by at most the work of the largest microbatch (`_to_ranks`).
 """
@@ -66,27 +66,6 @@ class Microbatch:
         return sum(tree.work for tree in self.trees)
 
 
-def pack(
-    samples: Sequence[Sample],
-    *,
-    ranks: int,
-    budget: int,
-    attention_cost: float,
-    share_prompts: bool,
-    rounds: int = 1,
-) -> list[list[Microbatch]]:
-    """The microbatches of each data-parallel rank.
-
-    Args:
-        budget: tokens per microbatch.
-        attention_cost: work of one query-key pair, in units of one token's linear layers.
-        share_prompts: build trees; otherwise each sample is computed separately.
-        rounds: every rank gets a multiple of this number of microbatches.
-    """
-    trees = build_trees(samples, ranks * rounds, budget, attention_cost, share_prompts)
-    return assign(trees, ranks, budget, rounds)
-
-
 def pad_alike(per_rank: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) -> list[list[Microbatch]]:
     """The microbatches of some data-parallel ranks, each padded to the longest of the same position."""
     peers = [per_rank[rank] for rank in ranks]
@@ -97,7 +76,11 @@ def pad_alike(per_rank: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) ->
 def build_trees(
     samples: Sequence[Sample], parts: int, budget: int, attention_cost: float, share_prompts: bool
 ) -> list[Tree]:
-    """Puts every sample on one tree. Splits trees at the budget, and to have at least ``parts`` trees if possible."""
+    """Puts every sample on one tree. Splits trees at ``budget`` tokens, and into at least ``parts`` trees if possible.
+
+    ``attention_cost`` is the work of one query-key pair, in units of one token's linear layers. Without
+    ``share_prompts`` each sample is computed separately.
+    """
     families: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
         families.setdefault(tuple(sample.prompt) if share_prompts else (index,), []).append(index)

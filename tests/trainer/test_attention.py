@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megasync.trainer.attention import Segment, packed_attention, plan_attention
 from megasync.trainer.batch import make_batch
-from megasync.trainer.packing import Sample, pack
+from megasync.trainer.packing import Sample, assign, build_trees
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def test_a_batch_reads_each_target_from_the_position_before_it():
         Sample([1, 2, 3], [30, 31], [1]),
         Sample([7], [40, 41], [0, 1]),
     ]
-    ((microbatch,),) = pack(samples, ranks=1, budget=100, attention_cost=0.0, share_prompts=True)
+    ((microbatch,),) = assign(build_trees(samples, 1, 100, 0.0, True), ranks=1, budget=100)
     batch = make_batch(microbatch, samples, multiple=8, device=CPU, flavour="local")
     ids, positions = batch.ids[0], batch.packed.positions
     assert len(ids) % 8 == 0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.packing import Sample, assign, build_trees, pack, pad_alike
+from megasync.trainer.packing import Sample, assign, build_trees, pad_alike
 
 
 @st.composite
@@ -31,7 +31,7 @@ arguments = {
 
 
 def packed(samples, ranks, budget, share_prompts, rounds=1):
-    return pack(samples, ranks=ranks, budget=budget, attention_cost=0.01, share_prompts=share_prompts, rounds=rounds)
+    return assign(build_trees(samples, ranks * rounds, budget, 0.01, share_prompts), ranks, budget, rounds)
 
 
 @given(**arguments)

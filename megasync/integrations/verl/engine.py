@@ -118,11 +118,7 @@ class MegasyncEngine(BaseEngine):
         return self._computation.data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return self._coords.tp == 0 and self._on_last_stage
-
-    @property
-    def _on_last_stage(self) -> bool:
-        return self._coords.pp == self._topology.pipeline - 1
+        return self._coords.tp == 0 and self._coords.pp == self._topology.pipeline - 1
 
     # Modes and memory
 
