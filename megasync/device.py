@@ -79,8 +79,7 @@ class Device:
             if not torch.cuda.is_available():
                 raise ConfigError(
                     f"the run needs GPUs, but torch {torch.__version__} sees none in this process on "
-                    f"{os.uname().nodename}; "
-                    f"run `megasync doctor` there, or set cluster.device=cpu"
+                    f"{os.uname().nodename}; run `megasync doctor` there, or set cluster.device=cpu"
                 )
             # Under Ray a rank sees only its own GPU; elsewhere it sees all GPUs of its node.
             torch.cuda.set_device(local_rank % torch.cuda.device_count())

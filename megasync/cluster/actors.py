@@ -48,13 +48,11 @@ class ActorGroup:
         if spec.pool is None:
             raise ValueError(f"role {role!r} has no pool")
         remote = ray.remote(spec.actor)
-        return cls(
-            role,
-            [
-                remote.options(**pools.options(spec.pool, slot), max_restarts=0).remote(*args)
-                for slot, args in enumerate(arguments)
-            ],
-        )
+        handles = [
+            remote.options(**pools.options(spec.pool, slot), max_restarts=0).remote(*args)
+            for slot, args in enumerate(arguments)
+        ]
+        return cls(role, handles)
 
     async def call(self, method: str, *args: Any, timeout: float | None) -> list[Any]:
         """Calls `method(*args)` on every actor; results in slot order. Raises the first failure."""
@@ -122,7 +120,6 @@ class ServiceActor:
     def __init__(self, role: str, index: int, options: dict[str, Any], arguments: tuple[Any, ...]) -> None:
         """`options` are Ray's, from `Pools`; `arguments` are those of the role's class. `start` creates the actor."""
         self._name = f"{role} {index}"
-        self._index = index
         self._role = role
         self._options = options
         self._arguments = arguments

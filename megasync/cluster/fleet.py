@@ -53,7 +53,7 @@ PLACE_SECONDS = 15.0
 
 
 class Fleet:
-    """`router_url` is known once `start` has returned."""
+    """Starts, supervises and resizes the servers and their router."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class Fleet:
 
     @property
     def router_url(self) -> str:
+        """Known once `start` has returned."""
         return self._router.url
 
     async def start(self) -> None:

@@ -45,7 +45,7 @@ class RewardClient(Protocol):
 
 
 class RewardServers:
-    """Starts, supervises and stops them; tells `clients`, by model, which servers come up and go."""
+    """Starts, supervises and stops the servers; notifies `clients`, by model, of those that come up and go."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ assigned to data-parallel ranks by work. `assign` guarantees:
 
 - Every tree is in exactly one counted microbatch.
 - A microbatch exceeds the budget only if it is a single tree of a single sequence.
-- Every rank gets the same number of microbatches, a multiple of ``multiple`` (an interleaved pipeline needs a multiple of
-  its stages). None is empty: a masked copy of the cheapest tree fills a gap.
+- Every rank gets the same number of microbatches, a multiple of the given number (an interleaved pipeline needs a
+  multiple of its stages). None is empty: a masked copy of the cheapest tree fills a gap.
 - The loads of two ranks differ by at most the work of the largest microbatch (`_to_ranks`).
 """
 

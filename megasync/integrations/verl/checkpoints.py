@@ -42,7 +42,8 @@ class Checkpoints:
         with self._offload.present(WEIGHTS, OPTIMIZER):
             self._engine.save(path / SHARDS, state)
         if self._exports:
-            self._on_first_rank(lambda: self._export(path), "export", path)
+            model = self._engine.model_config.path
+            self._on_first_rank(lambda: export_checkpoint(path / SHARDS, model, path / EXPORT), "export", path)
         self._saved = [old for old in self._saved if old != path] + [path]
         while keep and len(self._saved) > keep:
             oldest = self._saved.pop(0)
@@ -52,9 +53,6 @@ class Checkpoints:
         """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronEngine.load`."""
         with self._offload.present(WEIGHTS, OPTIMIZER):
             return self._engine.load(Path(local_path) / SHARDS)
-
-    def _export(self, path: Path) -> None:
-        export_checkpoint(path / SHARDS, self._engine.model_config.path, path / EXPORT)
 
     def _on_first_rank(self, work: Callable[[], object], what: str, path: Path) -> None:
         run_collectively(work if self._engine.rank == 0 else lambda: None, what, path, self._engine.device.torch_device)
