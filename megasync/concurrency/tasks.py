@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Maximum wait, in seconds, until a killed process is reaped.
 REAP_SECONDS = 5.0
@@ -34,14 +36,15 @@ class Backoff:
         self._delay = self._first
 
 
-async def gather_or_cancel(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs coroutines concurrently. If one fails, cancels the others, waits for them to end and raises its error.
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """Runs coroutines concurrently and returns their results, in order.
 
-    Unlike `asyncio.TaskGroup` it raises the error itself, not a group of errors.
+    If one fails, cancels the others, waits for them to end and raises its error. Unlike `asyncio.TaskGroup`
+    it raises the error itself, not a group of errors.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         await cancel_and_wait(*tasks)
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.errors import DataError
 from megasync.rewards.sandbox import Limits, isolation, network_is_cut, run_check, run_program, sweep
 
@@ -76,16 +77,8 @@ class CodeReward:
         if not self._swept:
             self._swept = True
             await sweep()
-        scores = [
-            asyncio.ensure_future(self._score(completion, tests))
-            for completion, tests in zip(completions, columns["tests"], strict=True)
-        ]
-        try:
-            return await asyncio.gather(*scores)
-        finally:
-            for score in scores:
-                score.cancel()
-            await asyncio.gather(*scores, return_exceptions=True)
+        pairs = zip(completions, columns["tests"], strict=True)
+        return await gather_or_cancel(*(self._score(completion, tests) for completion, tests in pairs))
 
     async def _score(self, completion: str, tests: Any) -> float | None:
         checks = _checks(tests)
@@ -106,9 +99,9 @@ class CodeReward:
         async with self._free:
             if isinstance(check, str):
                 return await run_check(program, check, self._limits)
-            stdin, wanted = check
+            stdin, expected = check
             result = await run_program(program, stdin, self._limits)
-        return result.code == 0 and _lines(result.stdout) == _lines(wanted)
+        return result.code == 0 and _lines(result.stdout) == _lines(expected)
 
 
 def _checks(tests: Any) -> list[str | tuple[str, str]]:

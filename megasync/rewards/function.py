@@ -1,4 +1,4 @@
-"""Reward functions with their names and weights, and how the configuration refers to them."""
+"""Reward functions with names and weights: how the configuration refers to them, and how their scores are combined."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Cal
 
     Raises ConfigError.
     """
-    found = load_function(REWARDS.get(reference, reference))
-    if inspect.isclass(found):
-        made: Any = found
+    loaded = load_function(REWARDS.get(reference, reference))
+    if inspect.isclass(loaded):
+        reward_class: Any = loaded
         try:
-            return made(**(options or {}))
+            return reward_class(**(options or {}))
         except TypeError as error:
-            raise ConfigError(f"the reward {reference!r} refuses its options {dict(options or {})}: {error}") from error
+            raise ConfigError(
+                f"the reward {reference!r} does not accept its options {dict(options or {})}: {error}"
+            ) from error
     if options:
         raise ConfigError(
             f"the reward {reference!r} is a function, which takes no options ({dict(options)}); name a class whose "
             f"instances are called as f(completions, **columns)"
         )
-    return found
+    return loaded
 
 
 def reward_functions(
@@ -56,25 +58,40 @@ def reward_functions(
 ) -> tuple[RewardFunction, ...]:
     """Normalises one function, several with weights, or none. Raises ConfigError for an invalid weight or name."""
     if given is None:
-        found = ()
+        functions = ()
     elif isinstance(given, Mapping):
-        found = tuple(RewardFunction(_short_name(call), call, float(weight)) for call, weight in given.items())
+        functions = tuple(RewardFunction(_short_name(call), call, float(weight)) for call, weight in given.items())
     elif callable(given):
-        found = (RewardFunction(_short_name(given), given),)
+        functions = (RewardFunction(_short_name(given), given),)
     else:
-        found = tuple(given)
-    for function in found:
+        functions = tuple(given)
+    for function in functions:
         if not 0 < function.weight < float("inf"):
             raise ConfigError(
-                f"the weight of the reward {function.name!r} is {function.weight}, and must be above 0 and finite; a "
+                f"the weight of the reward {function.name!r} is {function.weight}; it must be above 0 and finite. A "
                 f"penalty is a function whose scores are negative"
             )
-    for name, count in Counter(function.name for function in found).items():
+    for name, count in Counter(function.name for function in functions).items():
         if count > 1:
-            raise ConfigError(
-                f"{count} reward functions are called {name!r}, so their metrics would collide; rename some"
-            )
-    return found
+            raise ConfigError(f"{count} reward functions have the name {name!r}; their metrics need different names")
+    return functions
+
+
+def combine(weights: Sequence[float], scores: Sequence[float | None]) -> float | None:
+    """The weighted sum of one response's scores, one per function; None if all scores are None.
+
+    A None is left out: the weights of the other functions are scaled up so that the sum of weights stays the same. With
+    s_i the scores and A the functions that returned one, the reward is sum(w) / sum_A(w) * sum_A(w_i s_i), which is the
+    plain weighted sum if all of them did. `weights` are above 0.
+    """
+    present = [(weight, score) for weight, score in zip(weights, scores, strict=True) if score is not None]
+    if not present:
+        return None
+    total = sum(weight * score for weight, score in present)
+    if len(present) == len(weights):
+        # Not scaled by a quotient that is 1 only up to rounding: equal scores must give exactly equal rewards.
+        return total
+    return total * sum(weights) / sum(weight for weight, _ in present)
 
 
 def _short_name(call: Callable[..., Any]) -> str:

@@ -6,12 +6,11 @@ context. Both are counted.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError
 from megasync.rewards.model_client import RewardModelClient
@@ -19,8 +18,6 @@ from megasync.rewards.model_folder import read_reward_model
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.score_reader import ScoreReader, score_reader
 from megasync.serving.control import ServerControl
-
-log = logging.getLogger(__name__)
 
 
 class ModelReward:
@@ -52,16 +49,8 @@ class ModelReward:
 
     async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         rows = [{name: values[at] for name, values in columns.items()} for at in range(len(completions))]
-        scores = [
-            asyncio.ensure_future(self._score(row, completion))
-            for row, completion in zip(rows, completions, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*scores)
-        finally:
-            for score in scores:
-                score.cancel()
-            await asyncio.gather(*scores, return_exceptions=True)
+        pairs = zip(rows, completions, strict=True)
+        return await gather_or_cancel(*(self._score(row, completion) for row, completion in pairs))
 
     async def _score(self, row: Mapping[str, Any], completion: str) -> float | None:
         ids = self._prompt.ids(row, completion)

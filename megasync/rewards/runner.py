@@ -19,8 +19,7 @@ from typing import Any
 from megasync.errors import DataError, ServerError
 from megasync.failures import cancellation_requested
 from megasync.importing import name_of
-from megasync.rewards.combine import combine
-from megasync.rewards.function import RewardFunction, reward_functions
+from megasync.rewards.function import RewardFunction, combine, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
 from megasync.trajectory import Trajectory, finite_float
 
@@ -64,7 +63,10 @@ class RewardRunner:
         """
         unscored = [t for t in trajectories if t.reward is None]
         scored = iter(await self._scored(unscored, columns, uid) if unscored and self._functions else unscored)
-        return [next(scored) if t.reward is None else self._own(t, uid) for t in trajectories]
+        return [
+            next(scored) if t.reward is None else replace(t, reward=_number(t.reward, uid, "the workflow"))
+            for t in trajectories
+        ]
 
     async def close(self) -> None:
         """Ends the worker processes, including those in the middle of a call."""
@@ -96,8 +98,8 @@ class RewardRunner:
         self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str
     ) -> list[float | None]:
         count = len(trajectories)
-        own = copy.deepcopy(columns)
-        arguments = {name: [value] * count for name, value in own.items()}
+        # A copy, so that a function cannot change the columns for others.
+        arguments = {name: [value] * count for name, value in copy.deepcopy(columns).items()}
         arguments["completion_ids"] = [list(t.response_ids) for t in trajectories]
         arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
         try:
@@ -138,10 +140,6 @@ class RewardRunner:
             )
         return answer
 
-    def _own(self, trajectory: Trajectory, uid: str) -> Trajectory:
-        """Checks a reward that the workflow set."""
-        return replace(trajectory, reward=_number(trajectory.reward, uid, "the workflow"))
-
 
 def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> list[float | None]:
     try:
@@ -157,8 +155,8 @@ def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> lis
 def _number(score: Any, uid: str, source: str) -> float:
     if (number := finite_float(score)) is None:
         raise DataError(
-            f"{source} gave {score!r:.80} as a reward of prompt {uid}; it must be a finite number, or None to leave a "
-            f"response unscored"
+            f"{source} returned the reward {score!r:.80} for prompt {uid}; it must be a finite number, or None to "
+            f"leave a response unscored"
         )
     return number
 

@@ -132,21 +132,21 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with (
-            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as checking,
-            _Sandbox(program_order, limits, theirs) as playing,
+            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as check_sandbox,
+            _Sandbox(program_order, limits, theirs) as program_sandbox,
         ):
             # Both processes have inherited the sockets. If this process kept one open, neither process would notice
             # the end of the other.
             ours.close()
             theirs.close()
             try:
-                result = await asyncio.wait_for(checking.result(), limits.wall_seconds)
+                result = await asyncio.wait_for(check_sandbox.result(), limits.wall_seconds)
                 if not (passed := result.code == _PASSED):
                     log.debug("Check failed: %s", result.stderr)
                     # The program exits after its check. If it never started, `result` raises OSError, because the
                     # program is not at fault.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(playing.result(), _PROGRAM_SECONDS)
+                        await asyncio.wait_for(program_sandbox.result(), _PROGRAM_SECONDS)
             except TimeoutError:
                 return False
             return passed
@@ -155,17 +155,21 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
 @cache
 def isolation() -> Isolation:
     """The strongest isolation that works here, found by running a program in each. Raises OSError when none works."""
-    root = os.geteuid() == 0
-    kinds = (
-        [Isolation("root", True), Isolation("user", False), Isolation("", True)] if root else [Isolation("user", False)]
-    )
     problem = ""
-    for kind in [*kinds, Isolation("", False)]:
+    for kind in _kinds():
         problem = _probe(kind)
         if not problem:
             return kind
         log.debug("Sandbox does not work with %s: %s", kind, problem)
     raise OSError(f"a sandbox cannot be started: {problem}")
+
+
+def _kinds() -> list[Isolation]:
+    """The kinds of isolation that this user may be able to create, strongest first."""
+    kinds = [Isolation("user", False), Isolation("", False)]
+    if os.geteuid() == 0:
+        return [Isolation("root", True), kinds[0], Isolation("", True), kinds[1]]
+    return kinds
 
 
 @cache
@@ -231,8 +235,8 @@ class _Sandbox:
         """Waits for the program to end. Raises OSError when it was not started."""
         if self._run is None:
             raise OSError("a sandbox was not started")
-        process, talk = self._run
-        out, err = await asyncio.shield(talk)
+        process, exchange = self._run
+        out, err = await asyncio.shield(exchange)
         if out:
             return ProgramResult(**json.loads(out))
         code = process.returncode
@@ -243,7 +247,7 @@ class _Sandbox:
     async def end(self) -> None:
         """Kills the program and everything that it started, and removes its folder."""
         if self._run is not None:
-            process, talk = self._run
+            process, exchange = self._run
             if self._folder is not None and process.returncode is None:
                 # Only this process knows which descendants have left its process group.
                 with contextlib.suppress(ProcessLookupError):
@@ -254,8 +258,8 @@ class _Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             # A surviving descendant would hold the pipes open.
-            talk.cancel()
-            await asyncio.wait({talk})
+            exchange.cancel()
+            await asyncio.wait({exchange})
             process._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - asyncio has no public way
         if self._folder is not None:
             await _remove(self._folder)
@@ -291,12 +295,13 @@ def _started(pid: int) -> int | None:
 
 
 def _abandoned() -> list[Path]:
-    found = []
-    for path in Path(tempfile.gettempdir()).glob("megasync-sandbox-*"):
-        owner = _FOLDER.match(path.name)
-        if owner and path.lstat().st_uid == os.geteuid() and _started(int(owner[1])) != int(owner[2]):
-            found.append(path)
-    return found
+    """Folders of this user's sandboxes whose owner process is gone."""
+    owners = {path: _FOLDER.match(path.name) for path in Path(tempfile.gettempdir()).glob("megasync-sandbox-*")}
+    return [
+        path
+        for path, owner in owners.items()
+        if owner and path.lstat().st_uid == os.geteuid() and _started(int(owner[1])) != int(owner[2])
+    ]
 
 
 def _probe(kind: Isolation) -> str:
@@ -312,7 +317,7 @@ def _probe(kind: Isolation) -> str:
             "folder": folder,
         }
         try:
-            asked = subprocess.run(
+            probe = subprocess.run(
                 [_PYTHON, *_OPTIONS, str(_CHILD)],
                 input=json.dumps(order | asdict(kind)),
                 capture_output=True,
@@ -320,7 +325,7 @@ def _probe(kind: Isolation) -> str:
                 timeout=_PROBE_SECONDS,
                 check=False,
             )
-            answer = json.loads(asked.stdout) if asked.stdout else {"stdout": "", "stderr": asked.stderr}
+            answer = json.loads(probe.stdout) if probe.stdout else {"stdout": "", "stderr": probe.stderr}
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             return f"{type(error).__name__}: {error}"
     return "" if answer["stdout"] == "works\n" else answer["stderr"][-2000:] or "it printed nothing"

@@ -29,16 +29,8 @@ import traceback
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -55,7 +47,7 @@ PASSED = 42
 # Seconds for killing the descendants of a program.
 KILL_SECONDS = 5.0
 # Mount point of the new root: a folder that every Linux has and no interpreter is installed in.
-PLACE = "/sys"
+ROOT = "/sys"
 
 
 def call(function, *arguments):
@@ -89,7 +81,7 @@ def unshare(kind):
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def shown():
+def visible_paths():
     """Folders and files of the host that a program sees, read-only."""
     prefix = sys.base_prefix
     own = [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
@@ -97,7 +89,8 @@ def shown():
     return [*system, *own, "/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "random", "urandom"))]
 
 
-def show(source, root):
+def bind(source, root):
+    """Makes a path of the host visible at the same place below a new root."""
     target = root + source
     if os.path.lexists(target):
         return
@@ -116,21 +109,21 @@ def show(source, root):
     mount(None, target, flags=MS_BIND | MS_REMOUNT | MS_NOSUID | kept)
 
 
-def new_root(limits, room):
+def new_root(limits, file_bytes):
     """An in-memory root folder that hides most of the host and makes the rest read-only."""
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
-    options = f"size={limits['disk_mb'] * 2**20 + room},nr_inodes={limits['files'] + OWN_FILES},mode=755"
-    mount("tmpfs", PLACE, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for source in shown():
+    options = f"size={limits['disk_mb'] * 2**20 + file_bytes},nr_inodes={limits['files'] + OWN_FILES},mode=755"
+    mount("tmpfs", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for source in visible_paths():
         if os.path.exists(source):
-            show(source, PLACE)
-    os.mkdir(f"{PLACE}/proc")
+            bind(source, ROOT)
+    os.mkdir(f"{ROOT}/proc")
     # Some containers forbid it; programs work without /proc.
     with contextlib.suppress(OSError):
-        mount("proc", f"{PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    os.mkdir(f"{PLACE}/tmp")
-    os.chmod(f"{PLACE}/tmp", 0o1777)
-    os.chdir(PLACE)
+        mount("proc", f"{ROOT}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.mkdir(f"{ROOT}/tmp")
+    os.chmod(f"{ROOT}/tmp", 0o1777)
+    os.chdir(ROOT)
     call(LIBC.pivot_root, b".", b".")
     call(LIBC.umount2, b".", MNT_DETACH)
     os.chdir("/")
@@ -139,7 +132,7 @@ def new_root(limits, room):
 
 def limit(order):
     limits, megabyte = order["limits"], 2**20
-    wanted = [
+    resource_limits = [
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),
         (resource.RLIMIT_AS, limits["memory_mb"] * megabyte, limits["memory_mb"] * megabyte),
         (resource.RLIMIT_FSIZE, limits["file_mb"] * megabyte, limits["file_mb"] * megabyte),
@@ -149,20 +142,20 @@ def limit(order):
     # Counted per user id; before Linux 5.14 a user namespace did not separate the counts.
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if order["own_user"] or (order["namespaces"] and release >= (5, 14)):
-        wanted.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
-    for what, soft, hard in wanted:
+        resource_limits.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
+    for what, soft, hard in resource_limits:
         resource.setrlimit(what, (soft, hard))
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def become(user):
+def switch_user(user):
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
 
 
-def enter(order, root, user):
+def execute(order, root, user):
     """In the child: becomes the program, or runs the check."""
     names = ("stdin", "stdout", "stderr")
     for number, name in enumerate(names):
@@ -174,7 +167,7 @@ def enter(order, root, user):
         os.set_inheritable(link, True)
     os.closerange(link + (order["link"] is not None), 2**16)
     os.chdir(f"{root}/work")
-    become(user)
+    switch_user(user)
     limit(order)
     if "check" in order:
         # No process of any user may read the memory of this one.
@@ -207,7 +200,7 @@ def kill_rest(user):
     if user is not None:
         # All processes of the user at once, so that none escapes by forking.
         if not (killer := os.fork()):
-            become(user)
+            switch_user(user)
             os.kill(-1, signal.SIGKILL)
             os._exit(0)
         os.waitpid(killer, 0)
@@ -227,7 +220,7 @@ def status_of(pid):
     return code if code >= 0 else 128 - code
 
 
-def head(file):
+def read_output(file):
     return file.read(OUTPUT_BYTES).decode("utf-8", "replace")
 
 
@@ -242,10 +235,10 @@ def watch(order, root, user, answer):
     if user is not None:
         os.chown(f"{root}/work", user, user)
     # Opened before the program starts, because it could remove them.
-    with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as told:
+    with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as result:
         if not (program := os.fork()):
             try:
-                enter(order, root, user)
+                execute(order, root, user)
             finally:
                 # Reached only after an exception. The traceback goes to the program's own stderr.
                 traceback.print_exc()
@@ -253,7 +246,7 @@ def watch(order, root, user, answer):
         code = status_of(program)
         if not order["namespaces"]:
             kill_rest(user)
-        json.dump({"code": code, "stdout": head(out), "stderr": head(err)}, told)
+        json.dump({"code": code, "stdout": read_output(out), "stderr": read_output(err)}, result)
 
 
 def main():

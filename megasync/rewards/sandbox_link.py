@@ -20,6 +20,7 @@ coroutines, or see a global that changes after the program was loaded.
 
 # Unpacked values come from the other process, so their types are unknown here.
 # pyright: reportCallIssue=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 import builtins
 import io
@@ -138,7 +139,7 @@ class Link:
     def send(self, message):
         data = json.dumps(message).encode()
         if len(data) > FRAME_BYTES:
-            raise ValueError(f"{len(data)} bytes are too many to send to the other side; {FRAME_BYTES} are allowed")
+            raise ValueError(f"a message of {len(data)} bytes is too large; at most {FRAME_BYTES} are allowed")
         try:
             self.socket.sendall(len(data).to_bytes(4, "big") + data)
         except OSError:
@@ -150,16 +151,16 @@ class Link:
             self.fail("the other side has ended")
         length = int.from_bytes(size, "big")
         if length > FRAME_BYTES:
-            self.fail(f"a frame of {length} bytes")
+            self.fail(f"a frame has {length} bytes")
         data = self.file.read(length)
         if len(data) < length:
             self.fail("the other side has ended")
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
-            self.fail("no JSON")
+            self.fail("a frame is not JSON")
         if not (isinstance(message, list) and message and isinstance(message[0], str)):
-            self.fail("no message")
+            self.fail("a frame is not a message")
         return message
 
     def give(self, value):
@@ -213,26 +214,20 @@ class Link:
             return seen[data]
         if kind == "int":
             return int(data, 16)
-        if kind == "list":
-            made = []
-            self.count(made, seen)
-            made.extend(self.unpack(item, seen) for item in data)
-            return made
-        if kind == "dict":
-            made = {}
-            self.count(made, seen)
-            for key, item in data:
-                made[self.unpack(key, seen)] = self.unpack(item, seen)
-            return made
-        if kind == "set":
-            made = set()
-            self.count(made, seen)
-            made.update(self.unpack(item, seen) for item in data)
-            return made
-        if kind == "bytearray":
-            made = bytearray.fromhex(data)
-            self.count(made, seen)
-            return made
+        if kind in ("list", "dict", "set", "bytearray"):
+            container = {"list": list, "dict": dict, "set": set, "bytearray": bytearray}[kind]()
+            if seen is not None:
+                # Before its items, which may refer to it.
+                seen.append(container)
+            if kind == "list":
+                container.extend(self.unpack(item, seen) for item in data)
+            elif kind == "dict":
+                container.update((self.unpack(key, seen), self.unpack(item, seen)) for key, item in data)
+            elif kind == "set":
+                container.update(self.unpack(item, seen) for item in data)
+            else:
+                container.extend(bytes.fromhex(data))
+            return container
         if kind in ("tuple", "frozenset"):
             return {"tuple": tuple, "frozenset": frozenset}[kind](self.unpack(item, seen) for item in data)
         if kind == "bytes":
@@ -245,31 +240,30 @@ class Link:
             name, arguments = data
             if name not in MADE:
                 raise ValueError(f"{name} is not data")
-            module, _, made = name.rpartition(".")
-            return getattr(__import__(module), made)(*self.unpack(arguments))
+            module, _, class_name = name.rpartition(".")
+            return getattr(__import__(module), class_name)(*self.unpack(arguments))
         if kind == "builtin":
-            found = getattr(builtins, data)
-            if type(found) not in self.taken_by_name:
+            value = getattr(builtins, data)
+            if type(value) not in self.taken_by_name:
                 raise ValueError(f"the built-in {data} is not accepted from the program")
-            return found
+            return value
         return self.take(kind, data)
-
-    @staticmethod
-    def count(container, seen):
-        if seen is not None:
-            seen.append(container)
 
     def raised(self, error):
         """The message for an exception: its class, its built-in bases, and its arguments."""
-        own = type(error)
-        known = [kind.__name__ for kind in own.__mro__ if getattr(builtins, kind.__name__, None) is kind]
-        return ["raised", self.pack_plain(own), known, [self.pack_plain(part) for part in error.args]]
+        kind = type(error)
+        return ["raised", self.pack_plain(kind), builtin_bases(kind), [self.pack_plain(part) for part in error.args]]
 
     def pack_plain(self, value):
         try:
             return self.pack(value)
         except Exception:  # noqa: BLE001 - whatever an object's own code raises
             return repr(value)[:200]
+
+
+def builtin_bases(kind):
+    """Names of a class's built-in bases, the most specific first."""
+    return [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
 
 
 # The check side
@@ -291,10 +285,10 @@ def converted(operation, kind):
     ask = remote(operation)
 
     def method(self, *operands):
-        found = ask(self, *operands)
-        if type(found) is not kind:
-            raise TypeError(f"{operation}() of the program gave a {type(found).__name__}")
-        return found
+        result = ask(self, *operands)
+        if type(result) is not kind:
+            raise TypeError(f"{operation}() of the program returned a {type(result).__name__}")
+        return result
 
     return method
 
@@ -311,10 +305,10 @@ def compared(operation, otherwise):
 
     def method(self, other):
         if isinstance(other, ProgramObject):
-            found = self._remote_wire.ask(operation, [self, other])
-            if type(found) is not bool:
-                raise TypeError(f"{operation} of the program gave a {type(found).__name__}")
-            return found
+            result = self._remote_wire.ask(operation, [self, other])
+            if type(result) is not bool:
+                raise TypeError(f"{operation} of the program returned a {type(result).__name__}")
+            return result
         own = plain(self)
         return otherwise if isinstance(own, ProgramObject) else getattr(operator, operation)(own, other)
 
@@ -349,8 +343,8 @@ class ProgramObject:
         return isinstance(value, ProgramObject) and self._remote_wire.ask("issubclass", [value, self]) is True
 
     def __iter__(self):
-        found = self._remote_wire.ask("iter", [self])
-        return found if isinstance(found, ProgramObject) else iter(found)
+        iterator = self._remote_wire.ask("iter", [self])
+        return iterator if isinstance(iterator, ProgramObject) else iter(iterator)
 
     def __contains__(self, value):
         # Iterates, so that the items are compared on this side.
@@ -429,12 +423,12 @@ class CheckSide(Link):
             if number not in self.errors:
                 self.errors[number] = type(str(name), (self.builtin_error(base),), {})
             return self.errors[number]
-        raise ValueError(f"{kind!r} is not known")
+        raise ValueError(f"unknown kind of value {kind!r}")
 
     @staticmethod
     def builtin_error(name):
-        found = getattr(builtins, str(name), None)
-        return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
+        kind = getattr(builtins, str(name), None)
+        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else Exception
 
     def ask(self, operation, operands):
         """The result of an operation. Raises what the program raises, and applies its changes to the arguments."""
@@ -457,14 +451,15 @@ class CheckSide(Link):
             self.fail(f"{type(problem).__name__}: {problem}")
         raise error
 
-    def error(self, own, known, arguments):
+    def error(self, packed_kind, bases, arguments):
         """The exception that the program raised, of the same class if the check knows that class."""
-        own, arguments = self.unpack(own), [self.unpack(part) for part in arguments]
-        made = own if isinstance(own, type) and issubclass(own, BaseException) else self.builtin_error(known[0])
+        kind, arguments = self.unpack(packed_kind), [self.unpack(part) for part in arguments]
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = self.builtin_error(bases[0])
         try:
-            return made(*arguments)
+            return kind(*arguments)
         except TypeError:
-            return Exception(made.__name__, *arguments)
+            return Exception(kind.__name__, *arguments)
 
     def called_back(self, message):
         try:
@@ -475,14 +470,14 @@ class CheckSide(Link):
 
     def names(self):
         """The program's names that the check may use. Built-in names are never replaced."""
-        given = {}
+        names = {}
         for name, value in self.ask("names", []):
             if type(name) is str and name.isidentifier() and not hasattr(builtins, name) and not name.startswith("__"):
-                given[name] = value  # noqa: PERF403 - the condition is clearer as a statement
+                names[name] = value  # noqa: PERF403 - the condition is clearer as a statement
         for name, module in self.ask("modules", []):
             if type(name) is str and name.isidentifier() and module in SHARED_MODULES:
-                given[name] = __import__(module)
-        return given
+                names[name] = __import__(module)
+        return names
 
 
 def replace(container, value):
@@ -529,8 +524,7 @@ class ProgramSide(Link):
 
     def give(self, value):
         if isinstance(value, type) and issubclass(value, BaseException):
-            known = [kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind]
-            return ["error", [self.number_of(value), value.__name__, known[0]]]
+            return ["error", [self.number_of(value), value.__name__, builtin_bases(value)[0]]]
         return ["object", self.number_of(value)]
 
     def take(self, kind, data):
@@ -572,38 +566,36 @@ class ProgramSide(Link):
         return {id(each): (number, each) for number, each in enumerate(containers)}
 
     def result(self, operation, operands, space):
+        # A snapshot: threads of the program may add names meanwhile.
+        variables, module = list(space.items()), type(sys)
         if operation == "names":
-            kind = type(sys)
-            return [
-                *([name, value] for name, value in list(space.items()) if type(value) is not kind and name[:2] != "__")
-            ]
+            return [[name, value] for name, value in variables if type(value) is not module and name[:2] != "__"]
         if operation == "modules":
-            kind = type(sys)
-            return [[name, value.__name__] for name, value in list(space.items()) if type(value) is kind]
+            return [[name, value.__name__] for name, value in variables if type(value) is module]
         if operation == "plain":
             (value,) = operands
             base = next((base for base in BASES if base in type(value).__mro__), None)
             return value if base is None else BASES[base](value)
         return OPERATIONS[operation](*operands)
 
-    def back(self, number, positional, named):
+    def call_back(self, number, positional, named):
         self.send(["back", number, self.pack(list(positional)), self.pack(named)])
         while (message := self.receive())[0] == "ask":
             self.send(self.answer(message, {}))
         if message[0] == "value":
             return self.unpack(message[1])
-        _, _, known, arguments = message
-        raise getattr(builtins, known[0])(*map(self.unpack, arguments))
+        _, _, bases, arguments = message
+        raise getattr(builtins, bases[0])(*map(self.unpack, arguments))
 
 
 class CheckFunction:
     """A function of the check that the program can call."""
 
-    def __init__(self, player, number):
-        self.player, self.number = player, number
+    def __init__(self, side, number):
+        self.side, self.number = side, number
 
     def __call__(self, *positional, **named):
-        return self.player.back(self.number, positional, named)
+        return self.side.call_back(self.number, positional, named)
 
 
 class CheckIterator:
@@ -620,17 +612,16 @@ class CheckIterator:
 
 
 def main():
-    player = ProgramSide(3)
-    folder = os.path.dirname(os.path.abspath(__file__))
-    path = os.path.join(folder, "program.py")
+    side = ProgramSide(3)
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "program.py")
     with open(path, encoding="utf-8") as file:
         source = file.read()
     program = type(sys)("__main__")
     program.__file__ = path
     sys.modules["__main__"] = program
-    sys.stdout = player.printed
+    sys.stdout = side.printed
     exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
-    player.serve(program.__dict__)
+    side.serve(program.__dict__)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs are scored by what they do."""
+"""Programs are scored by the tests that they pass."""
 
 import pytest
 
@@ -29,13 +29,13 @@ def fenced(program, language="python"):
         (fenced("print(1)"), None, None, None),
     ],
 )
-async def test_a_program_counts_by_its_tests(completion, tests, strict, partial):
+async def test_a_program_is_scored_by_its_tests(completion, tests, strict, partial):
     assert await CodeReward()([completion], tests=[tests]) == [strict]
     assert await CodeReward(partial=True)([completion], tests=[tests]) == [partial]
 
 
 @pytest.mark.processes
-async def test_a_program_that_never_ends_costs_its_own_score_only():
+async def test_a_program_that_never_ends_affects_only_its_own_score():
     reward = CodeReward(cpu_seconds=1, wall_seconds=20, parallel=2)
     completions = [fenced("while True: pass"), fenced("print(4)"), fenced("print(5)")]
     assert await reward(completions, tests=[DOUBLE[:1]] * 3) == [0.0, 1.0, 0.0]
@@ -54,7 +54,7 @@ async def test_rows_without_usable_tests_are_an_error(columns, message):
         await CodeReward()([fenced("print(1)")], **columns)
 
 
-def test_a_kernel_that_cannot_cut_the_network_is_refused_on_request(monkeypatch):
+def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):
     monkeypatch.setattr("megasync.rewards.code_reward.network_is_cut", lambda: False)
     CodeReward()
     with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):

@@ -1,4 +1,4 @@
-"""Rewards are found by a ready name or by module and function, and refused with the fix where they cannot be used."""
+"""Rewards are loaded by a built-in name or by module and function; a refusal names the fix."""
 
 import pytest
 
@@ -22,14 +22,14 @@ def test_a_class_is_instantiated_with_options():
     ("reference", "options", "message"),
     [
         ("math", {"partial": True}, "'math' is a function, which takes no options"),
-        ("code", {"partly": True}, "'code' refuses its options .*partly"),
+        ("code", {"partly": True}, "'code' does not accept its options .*partly"),
         ("code", {"memory_mb": 0}, "memory_mb=0 must be an integer above 0"),
         ("code", {"cpu_seconds": 1.5}, "cpu_seconds=1.5 must be an integer"),
         ("code", {"parallel": 0}, "parallel=0 must be at least 1"),
         ("maths", {}, "'maths' does not name a function"),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_its_name(reference, options, message):
+def test_a_reward_that_cannot_be_loaded_is_refused_with_its_name(reference, options, message):
     with pytest.raises(ConfigError, match=message):
         load_reward(reference, options)
 
@@ -44,6 +44,6 @@ def test_a_weight_must_be_above_zero(weight):
         reward_functions({one: weight})
 
 
-def test_two_functions_of_one_name_would_mix_their_metrics():
-    with pytest.raises(ConfigError, match="2 reward functions are called 'a'"):
+def test_two_functions_with_the_same_name_are_refused():
+    with pytest.raises(ConfigError, match="2 reward functions have the name 'a'"):
         reward_functions([RewardFunction("a", one), RewardFunction("a", math_reward)])

@@ -1,4 +1,4 @@
-"""Mathematics is compared as mathematics; what cannot be judged is left unscored."""
+"""Answers are compared as mathematics; a response whose reference cannot be parsed is not scored."""
 
 import threading
 import time
@@ -22,15 +22,15 @@ from megasync.rewards.math_reward import math_reward
         ("", "34", 0.0),
     ],
 )
-def test_a_final_answer_counts_by_its_value(completion, reference, reward):
+def test_a_final_answer_is_compared_by_value(completion, reference, reward):
     assert math_reward([completion], solution=[reference], ability=["math"]) == [reward]
 
 
-def test_the_answer_column_goes_before_the_solution():
+def test_the_answer_column_takes_precedence_over_the_solution():
     assert math_reward([r"\boxed{1}"], answer=["1"], solution=["a long derivation"]) == [1.0]
 
 
-def test_a_reference_that_is_no_mathematics_leaves_the_response_unscored(caplog):
+def test_a_response_with_an_unparsable_reference_is_not_scored(caplog):
     assert math_reward([r"\boxed{1}"], answer=[""]) == [None]
     assert "cannot be parsed" in caplog.text
 
@@ -41,16 +41,16 @@ def test_rows_without_a_reference_are_an_error_that_names_their_columns():
 
 
 def test_it_works_outside_the_main_thread():
-    """Where signals, and so the package's own timeouts, do not exist."""
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(math_reward([r"\boxed{2}"], answer=["2"])))
+    """Signals, which the package's own timeouts use, do not work there."""
+    scores = []
+    thread = threading.Thread(target=lambda: scores.extend(math_reward([r"\boxed{2}"], answer=["2"])))
     thread.start()
     thread.join()
-    assert found == [1.0]
+    assert scores == [1.0]
 
 
-def test_an_answer_that_takes_for_ever_is_stopped_and_counts_as_wrong(monkeypatch):
-    """The comparison hangs for real; the package's alarm reaches it here, on the main thread."""
+def test_an_endless_comparison_is_stopped_and_the_answer_counts_as_wrong(monkeypatch):
+    """The comparison really hangs; the package's alarm interrupts it, because this is the main thread."""
     monkeypatch.setattr(math_rewards, "TIMEOUT_SECONDS", 1)
     monkeypatch.setattr(grader, "sympy_expr_eq", lambda *arguments, **options: time.sleep(600))
     assert math_reward([r"\boxed{x+1}"], answer=["x+2"]) == [0.0]

@@ -69,12 +69,12 @@ def read(text, **settings):
     return WrittenNumber(RewardModelConfig("generative", "m", **settings)).read({"text": text})
 
 
-def shown(row, completion, **settings):
+def text_of(row, completion, **settings):
     ids = ModelPrompt("reward_models.m", RewardModelConfig(**settings), TOKENIZER).ids(row, completion)
     return TOKENIZER.decode(ids)
 
 
-# What is read
+# Reading scores
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_last_number_within_the_scale_is_the_score(text, score):
     assert read(text) == score
 
 
-def test_a_pattern_says_which_number_and_the_scale_what_it_is_worth():
+def test_the_pattern_selects_the_number_and_the_scale_normalizes_it():
     pattern = r"Score: (\d+)"
     assert read("Score: 4. I have 9 reasons.", pattern=pattern, low=1, high=5) == 0.75
     assert read("I have 9 reasons.", pattern=pattern) is None
@@ -93,7 +93,7 @@ def test_a_pattern_says_which_number_and_the_scale_what_it_is_worth():
 
 
 @given(yes=st.floats(-50, 0), no=st.floats(-50, 0))
-def test_yes_or_no_is_the_share_of_yes(yes, no):
+def test_a_yes_or_no_score_is_the_probability_of_yes(yes, no):
     config = RewardModelConfig("generative", "m", read="yes_no", yes_token="Y", no_token="N")
     verdict = score_reader("key", config, TOKENIZER)
     y, n = (TOKENIZER(word)["input_ids"][0] for word in "YN")
@@ -123,52 +123,55 @@ def test_a_word_of_several_tokens_is_refused():
     ],
     ids=repr,
 )
-def test_an_answer_of_another_form_is_the_servers_fault(verdict, answer):
+def test_a_malformed_answer_is_a_server_error(verdict, answer):
     with pytest.raises(InvalidAnswer):
         verdict.read(answer)
 
 
-async def test_an_answer_of_another_form_is_asked_for_again_elsewhere():
-    lying, honest = FakeServer("a", lambda *_: ["a page"]), FakeServer("b", length)
-    assert await reward_of(client_of(lying, honest), format="raw")(["xy"], prompt=["p"]) == [3.0]
-    assert (lying.asked, honest.asked) == (1, 1)
+async def test_a_malformed_answer_is_requested_again_from_another_server():
+    malformed, good = FakeServer("a", lambda *_: ["a page"]), FakeServer("b", length)
+    assert await reward_of(client_of(malformed, good), format="raw")(["xy"], prompt=["p"]) == [3.0]
+    assert (malformed.asked, good.asked) == (1, 1)
 
 
-# What is shown
+# Prompts
 
 
-def test_a_classifier_is_shown_the_conversation():
+def test_a_classifier_gets_the_conversation():
     # The template of these tests always begins an answer.
-    assert shown({"prompt": "2+2?"}, "4", kind="classifier") == "user: 2+2?\nassistant: 4\nassistant:"
+    assert text_of({"prompt": "2+2?"}, "4", kind="classifier") == "user: 2+2?\nassistant: 4\nassistant:"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    assert shown({"prompt": turns}, "d", kind="classifier").startswith("user: a\nassistant: b\nuser: c\nassistant: d\n")
-    assert shown({"prompt": "2+2="}, "4", kind="classifier", format="raw") == "2+2=4"
+    assert text_of({"prompt": turns}, "d", kind="classifier").startswith(
+        "user: a\nassistant: b\nuser: c\nassistant: d\n"
+    )
+    assert text_of({"prompt": "2+2="}, "4", kind="classifier", format="raw") == "2+2=4"
 
 
-def test_a_judge_is_asked_about_it_and_sees_the_columns_that_its_template_names():
+def test_a_judge_gets_its_template_filled_with_the_columns():
     settings = {"kind": "generative", "system": "Be strict.", "template": "{prompt}|{completion}|{answer}|{high:g}"}
     assert (
-        shown({"prompt": "2+2?", "answer": "4"}, "5", **settings) == "system: Be strict.\nuser: 2+2?|5|4|10\nassistant:"
+        text_of({"prompt": "2+2?", "answer": "4"}, "5", **settings)
+        == "system: Be strict.\nuser: 2+2?|5|4|10\nassistant:"
     )
-    ready = shown({"prompt": [{"role": "user", "content": "2+2?"}]}, "5", kind="generative", high=4.0)
+    ready = text_of({"prompt": [{"role": "user", "content": "2+2?"}]}, "5", kind="generative", high=4.0)
     assert "from 0 to 4" in ready and "user: 2+2?" in ready and "\n5\n" in ready
-    assert "Answer Yes or No." in shown({"prompt": "p"}, "c", kind="generative", read="yes_no")
+    assert "Answer Yes or No." in text_of({"prompt": "p"}, "c", kind="generative", read="yes_no")
     with pytest.raises(DataError, match=r"reward_models.m.template=.*names the column 'answer'"):
-        shown({"prompt": "2+2?"}, "5", **settings)
+        text_of({"prompt": "2+2?"}, "5", **settings)
 
 
-def test_a_chat_needs_a_chat_template():
+def test_chat_format_requires_a_chat_template():
     with pytest.raises(ConfigError, match=r"key.format=chat.*set key.format=raw"):
         ModelPrompt("key", RewardModelConfig("classifier", "m"), byte_tokenizer(chat_template=None))
 
 
-async def test_what_does_not_fit_is_not_scored_and_counted():
+async def test_a_response_that_is_too_long_is_counted_and_not_scored():
     reward = reward_of(client_of(FakeServer("a", length)), context_length=10, format="raw")
     assert await reward(["bc", "b" * 100], prompt=["a", "a"]) == [3.0, None]
     assert reward.metrics()["too_long"] == 1.0
 
 
-# Who is asked
+# Choosing servers
 
 
 async def test_requests_are_bounded_and_go_to_the_least_busy_server():
@@ -181,7 +184,7 @@ async def test_requests_are_bounded_and_go_to_the_least_busy_server():
 
 
 @pytest.mark.parametrize("failure", [ServerError("connection reset"), HttpStatusError("overloaded", 503)])
-async def test_what_one_server_fails_another_answers(failure):
+async def test_a_failed_request_is_retried_on_another_server(failure):
     bad, good = FakeServer("bad", lambda *_: failure), FakeServer("good", length)
     client = client_of(bad, good)
     assert await reward_of(client, format="raw")(["x"] * 6, prompt=["p"] * 6) == [2.0] * 6
@@ -190,7 +193,7 @@ async def test_what_one_server_fails_another_answers(failure):
     assert bad.asked > 0
 
 
-async def test_requests_wait_for_a_server_and_leave_one_that_is_gone():
+async def test_requests_wait_for_a_server_and_move_from_a_removed_one():
     client = client_of()
     asking = asyncio.create_task(reward_of(client, format="raw")(["x"], prompt=["p"]))
     await asyncio.sleep(0.01)
@@ -204,7 +207,7 @@ async def test_requests_wait_for_a_server_and_leave_one_that_is_gone():
     assert await asyncio.wait_for(asking, 30) == [2.0]
 
 
-async def test_a_refused_request_is_a_fault_of_the_data_and_silence_one_of_the_servers():
+async def test_a_refused_request_is_a_data_error_and_a_timeout_is_a_server_error():
     refusing = client_of(FakeServer("a", lambda *_: HttpStatusError("too long", 400)))
     with pytest.raises(DataError, match="'grader' refused a request: too long"):
         await refusing.ask("/classify", {}, dict)
@@ -213,8 +216,8 @@ async def test_a_refused_request_is_a_fault_of_the_data_and_silence_one_of_the_s
         await silent.ask("/classify", {}, dict)
 
 
-async def test_a_silent_reward_model_is_told_from_a_reward_that_is_wrong():
-    """Whoever runs the rewards sees a ServerError, which costs no prompt, and combines scores like any others."""
+async def test_the_runner_raises_a_server_error_of_a_reward_model_unchanged():
+    """A ServerError does not count against the prompt. Otherwise scores of reward models are combined like others."""
     silent = reward_of(client_of(timeout=0.01), format="raw")
     with pytest.raises(ServerError, match="gave no answer"):
         await RewardRunner([RewardFunction("grader", silent)]).score([trajectory()], {"prompt": "p"})

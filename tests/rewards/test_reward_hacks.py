@@ -1,10 +1,9 @@
-"""Programs that solve nothing and want the reward anyway, or that want to do harm: each scores 0 and leaves nothing.
+"""Programs that try to get a reward without solving the task, or to do harm, score 0 and leave nothing behind.
 
-They run in the strongest way in which this machine lets programs be set apart, and where the way matters in each.
+They run with the strongest isolation that works on this machine; those that depend on it run with every kind.
 """
 
 import asyncio
-import os
 import tempfile
 
 import pytest
@@ -13,7 +12,6 @@ from sandboxes import of_sandboxes
 
 from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
-from megasync.rewards.sandbox import Isolation
 
 pytestmark = pytest.mark.processes
 
@@ -251,32 +249,24 @@ FORKS = {
 }
 
 
-def ways():
-    """Those that work here, but for what is the same as another one."""
-    root = os.geteuid() == 0
-    kinds = (
-        [Isolation("root", True), Isolation("user", False), Isolation("", True)] if root else [Isolation("user", False)]
-    )
-    return [kind for kind in [*kinds, Isolation("", False)] if not sandbox._probe(kind)]
-
-
-# What depends on the way: what a program leaves behind, and what it finds around it.
-AROUND = (
+# The kinds of isolation that work on this machine.
+STRONGEST, *WEAKER = KINDS = [kind for kind in sandbox._kinds() if not sandbox._probe(kind)]
+# Programs whose effect depends on the kind of isolation: what they leave behind, and what they find around them.
+KIND_DEPENDENT = (
     *("leaves children", "makes 1,500 nested folders", "makes 20,000 files", "makes files nobody may remove"),
     *("removes its own files", "prints a result", "ignores signals", "looks for the test in its own process"),
 )
-STRONGEST, *WEAKER = ways()
 CASES = [(STRONGEST, name, *case) for name, case in PORTABLE.items()]
-CASES += [(kind, name, *PORTABLE[name]) for kind in WEAKER for name in AROUND]
-CASES += [(kind, name, *case) for kind in ways() if kind.namespaces for name, case in ISOLATED.items()]
-CASES += [(kind, name, *case) for kind in ways() if kind.own_user for name, case in FORKS.items()]
+CASES += [(kind, name, *PORTABLE[name]) for kind in WEAKER for name in KIND_DEPENDENT]
+CASES += [(kind, name, *case) for kind in KINDS if kind.namespaces for name, case in ISOLATED.items()]
+CASES += [(kind, name, *case) for kind in KINDS if kind.own_user for name, case in FORKS.items()]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "program", "tests"),
     [pytest.param(*case, id=f"{case[1]}, {case[0].namespaces or 'no'} namespaces") for case in CASES],
 )
-async def test_a_program_that_solves_nothing_scores_nothing(monkeypatch, tmp_path, kind, name, program, tests):
+async def test_a_program_that_does_not_solve_the_task_scores_zero(monkeypatch, tmp_path, kind, name, program, tests):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "sandboxes"))
     (tmp_path / "sandboxes").mkdir()
@@ -286,15 +276,15 @@ async def test_a_program_that_solves_nothing_scores_nothing(monkeypatch, tmp_pat
     async with served:
         port = served.sockets[0].getsockname()[1]
         program = program.replace("{dataset}", str(dataset)).replace("{port}", str(port))
-        waits = any(word in name for word in ("for ever", "without an end", "sleeps", "signals"))
-        reward = CodeReward(cpu_seconds=20, wall_seconds=1.5 if waits else 60, memory_mb=256)
+        never_ends = any(word in name for word in ("for ever", "without an end", "sleeps", "signals"))
+        reward = CodeReward(cpu_seconds=20, wall_seconds=1.5 if never_ends else 60, memory_mb=256)
         assert await reward([f"```python\n{program}\n```"], tests=[tests]) == [0.0]
     assert list((tmp_path / "sandboxes").iterdir()) == []
     assert gone(lambda: of_sandboxes(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ways(), ids=str)
-async def test_a_program_that_solves_it_scores(monkeypatch, kind):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+async def test_a_program_that_solves_the_task_scores_one(monkeypatch, kind):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     reward = CodeReward(wall_seconds=60, cpu_seconds=30)
     completion = "```python\ndef solve(x): return x * x\nif __name__ == '__main__': import sys; print(solve(int(sys.stdin.read() or 0)))\n```"

@@ -1,4 +1,4 @@
-"""Rewards: the signature people know, and a DataError for everything that is not a score."""
+"""The signature of reward functions, and a DataError for every result that is not a score."""
 
 import asyncio
 import copy
@@ -15,7 +15,7 @@ from megasync.rewards.runner import RewardRunner
 COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
 
 
-def seen(completions, **columns):
+def text_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
@@ -67,7 +67,7 @@ def polite(completions, **columns):
     return [1.0 if "please" in text else None for text in completions]
 
 
-async def test_several_functions_are_weighted_and_none_takes_no_part(make_trajectory):
+async def test_scores_are_weighted_and_missing_scores_are_left_out(make_trajectory):
     group = [make_trajectory("please"), make_trajectory("ab")]
     scored = await RewardRunner({length: 0.5, polite: 1.5}).score(group, {})
     assert rewards(scored) == [0.5 * 6 + 1.5 * 1, (0.5 * 2) * 2.0 / 0.5]
@@ -83,7 +83,7 @@ async def test_a_response_that_no_function_scores_stays_unscored(make_trajectory
     assert scored[0].metrics == {"turns": 2.0, "reward/polite/none": 1.0}
 
 
-async def test_the_functions_run_side_by_side_and_one_that_fails_leaves_none_behind(make_trajectory):
+async def test_functions_run_concurrently_and_all_end_before_an_error_is_raised(make_trajectory):
     both, ended = asyncio.Barrier(2), []
 
     async def first(completions, **columns):
@@ -101,7 +101,7 @@ async def test_the_functions_run_side_by_side_and_one_that_fails_leaves_none_beh
     assert ended == [True]
 
 
-async def test_each_function_gets_columns_of_its_own(make_trajectory):
+async def test_each_function_gets_its_own_copy_of_the_columns(make_trajectory):
     def careless(completions, *, answer, **columns):
         answer[0]["value"].clear()
         return [1.0]
@@ -112,7 +112,7 @@ async def test_each_function_gets_columns_of_its_own(make_trajectory):
     assert rewards(await RewardRunner({careless: 1.0, careful: 1.0}).score([make_trajectory()], COLUMNS)) == [2.0]
 
 
-async def test_a_function_with_deadlines_of_its_own_is_given_no_other(make_trajectory):
+async def test_a_function_that_keeps_its_own_deadlines_gets_no_other_deadline(make_trajectory):
     class Queueing:
         keeps_own_deadlines = True
 
@@ -139,20 +139,20 @@ async def test_the_callers_columns_and_trajectories_are_not_changed(make_traject
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([float("nan")], "gave nan as a reward of prompt 0:7; it must be a finite number, or None"),
-        ([float("inf")], "gave inf"),
-        ([10**400], "gave 1000.* as a reward of prompt 0:7"),
-        (["1.0"], "gave .1.0. as a reward"),
+        ([float("nan")], "returned the reward nan for prompt 0:7; it must be a finite number, or None"),
+        ([float("inf")], "returned the reward inf"),
+        ([10**400], "returned the reward 1000.* for prompt 0:7"),
+        (["1.0"], "returned the reward .1.0. "),
         ([1.0, 2.0], r"must return 1 scores, one per completion, not \[1.0, 2.0\] \(prompt 0:7\)"),
         ([], "must return 1 scores"),
         (1.0, "must return one score per completion, not 1.0"),
         (None, "must return one score per completion, not None"),
         ({"score": 1}, "must return 1 scores"),
         ("1", "must return 1 scores"),
-        (["good"], "gave 'good' as a reward"),
+        (["good"], "returned the reward 'good'"),
     ],
 )
-async def test_what_is_no_score_is_a_data_error_naming_function_and_prompt(make_trajectory, answer, message):
+async def test_an_invalid_score_is_a_data_error_that_names_function_and_prompt(make_trajectory, answer, message):
     def my_reward(completions, **columns):
         return answer
 
@@ -170,7 +170,7 @@ async def test_an_exception_is_a_data_error_with_its_cause(make_trajectory):
     assert isinstance(error.value.__cause__, KeyError)
 
 
-async def test_a_cancellation_of_the_functions_own_is_an_error_like_any_other(make_trajectory):
+async def test_a_cancellation_inside_the_function_is_an_error_like_any_other(make_trajectory):
     async def my_reward(completions, **columns):
         shared = asyncio.ensure_future(asyncio.sleep(600))
         shared.cancel()
@@ -180,7 +180,7 @@ async def test_a_cancellation_of_the_functions_own_is_an_error_like_any_other(ma
         await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
 
 
-async def test_a_generator_that_raises_while_it_is_read_is_an_error_of_the_function(make_trajectory):
+async def test_an_error_of_a_returned_generator_is_an_error_of_the_function(make_trajectory):
     def lazy(completions, **columns):
         yield 1 / len(columns["nothing"])
 
@@ -188,9 +188,9 @@ async def test_a_generator_that_raises_while_it_is_read_is_an_error_of_the_funct
         await RewardRunner(lazy).score([make_trajectory()], {}, "0:7")
 
 
-async def test_a_nan_that_the_workflow_set_is_refused_too(make_trajectory):
-    with pytest.raises(DataError, match="the workflow gave nan as a reward of prompt 0:7"):
-        await RewardRunner(seen).score([make_trajectory(reward=float("nan"))], {}, "0:7")
+async def test_a_nan_reward_of_the_workflow_is_refused(make_trajectory):
+    with pytest.raises(DataError, match="the workflow returned the reward nan for prompt 0:7"):
+        await RewardRunner(text_length).score([make_trajectory(reward=float("nan"))], {}, "0:7")
 
 
 async def test_an_async_function_has_a_deadline(make_trajectory):
@@ -216,7 +216,7 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
         "def reward(completions, *, how, **columns):\n"
         "    if how[0] == 'sleep': time.sleep(600)\n"
         "    if how[0] == 'exit': os._exit(3)\n"
-        "    if how[0] == 'raise': raise ValueError('odd')\n"
+        "    if how[0] == 'raise': raise ValueError('broken')\n"
         "    return [float(os.getpid())] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -227,7 +227,7 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
     try:
         first = rewards(await runner.score(group, {"how": "go"}))
         assert first[0] != float(os.getpid())
-        with pytest.raises(DataError, match="raised ValueError: odd"):
+        with pytest.raises(DataError, match="raised ValueError: broken"):
             await runner.score(group, {"how": "raise"})
         with pytest.raises(DataError, match="ended its worker process"):
             await runner.score(group, {"how": "exit"})
@@ -245,19 +245,19 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("fate", "told"), [("exit", "ended its worker process"), ("sleep", "did not answer within")])
-async def test_a_call_that_ends_its_process_or_is_ended_costs_those_beside_it_nothing(
-    make_trajectory, tmp_path, monkeypatch, fate, told
+@pytest.mark.parametrize(("how", "message"), [("exit", "ended its worker process"), ("sleep", "did not answer within")])
+async def test_a_call_that_loses_its_process_does_not_affect_concurrent_calls(
+    make_trajectory, tmp_path, monkeypatch, how, message
 ):
     (tmp_path / "neighbours.py").write_text(
         "import os, time\n"
         "from pathlib import Path\n"
-        "def reward(completions, *, fate, **columns):\n"
+        "def reward(completions, *, how, **columns):\n"
         "    here = Path(__file__).parent\n"
-        "    if fate[0] == 'exit': os._exit(3)\n"
-        "    if fate[0] == 'sleep': time.sleep(600)\n"
+        "    if how[0] == 'exit': os._exit(3)\n"
+        "    if how[0] == 'sleep': time.sleep(600)\n"
         "    (here / f'begun-{os.getpid()}').touch()\n"
-        "    while not (here / 'go_on').exists(): time.sleep(0.01)\n"
+        "    while not (here / 'proceed').exists(): time.sleep(0.01)\n"
         "    return [1.0] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -266,24 +266,24 @@ async def test_a_call_that_ends_its_process_or_is_ended_costs_those_beside_it_no
 
     runner = RewardRunner(reward, processes=2, timeout=60)
     try:
-        innocent = asyncio.create_task(runner.score([make_trajectory()], {"fate": "wait"}))
+        other_call = asyncio.create_task(runner.score([make_trajectory()], {"how": "wait"}))
         async with asyncio.timeout(60):
             while not list(tmp_path.glob("begun-*")):
                 await asyncio.sleep(0.01)
-        if fate == "sleep":
+        if how == "sleep":
             runner._timeout = 1.0
-        # The second process is started for this call, while the first says nothing.
-        with pytest.raises(DataError, match=told):
-            await runner.score([make_trajectory()], {"fate": fate})
-        (tmp_path / "go_on").touch()
-        assert rewards(await innocent) == [1.0]
-        assert len(list(tmp_path.glob("begun-*"))) == 1, "it was not made again"
+        # The second process is started for this call, while the first one waits.
+        with pytest.raises(DataError, match=message):
+            await runner.score([make_trajectory()], {"how": how})
+        (tmp_path / "proceed").touch()
+        assert rewards(await other_call) == [1.0]
+        assert len(list(tmp_path.glob("begun-*"))) == 1, "the other call was not repeated"
     finally:
         await runner.close()
 
 
 @pytest.mark.processes
-async def test_a_process_that_died_of_something_else_costs_no_call(make_trajectory, tmp_path, monkeypatch):
+async def test_an_idle_process_that_died_is_replaced(make_trajectory, tmp_path, monkeypatch):
     (tmp_path / "whereabouts.py").write_text(
         "import os\ndef reward(completions, **columns):\n    return [float(os.getpid())] * len(completions)\n"
     )
@@ -293,7 +293,7 @@ async def test_a_process_that_died_of_something_else_costs_no_call(make_trajecto
     runner = RewardRunner(reward, processes=2, timeout=60)
     try:
         (first,) = rewards(await runner.score([make_trajectory()], {}))
-        assert rewards(await runner.score([make_trajectory()], {})) == [first], "it is used again"
+        assert rewards(await runner.score([make_trajectory()], {})) == [first], "the process is reused"
         os.kill(int(first), signal.SIGKILL)
         (second,) = rewards(await runner.score([make_trajectory()], {}))
         assert second != first
@@ -302,7 +302,7 @@ async def test_a_process_that_died_of_something_else_costs_no_call(make_trajecto
 
 
 @pytest.mark.processes
-async def test_a_cancelled_call_leaves_its_process_to_no_other(make_trajectory, tmp_path, monkeypatch):
+async def test_the_process_of_a_cancelled_call_is_not_reused(make_trajectory, tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text(
         "import os, time\n"
         "from pathlib import Path\n"

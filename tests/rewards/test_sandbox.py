@@ -1,4 +1,4 @@
-"""A program in the sandbox cannot use up more than it is given, and leaves nothing behind."""
+"""A program in the sandbox cannot exceed its limits, and leaves nothing behind."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def started(source):
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Where sandboxes are made; afterwards it is empty, and no process works there."""
+    """The folder of sandboxes; afterwards it must be empty, and no process may have files open there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
@@ -48,7 +48,7 @@ async def test_a_program_reads_its_input_and_its_output_comes_back():
         ("kept = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
     ],
 )
-async def test_what_uses_up_more_than_it_has_is_stopped(program, what):
+async def test_a_program_that_exceeds_a_limit_is_stopped(program, what):
     outcome = await run_program(program, limits=LIMITS)
     if what == "cpu":
         assert outcome.code in (128 + 24, 128 + 9)  # SIGXCPU, or SIGKILL a second later
@@ -57,7 +57,7 @@ async def test_what_uses_up_more_than_it_has_is_stopped(program, what):
         assert what in outcome.stderr
 
 
-async def test_past_its_deadline_the_program_is_killed_with_what_it_started():
+async def test_a_program_past_its_deadline_is_killed_with_its_descendants():
     program = "import subprocess, sys, time\nsubprocess.Popen([sys.executable, __file__])\ntime.sleep(600)"
     outcome = await run_program(
         program.replace("subprocess.Popen", "len(sys.argv) > 1 or subprocess.Popen").replace(
@@ -70,7 +70,7 @@ async def test_past_its_deadline_the_program_is_killed_with_what_it_started():
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
 @pytest.mark.parametrize("start", [run_program, lambda source: run_check(source, "pass")], ids=["program", "check"])
-async def test_a_cancelled_run_is_killed_too(monkeypatch, folder, start, kind):
+async def test_a_cancelled_run_is_killed(monkeypatch, folder, start, kind):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     run = asyncio.create_task(start("import time; time.sleep(600)"))
     async with asyncio.timeout(20):
@@ -88,8 +88,8 @@ def _words(process):
         return []
 
 
-async def test_cleaning_up_leaves_the_event_loop_free(monkeypatch, tmp_path_factory):
-    """The removal waits for a file that this loop writes only while the removal goes on."""
+async def test_cleanup_does_not_block_the_event_loop(monkeypatch, tmp_path_factory):
+    """The removal waits for a file that this event loop writes while the removal runs."""
     monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("", False))
     place = tmp_path_factory.mktemp("remover")
     begun, free, remover = place / "begun", place / "free", place / "rm"
@@ -107,7 +107,7 @@ async def test_cleaning_up_leaves_the_event_loop_free(monkeypatch, tmp_path_fact
         await run
 
 
-async def test_folders_of_dead_owners_are_swept_and_others_are_left(folder):
+async def test_only_folders_of_dead_owners_are_removed(folder):
     dead = started("")
     dead.wait()
     alive, now = os.getpid(), sandbox._started(os.getpid())
@@ -121,7 +121,7 @@ async def test_folders_of_dead_owners_are_swept_and_others_are_left(folder):
         await sandbox._remove(path)
 
 
-async def test_a_sandbox_that_cannot_be_set_up_is_no_verdict(monkeypatch):
+async def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_a_failed_test(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("nonsense", False))
     monkeypatch.setattr(sandbox, "_PYTHON", sys.executable)
     monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.with_name("no_such_file.py"))
@@ -131,8 +131,8 @@ async def test_a_sandbox_that_cannot_be_set_up_is_no_verdict(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
-async def test_when_its_owner_is_killed_the_program_ends_too(kind, folder):
-    """As with a driver that the system kills: nobody would be left to keep the deadline."""
+async def test_the_program_ends_when_its_owner_is_killed(kind, folder):
+    """If the system kills the driver, no process enforces the deadline any more."""
     script = f"""
 import asyncio, sys, tempfile
 from megasync.rewards import sandbox
@@ -153,18 +153,18 @@ asyncio.run(sandbox.run_program("import os, time\\nif os.fork() == 0: os.setsid(
     await sweep()
 
 
-async def test_it_sees_neither_this_environment_nor_installed_packages(monkeypatch):
+async def test_a_program_sees_neither_this_environment_nor_installed_packages(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "hush")
     outcome = await run_program("import os\nprint('SECRET_KEY' in os.environ, os.listdir('.'))\nimport numpy")
     assert outcome.stdout == "False []\n"
     assert "No module named 'numpy'" in outcome.stderr
 
 
-@pytest.mark.skipif(not network_is_cut(), reason="this kernel lets no ordinary user make namespaces")
-async def test_it_has_no_network_and_what_leaves_its_session_ends_with_it():
-    listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
+@pytest.mark.skipif(not network_is_cut(), reason="this kernel does not allow unprivileged namespaces")
+async def test_a_program_has_no_network_and_processes_of_other_sessions_end_with_it():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
         outcome = await run_program(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)")
     assert "OSError" in outcome.stderr or "unreachable" in outcome.stderr
     outcome = await run_program(

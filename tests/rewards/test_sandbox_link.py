@@ -138,7 +138,7 @@ def make(): return Stack([1, 2])
         ),
     ],
 )
-async def test_what_a_test_can_do_with_a_program(check):
+async def test_an_operation_that_checks_can_use_on_a_program(check):
     assert await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
 
 
@@ -159,5 +159,5 @@ async def test_what_a_test_can_do_with_a_program(check):
         "assert not (same(Color.RED) == 1)",
     ],
 )
-async def test_what_fails_is_a_failure(check):
+async def test_a_check_that_does_not_pass_is_a_failure(check):
     assert not await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
