@@ -10,9 +10,16 @@ Heavy packages are imported only when a name is first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.importing import quick_imports
+
+if TYPE_CHECKING:
+    from megasync.app.async_trainer import AsyncTrainer
+    from megasync.app.run import RunResult
+    from megasync.config import Config
+    from megasync.errors import MegasyncError
+    from megasync.trajectory import Trajectory
 
 __version__ = "0.1.0"
 

@@ -59,5 +59,5 @@ def fsync(path: str | Path) -> None:
 
 def fsync_tree(folder: Path) -> None:
     """Flushes a folder and everything below it to disk. Raises OSError."""
-    for found in (*folder.rglob("*"), folder):
-        fsync(found)
+    for path in (*folder.rglob("*"), folder):
+        fsync(path)

@@ -77,7 +77,7 @@ class ChaosTiming:
 
 
 class ChaosExperiment:
-    """One run under faults. Passes a line to `say` for each fault that it injects."""
+    """One run under faults. Passes a line to `log` for each fault that it injects."""
 
     _process: subprocess.Popen[bytes]
     _run_dir: Path
@@ -90,11 +90,11 @@ class ChaosExperiment:
         plan: FaultPlan,
         timing: ChaosTiming,
         seed: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """`config` is the configuration in `config_path` with `overrides`. Raises ConfigError for a bad plan."""
         if unknown := [kind for kind in plan.kill if kind not in KINDS]:
-            raise ConfigError(f"--kill {','.join(unknown)} is not a part of a run; choose from {', '.join(KINDS)}")
+            raise ConfigError(f"--kill {','.join(unknown)} is not a kind of process; choose from {', '.join(KINDS)}")
         check_patience(config, plan, timing.patience)
         self._config_path = config_path
         self._config = config
@@ -113,11 +113,11 @@ class ChaosExperiment:
             self._lasting[CUT] = lambda: (how, link.cut())
         self._kinds += self._lasting
         if not self._kinds:
-            raise ConfigError("there is no fault to inject; choose some with --kill, --slow, --disk or --cut")
+            raise ConfigError("no fault to inject; choose some with --kill, --slow, --disk or --cut")
         self._stop = plan.stop
         self._timing = timing
         self._random = random.Random(seed)
-        self._say = say
+        self._log = log
         self._began = time.monotonic()
 
     def run(self, minutes: float, rounds: int | None = None) -> ChaosReport:
@@ -174,24 +174,24 @@ class ChaosExperiment:
     def _find_run_dir(self, before: set[Path], output: Path) -> Path:
         deadline = time.monotonic() + self._timing.patience
         while True:
-            mine = [path for path in self._run_dirs() if path not in before and self._is_mine(path)]
+            started = [path for path in self._run_dirs() if path not in before and self._is_locked_by_run(path)]
             if self._process.poll() is not None:
-                raise MegasyncError(f"the run ended before it began; its output is in {output}")
-            if mine:
-                return mine[0]
+                raise MegasyncError(f"the run ended during startup; its output is in {output}")
+            if started:
+                return started[0]
             if time.monotonic() >= deadline:
                 self._process.kill()
                 raise MegasyncError(
-                    f"the run did not begin within {self._timing.patience:g} s; its output is in {output}"
+                    f"the run did not start within {self._timing.patience:g} s; its output is in {output}"
                 )
             time.sleep(POLL_SECONDS)
 
     def _run_dirs(self) -> list[Path]:
         return sorted(Path(self._config.run_root).glob(f"{self._config.name}-*"))
 
-    def _is_mine(self, run_dir: Path) -> bool:
-        who = holder(run_dir)
-        return who is not None and who["pid"] == self._process.pid
+    def _is_locked_by_run(self, run_dir: Path) -> bool:
+        owner = holder(run_dir)
+        return owner is not None and owner["pid"] == self._process.pid
 
     def _end(self) -> int:
         """Stops the run; returns its exit status."""
@@ -214,17 +214,17 @@ class ChaosExperiment:
         number = self._random.choice([signal.SIGKILL, signal.SIGSTOP]) if self._stop else signal.SIGKILL
         if kind == CONTROLLER:
             # Nothing would resume a stopped driver.
-            number, found = signal.SIGKILL, [psutil.Process(self._process.pid)]
+            number, processes = signal.SIGKILL, [psutil.Process(self._process.pid)]
         else:
-            found = self._wait_for_processes(kind)
-        if not found:
+            processes = self._wait_for_processes(kind)
+        if not processes:
             return None
         at, now, step = time.monotonic() - self._began, time.time(), self._last_step()
         try:
-            self._random.choice(found).send_signal(number)
+            self._random.choice(processes).send_signal(number)
         except psutil.NoSuchProcess:
             return None
-        self._say(f"{at:6.1f} s, after step {step}: {number.name} to a {kind}")
+        self._log(f"{at:6.1f} s, after step {step}: {number.name} to a {kind}")
         if kind == CONTROLLER:
             self._process.wait()
             self._start("resume", str(self._run_dir))
@@ -236,45 +236,45 @@ class ChaosExperiment:
             return None
         how, fault = lasting
         at, step = time.monotonic() - self._began, self._last_step()
-        self._say(f"{at:6.1f} s, after step {step}: {kind}: {how}")
+        self._log(f"{at:6.1f} s, after step {step}: {kind}: {how}")
         with fault:
             # For the whole duration, even if the run ends meanwhile.
             time.sleep(self._timing.hold)
         now = time.time()
         recovered = self._wait_for_step(now)
         if kind == DISK and recovered is None and self._process.poll():
-            self._say(f"the run ended with status {self._process.poll()}; resuming it")
+            self._log(f"the run ended with status {self._process.poll()}; resuming it")
             self._start("resume", str(self._run_dir))
             recovered = self._wait_for_step(now)
         return Fault(kind, how, at, step, recovered)
 
     def _slow_server(self) -> tuple[str, AbstractContextManager[None]] | None:
         # A stopped server must not be continued.
-        found = [p for p in self._wait_for_processes("server") if p.status() != psutil.STATUS_STOPPED]
-        if not found:
+        servers = [p for p in self._wait_for_processes("server") if p.status() != psutil.STATUS_STOPPED]
+        if not servers:
             return None
         how = f"stopped {STOPPED_SHARE:.0%} of each {PERIOD_SECONDS:g} s for {self._timing.hold:g} s"
-        return how, slowed([self._random.choice(found)])
+        return how, slowed([self._random.choice(servers)])
 
     def _wait_for_processes(self, kind: str) -> list[psutil.Process]:
         """The processes of a kind; after an earlier fault they may still be starting."""
         deadline = time.monotonic() + self._timing.patience
         while self._process.poll() is None and time.monotonic() < deadline:
-            if found := self._processes(kind):
-                return sorted(found, key=lambda process: process.pid)
+            if processes := self._processes(kind):
+                return sorted(processes, key=lambda process: process.pid)
             time.sleep(POLL_SECONDS)
         return []
 
     def _processes(self, kind: str) -> list[psutil.Process]:
-        found, parents = [], set()
+        matching, parents = [], set()
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if MARKS[kind] in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                         parents.add(process.ppid())
-                        found.append(process)
+                        matching.append(process)
         # A supervisor's command line contains its child's.
-        return [p for p in found if p.pid not in parents]
+        return [process for process in matching if process.pid not in parents]
 
     # Watching
 
@@ -287,9 +287,9 @@ class ChaosExperiment:
         deadline = time.monotonic() + self._timing.patience
         while time.monotonic() < deadline:
             ended = self._process.poll() is not None
-            late = [row[TIME] for row in read_steps(self._run_dir) if row[TIME] > after]
-            if late:
-                return late[0] - after
+            times = [row[TIME] for row in read_steps(self._run_dir) if row[TIME] > after]
+            if times:
+                return times[0] - after
             if ended:
                 return None
             time.sleep(POLL_SECONDS)
@@ -304,6 +304,6 @@ def check_patience(config: Config, plan: FaultPlan, patience: float) -> None:
         raise ConfigError(
             f"--patience {patience:g} must be longer than timeouts.train_step={timeouts.train_step:g} + "
             f"timeouts.trainer_start={timeouts.trainer_start:g} + timeouts.weight_sync={timeouts.weight_sync:g} = "
-            f"{needed:g} s, which a stopped rank may take; lower these, for example timeouts.train_step=60 "
-            f"timeouts.weight_sync=60, or raise --patience"
+            f"{needed:g} s, the longest recovery from a stopped rank; lower these, for example "
+            f"timeouts.train_step=60 timeouts.weight_sync=60, or raise --patience"
         )

@@ -74,22 +74,22 @@ class Disk:
         mount, root = folder.resolve(), run_root.absolute().resolve()
         if not os.path.ismount(mount) or str(mount) in SHARED:
             raise ConfigError(
-                f"--disk {folder} is not a filesystem of the run's own: it must be a mount point that nothing else uses"
-                f", such as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
+                f"--disk {folder} is not a filesystem of its own; it must be a mount point that nothing else uses, "
+                f"such as one made by `mount -t tmpfs -o size=2g tmpfs {folder}`"
             )
         if not root.is_relative_to(mount):
-            raise ConfigError(f"--disk {folder} does not hold run_root={run_root}; set run_root={mount}/runs")
+            raise ConfigError(f"--disk {folder} does not contain run_root={run_root}; set run_root={mount}/runs")
         if (size := psutil.disk_usage(str(mount)).total) > LARGEST_DISK:
             raise ConfigError(
-                f"--disk {folder} has {size / 2**30:.0f} GiB, and at most {LARGEST_DISK / 2**30:.0f} are filled; make "
+                f"--disk {folder} has {size / 2**30:.0f} GiB, more than the limit of {LARGEST_DISK / 2**30:.0f}; make "
                 f"a smaller filesystem for the run"
             )
         (mount / FILLER).unlink(missing_ok=True)
         own = {"lost+found", *root.relative_to(mount).parts[:1]}
         if others := sorted(path.name for path in mount.iterdir() if path.name not in own):
             raise ConfigError(
-                f"--disk {folder} holds {', '.join(others[:3])} besides run_root={run_root}: a full disk would hit "
-                f"more than the run; give the run a filesystem of its own, and a run_root in a folder of it"
+                f"--disk {folder} contains {', '.join(others[:3])} besides run_root={run_root}, and a full disk would "
+                f"affect these too; use a filesystem that contains only run_root"
             )
         return cls(mount)
 
@@ -125,11 +125,11 @@ class Link:
             raise ConfigError(f"--cut {text} must be NAMESPACE/INTERFACE, such as host1/eth0: see `ip netns list`")
         link = cls(namespace, interface)
         try:
-            shown = link._ip("-oneline", "link", "show", "dev", interface)
+            state = link._ip("-oneline", "link", "show", "dev", interface)
         except MegasyncError as error:
             raise ConfigError(f"--cut {text}: {error}") from None
-        if ",UP" not in shown and "<UP" not in shown:
-            raise ConfigError(f"--cut {text}: the interface is not up")
+        if ",UP" not in state and "<UP" not in state:
+            raise ConfigError(f"--cut {text}: the interface is not up; set it up first")
         return link
 
     @contextmanager

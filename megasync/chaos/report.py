@@ -17,6 +17,7 @@ from megasync.config import Config
 from megasync.config.pacing import Pacing
 from megasync.observe import names
 from megasync.observe.metrics import METRICS_FILE, read_rows
+from megasync.preflight.render import facts
 from megasync.trainer import checkpoint
 
 # The output of the run's process, in `run_root`.
@@ -122,18 +123,15 @@ def report_tables(report: ChaosReport) -> RenderableType:
     for fault in report.faults:
         recovered = "never" if fault.recovered is None else f"{fault.recovered:.1f} s"
         faults.add_row(f"{fault.at:.0f} s", str(fault.step), fault.kind, fault.how, recovered)
-    facts, groups = Table.grid(padding=(0, 2)), report.groups
+    groups = report.groups
     balance = f"{groups.trained} trained + {groups.dropped} dropped + {groups.live} live"
     scores = " -> ".join(f"{score:.3f}" for score in (*report.scores[:1], *report.scores[-1:])) or "-"
-    for name, value in (
-        ("run", str(report.run_dir)),
-        ("steps", str(report.steps)),
-        ("ledger", f"{groups.admitted} admitted = {balance}"),
-        ("staleness", f"at most {report.staleness:.0f} of {report.staleness_bound} allowed"),
-        ("held-out score", scores),
-    ):
-        facts.add_row(name, value)
-    last = Text("nothing was lost", style="green")
-    if report.problems:
-        last = Text("\n".join(report.problems), style="red")
-    return Group(faults, facts, last)
+    rows = {
+        "run": str(report.run_dir),
+        "steps": str(report.steps),
+        "ledger": f"{groups.admitted} admitted = {balance}",
+        "staleness": f"at most {report.staleness:.0f} of {report.staleness_bound} allowed",
+        "held-out score": scores,
+    }
+    outcome = "\n".join(report.problems) or "nothing was lost"
+    return Group(faults, facts(rows), Text(outcome, style="red" if report.problems else "green"))

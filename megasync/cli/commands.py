@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -160,10 +162,10 @@ def scale(
     if pool != "rollout" or not number.isdecimal():
         raise ConfigError(f"{size!r} is not a valid size; write rollout=N, such as rollout=3")
     settings = run / CONFIG_FILE
-    # The run itself waits this long for a server to start.
-    patience = load_config(settings).timeouts.server_start + SCALE_GRACE if settings.is_file() else SCALE_GRACE
-    done = ask(run, "scale", int(number), timeout=patience)
-    _console().print(done, highlight=False, soft_wrap=True)
+    # The run itself waits `server_start` for a server.
+    server_start = load_config(settings).timeouts.server_start if settings.is_file() else 0.0
+    answer = ask(run, "scale", int(number), timeout=server_start + SCALE_GRACE)
+    _console().print(answer, highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -201,16 +203,13 @@ def evaluate(
 
     console = _console()
     config = load_target(target, overrides or ())
-    try:
-        with (
-            output_folder(target, config, out) as folder,
-            model_folder(target, config, folder, model, checkpoint) as (served, name),
-        ):
-            found = run_evaluation(config, folder, served, name, only or (), console)
-    except KeyboardInterrupt as interrupt:
-        _complain(str(interrupt) or "interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    console.print(scores_table(found))
+    with (
+        _interruptible(),
+        output_folder(target, config, out) as folder,
+        model_folder(target, config, folder, model, checkpoint) as (served, name),
+    ):
+        results = run_evaluation(config, folder, served, name, only or (), console)
+    console.print(scores_table(results))
     console.print(f"results: {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -282,22 +281,20 @@ def check_layout(
     check_machine(device, trains=False)
     place = resolve_device(device)
     try:
-        report = check(
-            model,
-            topology,
-            place.spec,
-            dtype,
-            bucket_mb,
-            random,
-            lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
-        )
+        with _interruptible():
+            report = check(
+                model,
+                topology,
+                place.spec,
+                dtype,
+                bucket_mb,
+                random,
+                lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
+            )
     except SyncError as error:
         # The two layouts are incompatible: a negative result, not a usage error.
-        _complain(str(error))
+        _print_error(str(error))
         raise typer.Exit(UNHEALTHY) from None
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(report_data(report), indent=2))
     else:
@@ -373,7 +370,7 @@ def chaos(
         FaultPlan([kind for kind in kill.split(",") if kind], stop, slow, disk, cut),
         ChaosTiming(pause, patience, hold),
         seed,
-        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        log=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )
     check_config(loaded)
     report = experiment.run(minutes, rounds)
@@ -468,12 +465,19 @@ def fetch(
 def _run(trainer: AsyncTrainer) -> None:
     from megasync.observe.result import show_result
 
-    try:
+    with _interruptible():
         result = trainer.train()
-    except KeyboardInterrupt as interrupt:
-        _complain(str(interrupt) or "interrupted")
-        raise typer.Exit(INTERRUPTED) from None
     show_result(result, _console())
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Exits with the status of an interruption, and prints its message, when the user presses Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        _print_error(str(interrupt) or "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _console() -> Console:
@@ -495,12 +499,12 @@ def main() -> None:
     except MegasyncError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
-        _complain(f"{type(error).__name__}: {error}")
+        _print_error(f"{type(error).__name__}: {error}")
         sys.exit(REFUSED)
     finally:
         # Skips the garbage collection at interpreter exit, which takes seconds with these imports.
         gc.freeze()
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     typer.secho(text, err=True, fg=typer.colors.RED, bold=True)

@@ -67,8 +67,8 @@ def held_out_name(key: str) -> str | None:
     """The legend label of a held-out score; None if the key is another metric."""
     if key.startswith(HELD_OUT_PREFIX):
         return f"held-out, temperature {key.removeprefix(HELD_OUT_PREFIX)}"
-    named = SET_SCORE_AT.fullmatch(key)
-    return None if named is None else f"{named[1]}, temperature {named[2]}"
+    match = SET_SCORE_AT.fullmatch(key)
+    return None if match is None else f"{match[1]}, temperature {match[2]}"
 
 
 def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> None:
@@ -83,8 +83,8 @@ def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> N
 
 
 def _lines(axis: Any, title: str, series: dict[str, Points]) -> None:
-    for name, found in series.items():
-        axis.plot(*_unzip(found), linewidth=1.2, label=name)
+    for name, line in series.items():
+        axis.plot(*_unzip(line), linewidth=1.2, label=name)
     axis.set_ylim(bottom=0)
     _finish(axis, title, "training step")
 
@@ -96,5 +96,5 @@ def _finish(axis: Any, title: str, label: str) -> None:
     axis.legend(fontsize=8)
 
 
-def _unzip(found: Points) -> tuple[Sequence[float], Sequence[float]]:
-    return [x for x, _ in found], [y for _, y in found]
+def _unzip(line: Points) -> tuple[Sequence[float], Sequence[float]]:
+    return [x for x, _ in line], [y for _, y in line]

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -72,10 +71,8 @@ class RunObserver:
         self._display.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._display.__exit__()
         with self._guarded("close the metrics"):
             self._metrics.close()
         self._draw()
@@ -87,10 +84,8 @@ class RunObserver:
         self._step, self._version = step, version
         self._rewards.append(metrics.get(names.REWARD))
         self._latest.update(metrics)
-        states = {
-            k.removeprefix(names.BUFFER_PREFIX): v for k, v in metrics.items() if k.startswith(names.BUFFER_PREFIX)
-        }
-        if states:
+        prefix = names.BUFFER_PREFIX
+        if states := {key.removeprefix(prefix): count for key, count in metrics.items() if key.startswith(prefix)}:
             self.buffer(states)
         trained = self._progress[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._progress else 0.0
         self._progress.append((self._clock(), trained))
@@ -105,7 +100,7 @@ class RunObserver:
         self._scores.append((step, metrics[names.SCORE]))
         self._log(step, dict(metrics))
         self._set_scores = {
-            found[1]: value for key, value in metrics.items() if (found := names.SET_SCORE.fullmatch(key))
+            match[1]: value for key, value in metrics.items() if (match := names.SET_SCORE.fullmatch(key))
         }
         sets = "".join(f", {name} {score:.3f}" for name, score in self._set_scores.items())
         self.message(f"held-out score {metrics[names.SCORE]:.3f}{sets} after step {step} (version {version})")

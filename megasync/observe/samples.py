@@ -33,14 +33,14 @@ def append_answers(
     run_dir: Path, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]
 ) -> list[SampleAnswer]:
     """Appends (prompt, text, reward) triples to the run's file, and returns them as written."""
-    found = [SampleAnswer(step, version, *answer) for answer in answers]
+    samples = [SampleAnswer(step, version, *answer) for answer in answers]
     path = Path(run_dir) / SAMPLES_FILE
     if path.is_file():
         # Removes a line torn by a full disk or a killed process, which would corrupt the next one.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in found)
-    return found
+        file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in samples)
+    return samples
 
 
 def read_answers(run_dir: Path) -> list[SampleAnswer]:
@@ -64,10 +64,9 @@ def answers_table(pairs: list[tuple[SampleAnswer, SampleAnswer]]) -> Table:
     table = Table(title="Held-out prompts before and after training", title_justify="left", show_lines=True)
     before, after = (sorted({answer.step for answer in side}) for side in zip(*pairs, strict=True))
     table.add_column("prompt", overflow="fold", ratio=2)
-    table.add_column(f"step {_steps(before)}", overflow="fold", ratio=1)
-    table.add_column("reward", justify="right")
-    table.add_column(f"step {_steps(after)}", overflow="fold", ratio=1)
-    table.add_column("reward", justify="right")
+    for steps in (before, after):
+        table.add_column(f"step {_steps(steps)}", overflow="fold", ratio=1)
+        table.add_column("reward", justify="right")
     for early, late in pairs:
         table.add_row(_text(early.prompt), *_cells(early), *_cells(late))
     return table

@@ -110,13 +110,11 @@ def _on_a_node(config: Config) -> Config:
 
 def code_digest() -> str:
     """A digest of all Python files of the package."""
-    import megasync
-
-    root = Path(megasync.__file__).parent
-    found = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:12]
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _version(name: str) -> str:

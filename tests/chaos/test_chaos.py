@@ -1,4 +1,4 @@
-"""`megasync chaos` over a stand-in for a run, and the faults that last for a while: each ends whatever happens."""
+"""`megasync chaos` on a simulated run, and faults with a duration, each of which is always undone."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class StandIn(ChaosExperiment):
         self._process = subprocess.Popen([sys.executable, "-c", RUN, str(self._run_dir)])
 
 
-def chaos(run_root: Path, say: Callable[[str], None] = lambda text: None, **faults: Any) -> StandIn:
+def chaos(run_root: Path, log: Callable[[str], None] = lambda text: None, **faults: Any) -> StandIn:
     loaded = Config()
     loaded.run_root, loaded.schedule.groups_per_step = str(run_root), 1
     timing = ChaosTiming(pause=0.1, patience=PATIENCE, hold=1.0)
-    return StandIn(Path("config.yaml"), loaded, [], FaultPlan(**faults), timing, 1, say)
+    return StandIn(Path("config.yaml"), loaded, [], FaultPlan(**faults), timing, 1, log)
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -83,7 +83,7 @@ def sleeper() -> Iterator[psutil.Process]:
     process.wait()
 
 
-def test_a_slow_process_stops_and_continues_in_turns_and_goes_on_at_the_end(sleeper: psutil.Process) -> None:
+def test_a_slow_process_is_stopped_and_continued_in_turns_and_runs_at_the_end(sleeper: psutil.Process) -> None:
     with pytest.raises(KeyboardInterrupt), slowed([sleeper]):
         for _ in range(2):
             wait(lambda: sleeper.status() == psutil.STATUS_STOPPED)
@@ -99,7 +99,7 @@ def test_a_slow_process_may_end_meanwhile(sleeper: psutil.Process) -> None:
 
 
 @pytest.mark.processes
-def test_a_run_is_slowed_and_the_time_to_its_next_step_is_taken(tmp_path: Path) -> None:
+def test_a_slow_server_is_reported_with_the_time_to_the_next_step(tmp_path: Path) -> None:
     experiment = chaos(tmp_path, slow=True)
     faults, status = run(experiment)
     assert [fault.kind for fault in faults] == ["slow"] and "stopped 80%" in faults[0].how
@@ -124,7 +124,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @as_root
-def test_a_disk_is_filled_to_the_last_block_and_emptied_again(small_disk: Path) -> None:
+def test_a_disk_is_filled_completely_and_freed_again(small_disk: Path) -> None:
     disk = Disk.of(small_disk, small_disk / "runs")
     with pytest.raises(KeyboardInterrupt), disk.filled():
         with pytest.raises(OSError, match="No space left"):
@@ -135,41 +135,41 @@ def test_a_disk_is_filled_to_the_last_block_and_emptied_again(small_disk: Path) 
 
 
 @as_root
-def test_what_a_killed_chaos_left_on_the_disk_goes_first(small_disk: Path) -> None:
+def test_the_filler_of_a_killed_experiment_is_removed(small_disk: Path) -> None:
     (small_disk / FILLER).write_bytes(b"x")
     Disk.of(small_disk, small_disk / "runs")
     assert list(small_disk.iterdir()) == []
 
 
 @as_root
-def test_a_disk_that_something_else_uses_is_not_filled(small_disk: Path, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match=r"does not hold run_root=.*/elsewhere"):
+def test_a_disk_with_other_files_is_refused(small_disk: Path, tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"does not contain run_root=.*/elsewhere"):
         Disk.of(small_disk, tmp_path / "elsewhere")
     (small_disk / "runs").mkdir()
     Disk.of(small_disk, small_disk / "runs")
     (small_disk / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds thesis\.tex besides run_root"):
+    with pytest.raises(ConfigError, match=r"contains thesis\.tex besides run_root"):
         Disk.of(small_disk, small_disk / "runs")
     monkeypatch.setattr("megasync.chaos.faults.LARGEST_DISK", 2**20)
-    with pytest.raises(ConfigError, match="at most 0 are filled"):
+    with pytest.raises(ConfigError, match="more than the limit of 0"):
         Disk.of(small_disk, small_disk / "runs")
 
 
 @pytest.mark.parametrize("shared", ["/", "/dev/shm", "/tmp", "folder"])
-def test_a_folder_or_a_shared_mount_is_not_filled(shared: str, tmp_path: Path) -> None:
+def test_a_folder_or_a_shared_mount_is_refused(shared: str, tmp_path: Path) -> None:
     folder = tmp_path if shared == "folder" else Path(shared)
-    with pytest.raises(ConfigError, match="not a filesystem of the run's own: it must be a mount point"):
+    with pytest.raises(ConfigError, match="not a filesystem of its own; it must be a mount point"):
         Disk.of(folder, folder / "runs")
 
 
 @pytest.mark.processes
 @as_root
-def test_a_run_that_a_full_disk_ends_is_resumed_once_there_is_room(small_disk: Path) -> None:
-    said: list[str] = []
-    experiment = chaos(small_disk / "runs", disk=small_disk, say=said.append)
+def test_a_run_that_ends_on_a_full_disk_is_resumed(small_disk: Path) -> None:
+    lines: list[str] = []
+    experiment = chaos(small_disk / "runs", disk=small_disk, log=lines.append)
     faults, status = run(experiment)
     assert experiment.started == ["train", "resume"]
-    assert any("the run ended with status 2; resuming it" in line for line in said)
+    assert any("the run ended with status 2; resuming it" in line for line in lines)
     assert [fault.kind for fault in faults] == ["disk"] and faults[0].recovered is not None and status == 0
 
 
@@ -183,7 +183,7 @@ def namespace() -> Iterator[str]:
 
 
 @as_root
-def test_a_link_is_cut_and_comes_back(namespace: str) -> None:
+def test_a_link_is_taken_down_and_up_again(namespace: str) -> None:
     def is_up() -> bool:
         shown = subprocess.run(
             ["ip", "-n", namespace, "-o", "link", "show", "dev", "lo"], check=True, capture_output=True, text=True
@@ -198,7 +198,7 @@ def test_a_link_is_cut_and_comes_back(namespace: str) -> None:
 
 
 @as_root
-def test_a_link_that_is_not_there_or_down_is_refused(namespace: str) -> None:
+def test_a_missing_or_down_link_is_refused(namespace: str) -> None:
     with pytest.raises(ConfigError, match=rf"--cut {namespace}/eth7: .*eth7"):
         Link.parse(f"{namespace}/eth7")
     subprocess.run(["ip", "-n", namespace, "link", "set", "lo", "down"], check=True)
@@ -211,7 +211,7 @@ def test_a_link_of_the_machine_itself_is_refused() -> None:
         Link.parse("eth0")
 
 
-def test_a_wait_that_a_stopped_rank_outlasts_is_refused() -> None:
+def test_a_wait_shorter_than_the_recovery_of_a_stopped_rank_is_refused() -> None:
     config = Config()
     with pytest.raises(ConfigError, match=r"--patience 600 must be longer than timeouts\.train_step=1800 \+ .* 2400 s"):
         check_patience(config, FaultPlan(["rank"], stop=True), 600.0)
