@@ -38,8 +38,9 @@ class RunLock:
         while not _lock(file, fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 file.close()
-                driver = _describe(holder(self._path.parent))
-                raise ConfigError(f"{self._path.parent} is being run by {driver}; wait for it to end, or end it")
+                driver = holder(self._path.parent)
+                name = f"process {driver['pid']} on {driver['host']}" if driver else "another process"
+                raise ConfigError(f"{self._path.parent} is being run by {name}; wait for it to end, or end it")
             time.sleep(RETRY_SECONDS)
         self._file = file
         # Unbuffered, and not needed for the lock: a full disk loses only the holder's name.
@@ -80,7 +81,3 @@ def _lock(file: IO[str], kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _describe(driver: dict | None) -> str:
-    return "another process" if driver is None else f"process {driver['pid']} on {driver['host']}"

@@ -172,7 +172,10 @@ def _scores_itself(config: Config, custom: Custom) -> bool:
 
 
 def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
-    if (agent := _agent(config, custom)) is not None:
+    agent = custom.agent
+    if agent is None and custom.rollout is None and config.rollout.agent is not None:
+        agent = load_function(config.rollout.agent)
+    if agent is not None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
@@ -185,12 +188,6 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
     if not inspect.iscoroutinefunction(workflow):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
     return workflow
-
-
-def _agent(config: Config, custom: Custom) -> Callable | None:
-    if custom.agent is not None or custom.rollout is not None or config.rollout.agent is None:
-        return custom.agent
-    return load_function(config.rollout.agent)
 
 
 def _configured_workflow(rollout: RolloutConfig) -> Callable:
