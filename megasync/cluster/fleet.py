@@ -355,10 +355,7 @@ class Fleet:
 
     async def _settle(self) -> None:
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
-            log.warning(
-                "Router did not apply its new list of servers within %.0f s; retrying in the background",
-                SETTLE_SECONDS,
-            )
+            log.warning("Router did not apply its new list within %.0f s; retrying in the background", SETTLE_SECONDS)
 
     # Resizing
 

@@ -48,7 +48,7 @@ class Pools:
                     f"{timeout:.0f} s; the cluster has {ray.cluster_resources()}. Add nodes, or ask for fewer ranks or "
                     f"servers."
                 ) from None
-            log.info("pool %s: %s", name, group.bundle_specs)
+            log.info("Pool %s: %s", name, group.bundle_specs)
 
     async def add_slot(self, pool: str, slot: int, timeout: float) -> None:
         """Reserves devices for a slot beyond the pool's initial size; the initial slots need no such call.

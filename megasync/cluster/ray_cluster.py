@@ -32,7 +32,7 @@ class RayCluster:
 
     def connect(self) -> None:
         if ray.is_initialized():
-            log.info("using the Ray session that is already initialised")
+            log.info("Using the Ray session that is already initialised")
             return
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         logging.getLogger("ray").setLevel(logging.ERROR)

@@ -73,7 +73,7 @@ class RouterSlot:
         """Keeps the router running with the wanted servers. Raises ServerError when its restart budget is spent."""
         while True:
             reason = await self._watch()
-            log.warning("router at %s: %s", self.url, reason)
+            log.warning("Router at %s: %s", self.url, reason)
             await self._end_process()
             while self._process is None:
                 wait = self._restarts.take()
@@ -88,7 +88,7 @@ class RouterSlot:
                     await self.start(())
                 except MegasyncError as error:
                     reason = str(error)
-            log.warning("router: restarted at %s", self.url)
+            log.warning("Router restarted at %s", self.url)
 
     def refresh(self) -> None:
         """Makes the next poll adjust the list, because the wanted servers have changed."""
@@ -102,7 +102,7 @@ class RouterSlot:
                 if await self._adjust():
                     return True
             except ServerError as error:
-                log.debug("router: its list could not be changed: %s", error)
+                log.debug("Router: list of servers not changed: %s", error)
             if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(_CHANGE_POLL_SECONDS)

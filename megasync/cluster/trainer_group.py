@@ -113,6 +113,6 @@ class TrainerGroup:
         try:
             await self.call("stop", timeout=self._timeouts.shutdown)
         except (MegasyncError, asyncio.CancelledError) as error:
-            log.debug("trainer ranks did not stop cleanly: %r", error)
+            log.debug("Trainer ranks did not stop cleanly: %r", error)
         finally:
             self._actors.kill()

@@ -43,7 +43,7 @@ def fetch(name: str, out: str | Path) -> Path:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
         raise ConfigError(f"{out.parent} cannot be written: {error}") from error
-    log.info("writing %s to %s", name, out)
+    log.info("Writing %s to %s", name, out)
     try:
         MODELS[name](unfinished)
         _make_readable(unfinished)

@@ -21,14 +21,14 @@ def write_smollm2(out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    log.info("dequantising %s", source.name)
+    log.info("Dequantising %s", source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # The weights are no longer quantised; servers would misread the folder with a quantisation entry.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)
-    log.info("saving %d million weights", sum(p.numel() for p in model.parameters()) // 10**6)
+    log.info("Saving %d million weights", sum(p.numel() for p in model.parameters()) // 10**6)
     # Float32, because dequantised values are not bfloat16 values, and the optimizer's main weights start from them.
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)

@@ -114,7 +114,7 @@ def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) 
         # No rank continues before the remains are removed from the disk.
         all_agree(True, device)
         raise
-    log.info("saved %s", path)
+    log.info("Saved %s", path)
 
 
 def run_collectively(work: Callable[[], object], what: str, path: Path, device: torch.device) -> None:

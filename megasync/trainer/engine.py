@@ -122,7 +122,7 @@ class MegatronEngine:
         self._wrapped: list[DistributedDataParallel] = []
         if self._trains:
             self._prepare_training(weights)
-        log.info("rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
+        log.info("Rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
         config = self.trainer_config

@@ -114,7 +114,7 @@ class TrainerRank:
         self._broadcast = BroadcastSender(plan, shards, self._device, host)
         self._disk = DiskWriter(plan, shards, self._device, host)
         self._shards = ShardSender(shards, bucket_bytes, self._device, host)
-        log.info("trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
+        log.info("Trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
 
     def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
