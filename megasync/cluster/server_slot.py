@@ -23,10 +23,9 @@ import orjson
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
-from megasync.rollout.event_stream import events
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
-from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, StreamedError, events, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerHealth, ServerState
 

@@ -74,7 +74,7 @@ class FleetSync:
                 # The trainer no longer holds the published weights; its current ones get a version of their own.
                 await self.publish()
                 continue
-            self._observer.activity("trainer", f"bringing {len(joiners)} servers the weights")
+            self._observer.activity("trainer", f"syncing weights to {len(joiners)} joining servers")
             try:
                 _, disagreeing = await self._publish_to(self._progress.version, joiners, joiners)
             except PublishError as error:
@@ -148,21 +148,22 @@ class FleetSync:
     async def _publish_to(
         self, version: int, targets: set[str], only: set[str] | None
     ) -> tuple[dict[str, float], set[str]]:
-        """Publishes once. Returns the metrics, and the servers that hold the version but fail parity, which the fleet
-        restarts. Raises as the publisher does; ParityError when all servers fail parity."""
+        """Publishes once. Returns the metrics, and the servers that fail parity, which the fleet restarts.
+
+        Raises as the publisher does; ParityError when all servers fail parity.
+        """
         with self._watchdog.bounded(), self._fleet.syncing(targets if only is None else only):
             try:
                 return await self._publisher.publish(version, only), set()
-            except ServerParityError as found:
-                disagreement = found
+            except ServerParityError as error:
+                disagreement = error
         self._faults["parity_restarts"] += len(disagreement.reasons)
         self._observer.message(f"restarting servers that alone disagree with the trainer: {disagreement}")
         await self._fleet.parity_failed(disagreement.reasons)
         return disagreement.metrics, set(disagreement.reasons)
 
     async def _handle_failure(self, error: PublishError) -> set[str]:
-        """Reports the servers that made a publish fail to the fleet, and returns them. Raises RankLost for a dead
-        rank."""
+        """Reports the servers that failed a publish to the fleet and returns them. Raises RankLost for a dead rank."""
         self._faults["failed_publishes"] += 1
         # Ranks first: servers that wait for a dead rank look as if they had failed themselves.
         with self._watchdog.bounded():

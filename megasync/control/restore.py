@@ -27,11 +27,11 @@ REPORT_SECONDS = 10.0
 
 
 def restore(
-    checkpoint: Path | None, ledger: Path, schedule: ScheduleConfig, source: PromptSource, say: Callable[[str], None]
+    checkpoint: Path | None, ledger: Path, schedule: ScheduleConfig, source: PromptSource, notify: Callable[[str], None]
 ) -> Progress:
     """Takes `source` and the ledger back to the checkpoint. The result's version is the one to publish its weights as.
 
-    `say` gets messages for the user. Raises LedgerError and DataError.
+    `notify` receives messages for the user. Raises LedgerError and DataError.
     """
     state = None if checkpoint is None else read_state(checkpoint)
     progress = Progress() if state is None else Progress.from_state(state)
@@ -39,7 +39,7 @@ def restore(
     if not begun(ledger):
         origin: dict[str, Any] = {"cursor": source.state(), "pending": []}
         if state is not None:
-            say(f"{ledger} is missing or empty: generating again the groups that were finished but not trained")
+            notify(f"{ledger} is missing or empty: generating again the groups that were finished but not trained")
             origin = {"cursor": state["cursor"], "pending": state["pending"]}
             # The checkpoint's weights may be newer than its version: they are published as the next one.
             version += bool(progress.unpublished)
@@ -47,7 +47,7 @@ def restore(
         admitted: list[str] = []
     else:
         total = schedule.total_steps * schedule.groups_per_step
-        resumed = resume_ledger(ledger, schedule, total, progress.step, _throttled(say))
+        resumed = resume_ledger(ledger, schedule, total, progress.step, _throttled(notify))
         origin, admitted = resumed.origin, resumed.admitted
         if progress.unpublished or resumed.version != version:
             # A server or a token may carry the version of weights that are lost: these weights get a new one.
@@ -58,14 +58,14 @@ def restore(
     return Progress(progress.step, version, history=progress.history)
 
 
-def _throttled(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Passes on one of the ledger's reports every REPORT_SECONDS."""
-    said = time.monotonic()
+def _throttled(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Forwards at most one of the ledger's reports every REPORT_SECONDS."""
+    last = time.monotonic()
 
     def report(text: str) -> None:
-        nonlocal said
-        if time.monotonic() - said >= REPORT_SECONDS:
-            said = time.monotonic()
-            say(f"reading the ledger: {text}")
+        nonlocal last
+        if time.monotonic() - last >= REPORT_SECONDS:
+            last = time.monotonic()
+            notify(f"reading the ledger: {text}")
 
     return report

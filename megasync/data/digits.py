@@ -64,7 +64,7 @@ def _draw(config: DatasetConfig, length: int) -> list[str]:
             )
         return split[: config.size]
     if config.size is None:
-        raise DataError(f"{length} digits make {total:,} rows; set size to the number that you want")
+        raise DataError(f"{length} digits give {total:,} rows; set size to the number of rows")
     if config.size > total // HELD_OUT_SHARE // 2:
         raise DataError(f"size={config.size} is too large for {length} digits; lower it or raise options.length")
     drawn: dict[str, None] = {}

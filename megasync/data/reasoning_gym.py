@@ -50,7 +50,7 @@ def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
     unknown tasks, invalid options, and tasks with too few distinct questions.
     """
     if config.size is None:
-        raise DataError(f"reasoning_gym:{config.source} is generated without end; set size to the number of rows")
+        raise DataError(f"reasoning_gym:{config.source} is unbounded; set size to the number of rows")
     if config.split not in ("train", "test"):
         raise DataError(f"reasoning_gym has the splits train and test, not {config.split!r}")
     options = dict(config.options)
@@ -67,7 +67,7 @@ def gym_rows(config: DatasetConfig) -> tuple[list[dict[str, Any]], GymReward]:
             if len(rows) == config.size:
                 return list(rows.values()), reward
     raise DataError(
-        f"reasoning_gym:{config.source} gave only {len(rows)} distinct {config.split} questions with {options}, fewer "
+        f"reasoning_gym:{config.source} has only {len(rows)} distinct {config.split} questions with {options}, fewer "
         f"than size={config.size}; lower the size or widen the task's options"
     )
 
@@ -121,4 +121,4 @@ def _create(task: str, options: dict[str, Any]) -> Any:
     try:
         return create_dataset(task, **options)
     except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(f"reasoning_gym:{task} refuses its options {options}: {error}") from error
+        raise DataError(f"reasoning_gym:{task} rejects its options {options}: {error}") from error

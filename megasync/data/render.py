@@ -56,7 +56,7 @@ class Renderer:
                 f"data.prompt.format=raw or a model with a chat template"
             )
         if config.format == "chat" and config.examples:
-            raise DataError("data.prompt.examples are for data.prompt.format=raw; set one of the two otherwise")
+            raise DataError("data.prompt.examples requires data.prompt.format=raw; change one of the two")
         self._tokenizer = tokenizer
         self._config = config
         self._vocab_size = vocab_size
@@ -105,8 +105,8 @@ class Renderer:
         rendered = [self.prompt_ids(row) for row in rows]
         if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
             log.warning(
-                "%d of %d prompts hold names of special tokens, which are encoded as text; special tokens that a "
-                "prompt needs belong into data.prompt.template",
+                "%d of %d prompts contain names of special tokens, which are encoded as text; put special tokens "
+                "that a prompt needs into data.prompt.template",
                 *(marked, len(rows)),
             )
         limit = self._config.max_tokens

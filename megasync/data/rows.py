@@ -46,7 +46,7 @@ def _checked(row: Any, number: int, name: str) -> dict[str, Any]:
     if "prompt" not in row:
         raise DataError(f'{where} has no "prompt" column; its columns are {sorted(map(str, row))}')
     if taken := sorted(RESERVED_COLUMNS & row.keys()):
-        raise DataError(f"{where} has the columns {taken}, names that the rollout fills itself; rename them")
+        raise DataError(f"{where} has the columns {taken}, which are reserved for the rollout; rename them")
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not is_messages(prompt):
         raise DataError(f"{where}: the prompt must be text or a list of chat messages, got {prompt!r:.200}")

@@ -120,12 +120,12 @@ class PromptSource:
     def _ahead(self, uids: Iterable[str]) -> list[str]:
         """The uids that the cursor has not reached yet."""
         rest = set(self._order[self._position :])
-        found = []
+        ahead: list[str] = []
         for uid in uids:
             epoch, row = self._split(uid)
             if epoch > self._epoch or (epoch == self._epoch and row in rest):
-                found.append(uid)
-        return found
+                ahead.append(uid)
+        return ahead
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._rendered)))

@@ -38,13 +38,13 @@ class GymnasiumText:
             import gymnasium
         except ModuleNotFoundError as error:
             raise DataError(
-                "the environment gymnasium needs that package: pip install 'megasync[environments]'"
+                "the environment gymnasium needs the package gymnasium: pip install 'megasync[environments]'"
             ) from error
         try:
             printable = "ansi" in _render_modes(gymnasium, id)
             self._env = gymnasium.make(id, render_mode="ansi" if printable else None, **options)
         except (gymnasium.error.Error, TypeError, AttributeError) as error:
-            raise DataError(f"gymnasium refuses the environment {id!r} with {options}: {error}") from error
+            raise DataError(f"gymnasium rejects the environment {id!r} with {options}: {error}") from error
         self._printable = printable
         count = getattr(self._env.action_space, "n", None)
         if count is None:
@@ -62,10 +62,10 @@ class GymnasiumText:
         return f"{self._text(observation)}\n\n{self._choice()}"
 
     def step(self, action: str) -> Step:
-        found = self._pattern.findall(action.lower())
-        if not found:
+        named = self._pattern.findall(action.lower())
+        if not named:
             return Step(f"That names no action. {self._choice()}", 0.0, False)
-        number = self._names.index(found[-1]) + int(getattr(self._env.action_space, "start", 0))
+        number = self._names.index(named[-1]) + int(getattr(self._env.action_space, "start", 0))
         observation, reward, terminated, truncated, _ = self._env.step(number)
         return Step(self._text(observation), float(reward), bool(terminated or truncated))
 

@@ -42,14 +42,14 @@ class EnvironmentPool:
         self._name = name_of(getattr(factory, "func", factory))
         self._free = asyncio.Semaphore(size)
         self._idle: list[Worker] = []
-        self._left: list[Worker] = []
+        self._abandoned: list[Worker] = []
         self.made = 0
 
     @property
-    def left_behind(self) -> int:
+    def abandoned(self) -> int:
         """The number of environments abandoned during a call whose threads have not returned from that call yet."""
-        self._left = [worker for worker in self._left if worker.busy]
-        return len(self._left)
+        self._abandoned = [worker for worker in self._abandoned if worker.busy]
+        return len(self._abandoned)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Episode]:
@@ -63,7 +63,7 @@ class EnvironmentPool:
                 if episode.sound:
                     self._idle.append(worker)
                 else:
-                    self._give_up(worker)
+                    self._discard(worker)
 
     async def close(self) -> None:
         """Closes the idle environments, each within the deadline."""
@@ -71,26 +71,26 @@ class EnvironmentPool:
         await asyncio.gather(*map(self._close, idle))
 
     def _make(self) -> Worker:
-        if self.left_behind >= self._size:
+        if self.abandoned >= self._size:
             raise DataError(
-                f"{self.left_behind} environments {self._name} hang on their threads; set "
+                f"{self.abandoned} environments {self._name} hang on their threads; set "
                 f"rollout.environment.isolation=process, where they can be killed, or raise timeouts.environment"
             )
         self.made += 1
         return self._kind(self._factory)
 
-    def _give_up(self, worker: Worker) -> None:
+    def _discard(self, worker: Worker) -> None:
         worker.end()
         if worker.busy:
-            self._left.append(worker)
-            log.warning("an environment %s was given up in the middle of a call; its thread is left behind", self._name)
+            self._abandoned.append(worker)
+            log.warning("Abandoned an environment %s during a call; its thread keeps running", self._name)
 
     async def _close(self, worker: Worker) -> None:
         try:
             await asyncio.wait_for(worker.call("close"), self._deadline)
         except Exception as error:  # whatever a user's environment raises; it is no longer needed
-            log.warning("an environment %s could not be closed", self._name, exc_info=error)
-        self._give_up(worker)
+            log.warning("An environment %s could not be closed", self._name, exc_info=error)
+        self._discard(worker)
 
 
 class Episode:

@@ -40,12 +40,12 @@ class Environment(Protocol):
 
 def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """A factory for a built-in kind or for "package.module:Class". Raises ConfigError, also for invalid options."""
-    found = load_function(ENVIRONMENTS.get(kind, kind))
-    missing = [name for name in ("reset", "step", "close") if not callable(getattr(found, name, None))]
+    factory = load_function(ENVIRONMENTS.get(kind, kind))
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(factory, name, None))]
     if missing:
         raise ConfigError(f"the environment {kind!r} has no {', '.join(missing)}; it needs reset, step and close")
     try:
-        inspect.signature(found).bind(**options)
+        inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise ConfigError(f"the environment {kind!r} refuses its options {dict(options)}: {error}") from error
-    return partial(found, **options)
+        raise ConfigError(f"the environment {kind!r} rejects its options {dict(options)}: {error}") from error
+    return partial(factory, **options)

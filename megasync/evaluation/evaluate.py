@@ -134,24 +134,23 @@ class _Evaluator:
 
     async def work(self, jobs: Iterator[_Job]) -> None:
         for held_out, temperature, number, prompt, repeat in jobs:
-            asked = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
+            identity = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
             try:
                 text, reward = await self._answer(held_out, temperature, prompt, repeat)
-                answer = HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **asked)
+                answer = HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **identity)
             except (Exception, asyncio.CancelledError) as error:
                 # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `result`.
                 if cancellation_requested(error):
                     raise
-                log.debug("evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
-                answer = HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **asked)
+                log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
+                answer = HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **identity)
             self._counts.setdefault((held_out.name, temperature), _Counts()).add(answer)
             self._on_answer(answer)
 
     async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
         seed = None
         if self._seed is not None:
-            further = [part for part in (held_out.name, repeat) if part]
-            seed = request_seed(self._seed, prompt.uid, *further)
+            seed = request_seed(self._seed, prompt.uid, *filter(None, (held_out.name, repeat)))
         sampling = {**held_out.sampling, "temperature": temperature}
         # Rows of other sets, and training prompts, have the same uids.
         key = f"eval:{held_out.name}:{prompt.uid}"
@@ -242,20 +241,20 @@ class PeriodicEvaluation:
             if shown and (answer.held_out, answer.temperature) == first:
                 kept[answer.number] = answer
 
-        found = await evaluate(self.client, self.sets, self.workflow, self.max_inflight, self.seed, keep)
+        scores = await evaluate(self.client, self.sets, self.workflow, self.max_inflight, self.seed, keep)
         answers = [kept[number] for number in sorted(kept)]
         self.on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
-        return metrics_of(found) | {"eval/seconds": time.monotonic() - start}
+        return metrics_of(scores) | {"eval/seconds": time.monotonic() - start}
 
 
-def metrics_of(found: Sequence[HeldOutScores]) -> dict[str, float]:
+def metrics_of(scores: Sequence[HeldOutScores]) -> dict[str, float]:
     """`eval/score` of the first entry, and the `eval/failed` answers of all.
 
     Then, under `eval/` or, for a named set, `eval/<set>/`: `score`, at its first temperature; `failed`; and for each
     temperature t `score@t`, `reward@t` and `pass<k>@t`.
     """
-    metrics = {"eval/score": found[0].score, "eval/failed": float(sum(each.failed for each in found))}
-    for each in found:
+    metrics = {"eval/score": scores[0].score, "eval/failed": float(sum(each.failed for each in scores))}
+    for each in scores:
         prefix = f"eval/{each.held_out}/" if each.held_out else "eval/"
         if each.held_out:
             metrics.setdefault(f"{prefix}score", each.score)

@@ -37,8 +37,8 @@ def held_out_sets(
     config: Config,
     renderer: Renderer,
     scoring: Scoring,
-    verifier: Callable | None = None,
-    own_rows: Sequence[dict] | None = None,
+    verifier: Callable[..., Any] | None = None,
+    own_rows: Sequence[dict[str, Any]] | None = None,
     only: Collection[str] = (),
     scores_itself: bool = False,
 ) -> list[HeldOutSet]:
@@ -55,23 +55,23 @@ def held_out_sets(
     sets |= {name: (held_out.data, held_out) for name, held_out in config.eval.sets.items()}
     if unknown := [name for name in only if name not in sets]:
         raise ConfigError(f"unknown held-out set {unknown[0]!r}; known sets: {', '.join(sets) or 'none'}")
-    found = []
+    loaded: list[HeldOutSet] = []
     for name, (dataset, settings) in sets.items():
         if only and name not in only:
             continue
         unnamed = settings is not config.eval.sets.get(name)
         if unnamed and own_rows is not None:
-            rows, its_verifier = as_rows(own_rows, "eval_dataset"), None
+            rows, own_verifier = as_rows(own_rows, "eval_dataset"), None
         else:
             assert dataset is not None
-            rows, its_verifier = load_dataset(dataset)
-        reward = load_reward(settings.reward) if settings.reward else scoring.named or its_verifier or verifier
+            rows, own_verifier = load_dataset(dataset)
+        reward = load_reward(settings.reward) if settings.reward else scoring.named or own_verifier or verifier
         if reward is None and not scores_itself:
             raise ConfigError(
                 f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
                 f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
             )
-        found.append(
+        loaded.append(
             HeldOutSet(
                 name="" if unnamed else name,
                 prompts=render_rows(rows[: settings.samples or config.eval.samples], renderer),
@@ -83,7 +83,7 @@ def held_out_sets(
                 sampling=_sampling(config, settings),
             )
         )
-    return found
+    return loaded
 
 
 def _sampling(config: Config, settings: EvalSetConfig) -> dict[str, Any]:

@@ -82,31 +82,30 @@ def part_name(name: str, temperature: float) -> str:
     return f"{name or UNNAMED_SET}, temperature {temperature:g}"
 
 
-def write_scores(out: Path, model: str, found: Sequence[HeldOutScores], seconds: float) -> None:
-    scores = [asdict(each) for each in found]
-    for row in scores:
+def write_scores(out: Path, model: str, scores: Sequence[HeldOutScores], seconds: float) -> None:
+    rows = [asdict(each) for each in scores]
+    for row in rows:
         row["set"] = row.pop("held_out") or UNNAMED_SET
-    text = json.dumps({"model": model, "seconds": round(seconds, 3), "scores": scores}, indent=2)
+    text = json.dumps({"model": model, "seconds": round(seconds, 3), "scores": rows}, indent=2)
     atomic_write(out / SCORES_FILE, text + "\n")
 
 
-def scores_table(found: Sequence[HeldOutScores]) -> Table:
+def scores_table(scores: Sequence[HeldOutScores]) -> Table:
     """One row per set and temperature."""
-    every_k = sorted({k for each in found for k in each.pass_at})
+    every_k = sorted({k for each in scores for k in each.pass_at})
     table = Table(title="Held-out scores", title_justify="left")
     table.add_column("set")
     for column in ("temperature", "answers", "score", "reward", *(f"pass@{k}" for k in every_k), "failed"):
         table.add_column(column, justify="right")
-    for each in found:
+    for each in scores:
         passed = (f"{each.pass_at[k]:.3f}" if k in each.pass_at else "-" for k in every_k)
         table.add_row(
-            *(
-                each.held_out or UNNAMED_SET,
-                f"{each.temperature:g}",
-                str(each.n),
-                f"{each.score:.3f}",
-                f"{each.reward:.3f}",
-            ),
-            *(*passed, str(each.failed)),
+            each.held_out or UNNAMED_SET,
+            f"{each.temperature:g}",
+            str(each.n),
+            f"{each.score:.3f}",
+            f"{each.reward:.3f}",
+            *passed,
+            str(each.failed),
         )
     return table

@@ -70,14 +70,14 @@ class AgentWorkflow:
             except Exception as error:  # whatever the agent raises
                 if session.failure is None:
                     raise
-                log.debug("the agent %s could not go on without a server", self._name, exc_info=error)
+                log.debug("Agent %s failed after a server failure", self._name, exc_info=error)
         if session.failure is not None:
             raise ServerError(f"a request of the agent {self._name} failed: {session.failure}") from session.failure
         reward, metrics = self._outcome(result)
         if not client.conversation.generations:
             raise DataError(
-                f"the agent {self._name} returned without an answer to any request; it must send its requests to the "
-                f"base_url that it is given, with the api_key"
+                f"the agent {self._name} returned before any of its requests was answered; it must send them to its "
+                f"base_url, with its api_key"
             )
         return client.conversation.trajectories(reward, metrics)
 
@@ -93,7 +93,7 @@ class AgentWorkflow:
         finally:
             call.cancel()
         if call.cancelled():
-            raise DataError(f"the agent {self._name} ended by a cancellation of its own")
+            raise DataError(f"the agent {self._name} cancelled itself")
         try:
             return call.result()
         except DeadlineExceeded:
@@ -103,16 +103,16 @@ class AgentWorkflow:
             ) from None
         except AllThreadsStuck as error:
             raise DataError(
-                f"the agent {self._name} cannot begin: {error}; raise rollout.gateway.threads, or give the agent a "
+                f"the agent {self._name} cannot start: {error}; raise rollout.gateway.threads, or give the agent a "
                 f"deadline of its own"
             ) from None
 
     def _outcome(self, result: Any) -> tuple[float | None, dict[str, Any]]:
         """The reward and metrics that the agent returned. Metrics are validated later, as for every workflow."""
         metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        given = metrics.pop("reward", None)
-        reward = finite_float(given)
-        if reward is None and given is not None:
+        value = metrics.pop("reward", None)
+        reward = finite_float(value)
+        if reward is None and value is not None:
             raise DataError(
                 f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
                 f"not {result!r:.200}"

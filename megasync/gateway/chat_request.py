@@ -105,14 +105,14 @@ class ChatBody(_Strict):
 
 # Supported values besides null, and the reason why others are refused.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "one answer is sampled for each request; send several"),
-    "tool_choice": (("auto", "none"), "the model decides what it calls"),
-    "parallel_tool_calls": ((True,), "the model decides how much it calls"),
+    "n": ((1,), "each request returns one answer; send several requests"),
+    "tool_choice": (("auto", "none"), "the model decides which tools it calls"),
+    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
     "response_format": (({"type": "text"},), "answers are not constrained to a format"),
-    "modalities": ((["text"],), "there is text only"),
-    "frequency_penalty": ((0,), "training knows nothing of penalties"),
-    "presence_penalty": ((0,), "training knows nothing of penalties"),
-    "logit_bias": (({},), "training knows nothing of biases"),
+    "modalities": ((["text"],), "only text is supported"),
+    "frequency_penalty": ((0,), "the trainer does not model penalties"),
+    "presence_penalty": ((0,), "the trainer does not model penalties"),
+    "logit_bias": (({},), "the trainer does not model biases"),
     "top_logprobs": ((0,), "only the sampled tokens' log-probs are kept"),
 }
 
@@ -122,14 +122,14 @@ def parse_chat(raw: bytes) -> ChatBody:
     try:
         body = msgspec.json.decode(raw, type=ChatBody)
     except msgspec.ValidationError as error:
-        raise RequestError(400, f"{error}{_unsupported(str(error))}", param=_named(str(error))) from None
+        raise RequestError(400, f"{error}{_unsupported(str(error))}", param=_parameter_in(str(error))) from None
     except msgspec.DecodeError as error:
-        raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     _check_neutral(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError(400, "stream_options needs stream=true", param="stream_options")
     if "" in _stops(body):
-        raise RequestError(400, "stop holds an empty text, which would end every answer at once", param="stop")
+        raise RequestError(400, "stop contains an empty text, which would end every answer immediately", param="stop")
     for number, tool in enumerate(body.tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
@@ -153,9 +153,9 @@ def sampling_options(body: ChatBody, longest: int, chooses: bool) -> dict[str, A
     The request's temperature, top_p and seed apply only with `chooses`.
     """
     options: dict[str, Any] = {}
-    asked = [count for count in (body.max_completion_tokens, body.max_tokens) if count is not None]
-    if asked:
-        options["max_new_tokens"] = min(*asked, longest)
+    limits = [count for count in (body.max_completion_tokens, body.max_tokens) if count is not None]
+    if limits:
+        options["max_new_tokens"] = min(*limits, longest)
     if stops := _stops(body):
         options["stop"] = stops
     if chooses:
@@ -177,10 +177,10 @@ def _check_neutral(body: ChatBody) -> None:
             )
 
 
-def _named(problem: str) -> str | None:
+def _parameter_in(problem: str) -> str | None:
     """The parameter that a msgspec error message names."""
-    found = re.search(r"field `(\w+)`", problem) or re.search(r"`\$\.([\w.\[\]]+)", problem)
-    return found and found[1]
+    match = re.search(r"field `(\w+)`", problem) or re.search(r"`\$\.([\w.\[\]]+)", problem)
+    return match and match[1]
 
 
 def _unsupported(problem: str) -> str:

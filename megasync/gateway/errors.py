@@ -37,5 +37,5 @@ def as_request_error(error: Exception) -> RequestError:
         case web.HTTPRequestEntityTooLarge():
             return RequestError(413, f"{error.text}; raise rollout.gateway.body_mb", code="body_too_large")
         case ConnectionError():
-            return RequestError(499, f"the agent hung up: {error}")
+            return RequestError(499, f"the agent closed the connection: {error}")
     return RequestError(500, f"{type(error).__name__}: {error}")

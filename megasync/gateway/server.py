@@ -108,19 +108,21 @@ class Gateway:
             session = self._sessions.get(request.match_info.get("session", ""))
             if session is None:
                 raise RequestError(
-                    404, f"{request.path} is no session: it has ended, or never was", code="session_not_found"
+                    404,
+                    f"there is no session at {request.path}: it has ended or never existed",
+                    code="session_not_found",
                 )
             if not session.admits(request.headers.get("Authorization", "")):
-                raise RequestError(401, "the key is not the session's; pass the api_key that the agent was given")
+                raise RequestError(401, "invalid API key for this session; pass the api_key that the agent receives")
             session.begin_request()
             return await handler(request)
         except Exception as error:  # every error is reported to the agent
             refused = as_request_error(error)
             if refused.status == 500:
-                log.error("the gateway failed at %s", request.path, exc_info=error)
+                log.error("Gateway failed at %s", request.path, exc_info=error)
             # The rollout client has already retried what can be retried, so a retry by the agent would only take time.
             headers = {"x-should-retry": "false"}
-            return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_dumped)
+            return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_to_json)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [_model_entry(self._model)]})
@@ -131,8 +133,8 @@ class Gateway:
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         raise RequestError(
             404,
-            f"{request.method} /{request.match_info['rest']} is not there: the gateway has POST /v1/chat/completions "
-            f"and GET /v1/models",
+            f"{request.method} /{request.match_info['rest']} is not supported: the gateway serves POST "
+            f"/v1/chat/completions and GET /v1/models",
             code="not_supported",
         )
 
@@ -144,13 +146,13 @@ class Gateway:
         except TimeoutError:
             raise RequestError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s") from None
         body = parse_chat(raw)
-        self._note_ignored(body)
+        self._warn_of_ignored(body)
         completion = Completion(body.model or self._model)
         if body.stream:
             return await self._stream(request, session, body, completion)
         reply, message = await session.answer(body)
         logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
-        return web.json_response(completion.whole(reply, message, logprobs), dumps=_dumped)
+        return web.json_response(completion.whole(reply, message, logprobs), dumps=_to_json)
 
     async def _stream(
         self, request: web.Request, session: Session, body: ChatBody, completion: Completion
@@ -176,7 +178,7 @@ class Gateway:
                     await send(completion.chunk({"content": part}))
                     part = await anext(parts)
             except Exception as error:  # the status has been sent; the `openai` package raises an error event
-                log.debug("a stream of %s broke off", request.path, exc_info=error)
+                log.debug("Stream of %s failed", request.path, exc_info=error)
                 await send(as_request_error(error).body())
                 return response
             reply, message = part
@@ -189,13 +191,12 @@ class Gateway:
             await response.write(b"data: [DONE]\n\n")
             return response
 
-    def _note_ignored(self, body: ChatBody) -> None:
+    def _warn_of_ignored(self, body: ChatBody) -> None:
         given = [name for name in ("temperature", "top_p", "seed") if getattr(body, name) is not None]
         if given and self._config.sampling == "configured" and not self._warned:
             self._warned = True
             log.warning(
-                "the agent's requests set %s, which have no effect: the configuration's hold "
-                "(rollout.gateway.sampling)",
+                "The agent's requests set %s, which have no effect: rollout.gateway.sampling=configured",
                 ", ".join(given),
             )
 
@@ -204,5 +205,5 @@ def _model_entry(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
 
 
-def _dumped(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return orjson.dumps(value).decode()

@@ -53,7 +53,7 @@ class Session:
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
         if self._ended:
-            raise RequestError(404, "the session has ended: its agent has returned", code="session_ended")
+            raise RequestError(404, "the session has ended because its agent returned", code="session_ended")
         request = asyncio.current_task()
         assert request is not None
         self._requests.add(request)

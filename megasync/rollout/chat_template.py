@@ -46,7 +46,7 @@ class ChatTemplate:
         if tools and self._shows_tools is None:
             self._shows_tools = self._render(messages, tools, answer) != self._render(messages, [], answer)
             if not self._shows_tools:
-                log.warning("the chat template does not show tools to the model; describe them in the system message")
+                log.warning("The chat template does not show tools to the model; describe them in the system message")
         return self._render(messages, tools, answer)
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], answer: bool) -> str:
@@ -59,7 +59,7 @@ class ChatTemplate:
                 **self._options,
             )
         except Exception as error:  # templates are programs that may raise anything
-            raise DataError(f"the chat template refused {len(messages)} messages: {error}") from error
+            raise DataError(f"the chat template rejected {len(messages)} messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text. No special token is added, because the template writes its own."""

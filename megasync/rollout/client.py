@@ -22,7 +22,7 @@ import ssl
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import orjson
@@ -33,13 +33,12 @@ from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, ServerError
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
-from megasync.rollout.event_stream import events
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.sampling import base_params, check_trained, merge_params
-from megasync.serving.answers import AnswerLimits, StreamedError, read_bounded, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.router import ROUTING_KEY_HEADER
 
@@ -60,7 +59,7 @@ _ABORT_TIMEOUT = 5.0
 # Timeout for closing the connections, in seconds.
 _CLOSE_SECONDS = 5.0
 # Number of invalid answers that are logged as warnings; later ones are logged at debug level.
-_LOUD = 10
+_MAX_WARNINGS = 10
 _BODY_SHOWN = 500
 # Maximum size of an error answer, in bytes.
 _REFUSAL_BYTES = 1 << 20
@@ -162,7 +161,6 @@ class RolloutClient:
         self.servers = [server for server in self.servers if server.url != url]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of invalid answers since the start."""
         return {"rollout/invalid_answers": float(self._invalid_answers)}
 
     async def generate(
@@ -322,7 +320,7 @@ class RolloutClient:
                 failures.append(f"invalid answer: {failure}")
                 self._invalid_answers += 1
                 self._on_invalid_answer()
-                level = logging.WARNING if self._invalid_answers <= _LOUD else logging.DEBUG
+                level = logging.WARNING if self._invalid_answers <= _MAX_WARNINGS else logging.DEBUG
                 log.log(level, "Invalid answer from %s/generate, retrying: %s", self.url, failure)
                 invalid += 1
                 wait = failed
@@ -358,11 +356,11 @@ class RolloutClient:
     ) -> None:
         """Sends one request and adds its tokens to `parts`.
 
-        Raises _TransientError, InvalidAnswer, and the errors of `_refused`.
+        Raises _TransientError, InvalidAnswer, and the errors of `_raise_refusal`.
         """
         sampling = body["sampling_params"]
-        asked = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
-        parts.begin_request(asked.tokens, self.published_version())
+        limits = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
+        parts.begin_request(limits.tokens, self.published_version())
         try:
             async with self._open().post(
                 # A redirect would send the request elsewhere.
@@ -373,28 +371,30 @@ class RolloutClient:
             ) as response:
                 if response.status != 200:
                     text = (await read_bounded(response, _REFUSAL_BYTES))[:_BODY_SHOWN].decode("utf-8", "replace")
-                    self._refused(response.status, text, len(body["input_ids"]))
+                    self._raise_refusal(response.status, text, len(body["input_ids"]))
                 elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise InvalidAnswer(f"its encoding is {encoding!r:.100}, which was not requested")
+                    raise InvalidAnswer(f"the answer has the encoding {encoding!r:.100}, which was not requested")
                 elif self._stream:
-                    await self._take_stream(response, parts, asked)
-                elif not parts.add(read_generated(await read_bounded(response, asked.most_bytes), asked)):
-                    raise InvalidAnswer("it has no finish_reason")
+                    await self._read_stream(response, parts, limits)
+                elif not parts.add(read_generated(await read_bounded(response, limits.most_bytes), limits)):
+                    raise InvalidAnswer("the answer has no finish_reason")
         except StreamedError as error:
-            self._refused(error.status, str(error), len(body["input_ids"]))
+            self._raise_refusal(error.status, str(error), len(body["input_ids"]))
         except (aiohttp.ClientError, OSError) as error:
             # A request that could not connect reached no server.
             cut = not isinstance(error, aiohttp.ClientConnectorError)
             raise _TransientError(f"{type(error).__name__}: {error}", cut) from error
 
-    async def _take_stream(self, response: aiohttp.ClientResponse, parts: PartialResponse, asked: AnswerLimits) -> None:
+    async def _read_stream(
+        self, response: aiohttp.ClientResponse, parts: PartialResponse, limits: AnswerLimits
+    ) -> None:
         finished = False
         try:
             # Read to the end of the stream: a connection with unread data is not reused.
-            async for event in events(response, asked.most_bytes):
+            async for event in events(response, limits.most_bytes):
                 if finished:
-                    raise InvalidAnswer(f"its stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
-                piece = read_generated(event, asked)
+                    raise InvalidAnswer(f"the stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
+                piece = read_generated(event, limits)
                 finished = parts.add(piece)
                 if piece.finish is not None and piece.finish.status_code:
                     # Without streaming, the HTTP status would report this error.
@@ -405,8 +405,7 @@ class RolloutClient:
         if not finished:
             raise _TransientError("the stream ended before the request finished")
 
-    def _refused(self, status: int | None, text: str, sent: int) -> None:
-        """Raises the exception for an error status."""
+    def _raise_refusal(self, status: int | None, text: str, sent: int) -> NoReturn:
         failure = f"status {status}: {text}"
         if status in _RETRIED:
             raise _TransientError(failure, cut=status not in _NOT_SENT)

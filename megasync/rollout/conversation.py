@@ -69,10 +69,10 @@ class _Turn:
     text: str
 
     @property
-    def said(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
         return [*self.prompt.messages, self.answer]
 
-    def led_to(self, messages: Messages) -> bool:
+    def is_continued_by(self, messages: Messages) -> bool:
         """Return whether the messages continue this prompt with an assistant message, not necessarily the answer."""
         count = len(self.prompt.messages)
         return (
@@ -118,16 +118,16 @@ class Conversation:
         """
         messages, tools = [dict(message) for message in messages], list(tools)
         rendered = template.render(messages, tools, answer=True)
-        before = sorted((t for t in self._turns if t.led_to(messages)), key=lambda t: len(t.prompt.messages))
+        before = sorted((t for t in self._turns if t.is_continued_by(messages)), key=lambda t: len(t.prompt.messages))
         for turn in reversed(before):
             if rendered.startswith(turn.text):
                 return _extended(template, turn, messages, tools, rendered, rendered[len(turn.text) :])
         if not before:
             return ChatPrompt(messages, tools, template.encode(rendered), rendered, rendered)
         last = before[-1]
-        if (behind := _behind(template, last, messages, tools, rendered, realign_rewritten)) is not None:
+        if (after := _text_after(template, last, messages, tools, rendered, realign_rewritten)) is not None:
             self.realigned += 1
-            return _extended(template, last, messages, tools, rendered, behind)
+            return _extended(template, last, messages, tools, rendered, after)
         self.forked += 1
         return ChatPrompt(messages, tools, template.encode(rendered), rendered, rendered)
 
@@ -144,17 +144,18 @@ class Conversation:
         over trajectories are means over samples.
         """
         if not self.generations:
-            raise DataError("the workflow asks for trajectories, but nothing was generated yet")
+            raise DataError("the workflow requested trajectories before it generated anything")
         parents = {generation.parent for generation in self.generations}
         leaves = [generation for generation in self.generations if generation not in parents]
-        found, trained = [], set()
+        trajectories: list[Trajectory] = []
+        trained: set[Generation] = set()
         for leaf in leaves:
             own = self.metrics() | (metrics or {}) if leaf is leaves[-1] else None
-            found.append(
+            trajectories.append(
                 leaf.trajectory(reward, text=self.generations[-1].text, metrics=own, untrained=frozenset(trained))
             )
             trained.update(leaf.line())
-        return found
+        return trajectories
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -164,14 +165,14 @@ class Conversation:
         }
 
 
-def _behind(
+def _text_after(
     template: Template, turn: _Turn, messages: Messages, tools: Messages, rendered: str, realign_rewritten: bool
 ) -> str | None:
     """Return the text after the turn's answer, or None if the tokens up to there do not represent these messages."""
-    if list(tools) != turn.prompt.tools or list(messages[: len(turn.said)]) != turn.said:
+    if list(tools) != turn.prompt.tools or list(messages[: len(turn.messages)]) != turn.messages:
         return None
     try:
-        if not realign_rewritten and not _steady(template, turn, tools, rendered):
+        if not realign_rewritten and not _renders_unchanged(template, turn, tools, rendered):
             return None
         return _after_answer(template, turn, messages, tools)
     except DataError:
@@ -179,10 +180,10 @@ def _behind(
         return None
 
 
-def _steady(template: Template, turn: _Turn, tools: Messages, rendered: str) -> bool:
+def _renders_unchanged(template: Template, turn: _Turn, tools: Messages, rendered: str) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
     before = template.render(turn.prompt.messages, tools, answer=False)
-    done = template.render(turn.said, tools, answer=False)
+    done = template.render(turn.messages, tools, answer=False)
     return turn.prompt.rendered.startswith(before) and done.startswith(before) and rendered.startswith(done)
 
 

@@ -79,7 +79,6 @@ class PartialResponse:
         return response
 
     def snapshot(self, request_digest: str) -> Partial:
-        """A copy to save."""
         return Partial(
             request_digest,
             list(self.token_ids),
@@ -120,13 +119,13 @@ class PartialResponse:
             self._empty = 0 if piece.token_ids else self._empty + 1
             if self._empty >= EMPTY_PIECES:
                 raise InvalidAnswer(
-                    f"its stream does not end: {self._empty} pieces without a token after {count} tokens"
+                    f"the stream does not end: {self._empty} pieces without a token after {count} tokens"
                 )
             before, self._version = self._version, piece.version
             self.versions += [piece.version if before is None else before] * len(piece.token_ids)
         else:
             if count == 0 and piece.finish.type != "abort":
-                raise InvalidAnswer(f"it finished ({piece.finish.type}) without a token")
+                raise InvalidAnswer(f"the answer finished ({piece.finish.type}) without a token")
             if sum(tokens for _, tokens in piece.spans) != count:
                 raise InvalidAnswer(f"weight_versions {piece.spans} do not cover {count} tokens")
             # The server's own report for the whole request.

@@ -173,9 +173,9 @@ class Quarantine:
 
     def left(self, slot: int, died: bool, by_requests: bool) -> None:
         """Report that a server stopped serving. `by_requests` is whether requests may have killed it."""
-        ours = slot == self._suspects.trial_slot
+        on_trial = slot == self._suspects.trial_slot
         if died:
-            members = self._suspects.members if ours else frozenset()
+            members = self._suspects.members if on_trial else frozenset()
             ruling = self._suspects.died(slot, by_requests)
             for excused in ruling.excused:
                 self._servers.refund_restart(excused)
@@ -183,7 +183,7 @@ class Quarantine:
                 log.warning("Server %d died while running only %s", slot, ", ".join(sorted(members)))
             for key in ruling.poison:
                 self._condemn(key)
-        elif ours:
+        elif on_trial:
             self._suspects.end_trial()
         self._notify()
 
@@ -298,8 +298,8 @@ class Quarantine:
         request = next((ticket.body for ticket in tickets if ticket.body), {})
         now = time.time() - self._clock()
         deaths = {
-            kind: [{"server": slot, "unix_time": round(now + when, 3)} for when, slot in found]
-            for kind, found in evidence.items()
+            kind: [{"server": slot, "unix_time": round(now + when, 3)} for when, slot in times]
+            for kind, times in evidence.items()
         }
         path = "" if self._folder is None else f"; see {_file(self._folder, key)}"
         self._evidence[key] = (

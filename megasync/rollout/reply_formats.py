@@ -77,14 +77,14 @@ def tool_format(configured: str | None, chat_template: str) -> str:
     """Return the name of the parser for tool calls. Raises DataError if none is known."""
     if configured is not None and configured != AUTO:
         return configured
-    found = next((name for mark, name in _TOOL_MARKS if mark in chat_template), None)
-    if found is None or configured is None:
+    detected = next((name for mark, name in _TOOL_MARKS if mark in chat_template), None)
+    if detected is None or configured is None:
         why = "is null" if configured is None else "matches no known format in the chat template"
         raise DataError(
             f"tools need the model's tool call format, but rollout.chat.tool_format {why}; set it to one of "
-            f"{', '.join(sorted(known_formats('tool_format')))} (hermes suits most models that were trained on none)"
+            f"{', '.join(sorted(known_formats('tool_format')))} (hermes suits models trained on none)"
         )
-    return found
+    return detected
 
 
 def reasoning_format(configured: str | None, chat_template: str, render: Callable[..., str]) -> str | None:

@@ -39,13 +39,13 @@ class _Separated(msgspec.Struct):
     text: str | None
 
 
-class _Call(msgspec.Struct):
+class _ParsedCall(msgspec.Struct):
     name: str | None = None
     parameters: str | None = None
 
 
 class _Parsed(msgspec.Struct):
-    calls: list[_Call]
+    calls: list[_ParsedCall]
     normal_text: str | None
 
 
@@ -82,23 +82,23 @@ class ReplyParser:
         reasoning = ""
         if reasoning_format is not None:
             body = {"text": text, "reasoning_parser": reasoning_format}
-            if (found := await self._ask("/separate_reasoning", body, _Separated)) is not None:
-                reasoning, text = found.reasoning_text or "", found.text or ""
+            if (separated := await self._ask("/separate_reasoning", body, _Separated)) is not None:
+                reasoning, text = separated.reasoning_text or "", separated.text or ""
         if tool_format is None:
             return ParsedAnswer(text, reasoning)
         begun = calls_begun(tool_format, text)
         body = {"text": text, "tools": list(tools), "tool_call_parser": tool_format}
-        found = await self._ask("/parse_function_call", body, _Parsed)
-        if found is None:
+        parsed = await self._ask("/parse_function_call", body, _Parsed)
+        if parsed is None:
             return ParsedAnswer(text, reasoning, malformed=max(1, begun))
-        calls = tuple(_call(number, call) for number, call in enumerate(found.calls))
+        calls = tuple(_tool_call(number, call) for number, call in enumerate(parsed.calls))
         # The remaining text may lack the malformed calls, but the model must see what it wrote.
-        content = (found.normal_text or "") if calls else text
+        content = (parsed.normal_text or "") if calls else text
         return ParsedAnswer(content, reasoning, calls, max(0, begun - len(calls)))
 
     async def _ask(self, path: str, body: dict[str, Any], form: type[T]) -> T | None:
         """Return the first valid answer of any server, or None if the parser itself failed."""
-        failure = "there is no server"
+        failure = "no server is available"
         try:
             async with asyncio.timeout(self._timeout):
                 while True:
@@ -112,10 +112,10 @@ class ReplyParser:
                         except HttpStatusError as error:
                             if error.status in _BAD_REQUEST:
                                 raise DataError(
-                                    f"a tool's schema, or a format, that SGLang refuses: {error}"
+                                    f"SGLang rejects a tool's schema or the parser's name: {error}"
                                 ) from error
                             if error.status == _PARSER_FAILED:
-                                log.debug("an answer that cannot be parsed: %s", error)
+                                log.debug("SGLang's parser failed on an answer: %s", error)
                                 return None
                             # The server is shutting down, or a proxy in front of it failed.
                             failure = str(error)
@@ -126,7 +126,7 @@ class ReplyParser:
             raise ServerError(f"no server parsed an answer within {self._timeout:g} s: {failure}") from None
 
 
-def _call(number: int, call: _Call) -> ToolCall:
+def _tool_call(number: int, call: _ParsedCall) -> ToolCall:
     raw = call.parameters or "{}"
     try:
         arguments = json.loads(raw)

@@ -72,7 +72,7 @@ class _Death:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The consequence of a death: prompts now known to be poison, and slots to excuse, one entry per excused death."""
+    """The consequence of a death: prompts now known to be poison, and one slot for each restart to refund."""
 
     poison: tuple[str, ...] = ()
     excused: tuple[int, ...] = ()

@@ -130,7 +130,7 @@ class Toolbox:
         self.tools = [as_tool(function) for function in self.functions]
         names = Counter(tool.name for tool in self.tools)
         if twice := [name for name, count in names.items() if count > 1]:
-            raise ConfigError(f"two tools are called {twice[0]!r}; the model could not tell them apart, rename one")
+            raise ConfigError(f"two tools have the name {twice[0]!r}, by which the model calls them; rename one")
 
     async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
         """Run all calls concurrently. Returns one message per call, in order, plus one if any call was malformed.
@@ -147,7 +147,7 @@ class Toolbox:
         ]
         if malformed:
             self.counts["malformed"] += malformed
-            text = f"Error: {malformed} tool call{'s' * (malformed > 1)} could not be read. Write the call again."
+            text = f"Error: {malformed} tool call{'s' * (malformed > 1)} could not be parsed. Write the call again."
             messages.append({"role": "tool", "content": text})
         return messages
 
@@ -168,7 +168,7 @@ class Toolbox:
             return f"Error: there is no tool {call.name!r}. Known tools: {known}."
         if call.arguments is None:
             self.counts["malformed"] += 1
-            return f"Error: the arguments of {call.name} are no JSON object: {self._cut(call.raw_arguments)}"
+            return f"Error: the arguments of {call.name} are not a JSON object: {self._cut(call.raw_arguments)}"
         try:
             arguments = tool.bind(call.arguments)
         except DataError as error:
@@ -186,7 +186,7 @@ class Toolbox:
             if cancellation_requested(error) or is_infrastructure(error):
                 raise
             self.counts["errors"] += 1
-            log.debug("the tool %s failed", call.name, exc_info=error)
+            log.debug("Tool %s failed", call.name, exc_info=error)
             return f"Error: {self._cut(f'{type(error).__name__}: {error}')}"
 
     def _cut(self, text: str) -> str:

@@ -49,12 +49,12 @@ class TrajectoryCheck:
 
     def check(self, result: object) -> list[Trajectory]:
         """The trajectories of a result. Raises DataError, naming the workflow, for an invalid one."""
-        found = [result] if isinstance(result, Trajectory) else result
-        if not isinstance(found, list) or not all(isinstance(t, Trajectory) for t in found):
+        trajectories = [result] if isinstance(result, Trajectory) else result
+        if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
             raise DataError(
                 f"the workflow {self._name} must return a Trajectory or a list of them, not {result!r:.200}"
             )
-        return [self._checked(trajectory) for trajectory in found]
+        return [self._checked(trajectory) for trajectory in trajectories]
 
     def _checked(self, trajectory: Trajectory) -> Trajectory:
         changed: dict[str, Any] = {"metrics": self._metrics(trajectory.metrics)}

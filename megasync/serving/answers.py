@@ -8,7 +8,7 @@ training. `read_generated`, `read_scored` and `parse_as` guarantee this. msgspec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,9 @@ _VERSION_DIGITS = 15
 _FRAME_BYTES = 1 << 20
 _TOKEN_BYTES = 4096
 _SHOWN = 300
+# The content type of a streamed answer, the prefix of each event, and the event that ends the stream.
+EVENT_STREAM = "text/event-stream"
+_EVENT_PREFIX, _LAST_EVENT = b"data:", b"[DONE]"
 
 _Entry = tuple[float, int, Any]
 
@@ -188,6 +191,26 @@ async def read_bounded(response: aiohttp.ClientResponse, most: int) -> bytes:
         if size > most:
             raise InvalidAnswer(f"it has more than {most} bytes, which is too long")
     return b"".join(chunks)
+
+
+async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
+    """Yields the JSON of each server-sent event. Only its last object tells whether the stream is complete.
+
+    Raises aiohttp.ClientError if the connection breaks, and InvalidAnswer for another content type or a stream of more
+    than `most` bytes.
+    """
+    if response.content_type != EVENT_STREAM:
+        raise InvalidAnswer(f"its content type is {response.content_type!r:.100}, not {EVENT_STREAM}")
+    rest, size = b"", 0
+    async for data in response.content.iter_any():
+        size += len(data)
+        if size > most:
+            raise InvalidAnswer(f"its event stream is longer than {most} bytes")
+        *whole, rest = (rest + data).split(b"\n\n")
+        for event in whole:
+            content = event.removeprefix(_EVENT_PREFIX).strip()
+            if content != _LAST_EVENT:
+                yield content
 
 
 def _check_tokens(token_ids: list[int], logprobs: list[float], limits: AnswerLimits) -> None:

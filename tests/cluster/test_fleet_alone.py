@@ -16,8 +16,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.server_slot import CheckAnswer
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, ServerError
-from megasync.rollout.event_stream import CONTENT_TYPE
-from megasync.serving.answers import AnswerLimits, StreamedError
+from megasync.serving.answers import EVENT_STREAM, AnswerLimits, StreamedError
 from megasync.serving.health import ServerState
 from megasync.sim.clock import VirtualLoop
 
@@ -94,7 +93,7 @@ class FakeServer:
         if self.silent:
             await asyncio.Event().wait()
         assert body["stream"]
-        yield SimpleNamespace(content_type=CONTENT_TYPE, content=SimpleNamespace(iter_any=self._pieces))
+        yield SimpleNamespace(content_type=EVENT_STREAM, content=SimpleNamespace(iter_any=self._pieces))
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         if self.endless:
@@ -382,7 +381,7 @@ async def test_a_server_that_alone_fails_parity_is_restarted(fleet):
         (answer(sampled=[[None, 7, None]]), "Expected `float`"),
         (answer(sampled=[[-0.5, VOCABULARY, None]]), "token id 100 is outside the vocabulary"),
         (answer(sampled=[[-0.5, 7, None]] * 3), "3 tokens, and at most 2 were requested"),
-        (answer(sampled=[]), "it finished (length) without a token"),
+        (answer(sampled=[]), "the answer finished (length) without a token"),
         (answer() | {"output_ids": [8, 7]}, "2 output_ids and other log-probs"),
         (answer(finish_reason=None, weight_version="0"), "it has no finish_reason"),
         (answer(finish_reason={"type": "stop", "matched": "NaN happened"}), "it stopped at the text 'NaN happened'"),

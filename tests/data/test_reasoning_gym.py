@@ -73,8 +73,8 @@ def test_the_reward_can_be_sent_to_another_process():
     ("arguments", "message"),
     [
         ({"task": "chain_sun"}, "no task 'chain_sun'; did you mean 'chain_sum'"),
-        ({"min_terms": 5}, "refuses its options.*max_terms must be >= min_terms"),
-        ({"terms": 5}, "refuses its options.*unexpected keyword argument 'terms'"),
+        ({"min_terms": 5}, "rejects its options.*max_terms must be >= min_terms"),
+        ({"terms": 5}, "rejects its options.*unexpected keyword argument 'terms'"),
         ({"extract": "middle"}, "extract must be one of first_line"),
         ({"strict": "yes"}, "strict must be true or false"),
         ({"size": None}, "set size"),

@@ -53,8 +53,8 @@ def test_the_action_names_fit_the_environments(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"id": "FrozenPond-v1"}, "gymnasium refuses the environment 'FrozenPond-v1'"),
-        ({"id": "FrozenLake-v1", "depth": 3}, "gymnasium refuses.*depth"),
+        ({"id": "FrozenPond-v1"}, "gymnasium rejects the environment 'FrozenPond-v1'"),
+        ({"id": "FrozenLake-v1", "depth": 3}, "gymnasium rejects.*depth"),
         ({"id": "Pendulum-v1"}, "only a discrete choice"),
         ({"id": "FrozenLake-v1", "actions": ["a"]}, "has 4 actions, but actions=.* names 1"),
     ],

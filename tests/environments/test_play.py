@@ -55,8 +55,8 @@ async def test_an_episode_without_end_is_ended():
     ("config", "message"),
     [
         ({"kind": "envs:Halfway"}, "'envs:Halfway' has no step, close"),
-        ({"kind": "envs:Counter", "options": {"speed": 2}}, "'envs:Counter' refuses its options.*speed"),
-        ({"kind": "reasoning_gym"}, "'reasoning_gym' refuses its options.*task"),
+        ({"kind": "envs:Counter", "options": {"speed": 2}}, "'envs:Counter' rejects its options.*speed"),
+        ({"kind": "reasoning_gym"}, "'reasoning_gym' rejects its options.*task"),
         ({"kind": "gym"}, "'gym' does not name a function"),
     ],
 )

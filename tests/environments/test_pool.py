@@ -82,12 +82,12 @@ async def test_a_call_that_fails_is_named_and_its_environment_not_lent_again(
             episode._deadline = 0.5 if action == "sleep" else 20.0
             await episode.step(action)
     if isolation == "thread" and environment is envs.Counter and action == "sleep":
-        assert pool.left_behind == 1
+        assert pool.abandoned == 1
         with pytest.raises(DataError, match="1 environments .*Counter hang.*isolation=process"):
             await play(pool)
         return
     await play(pool, "up")
-    assert (pool.made, pool.left_behind) == (2, 0)
+    assert (pool.made, pool.abandoned) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make
     assert pool.made == 2
 
 
-async def test_a_thread_that_returns_after_all_is_no_longer_left_behind(make_pool):
+async def test_a_thread_that_returns_after_all_is_no_longer_abandoned(make_pool):
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(envs.Counter):
@@ -127,10 +127,10 @@ async def test_a_thread_that_returns_after_all_is_no_longer_left_behind(make_poo
     surplus.cancel()
     with pytest.raises(asyncio.CancelledError):
         await surplus
-    assert pool.left_behind == 1
+    assert pool.abandoned == 1
     go_on.set()
     async with asyncio.timeout(20):
-        while pool.left_behind:
+        while pool.abandoned:
             await asyncio.sleep(0.01)
     await play(pool, "up")
     assert pool.made == 2

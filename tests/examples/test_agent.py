@@ -110,9 +110,9 @@ async def test_a_repeated_search_is_reported_and_penalised():
 @pytest.mark.parametrize(
     ("turn", "shown"),
     [
-        (2, "2 tool calls could not be read"),
+        (2, "2 tool calls could not be parsed"),
         (search("x", depth=3), "depth"),
-        (ToolCall("1", "search", None, "{broken"), "no JSON object: {broken"),
+        (ToolCall("1", "search", None, "{broken"), "not a JSON object: {broken"),
         (ToolCall("1", "find", {}), "there is no tool 'find'. Known tools: search."),
         ("Torilaholm, I think.", UNMARKED),
     ],

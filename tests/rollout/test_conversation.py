@@ -199,7 +199,7 @@ def test_raw_generations_are_merged_by_prefix():
 
 
 def test_trajectories_of_nothing_are_refused():
-    with pytest.raises(DataError, match="nothing was generated"):
+    with pytest.raises(DataError, match="before it generated anything"):
         Conversation().trajectories()
 
 

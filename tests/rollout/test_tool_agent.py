@@ -92,7 +92,7 @@ async def test_a_malformed_and_an_unknown_call_cost_a_turn_and_are_told(fake):
     rig = Rig(fake, ['<tool_call>{"name": </tool_call>', call("subtract", a=1), "sorry"])
     (trajectory,) = await rig.play(tool_agent([add]))
     text = rig.tokenizer.decode(trajectory.response_ids)
-    assert "tool: Error: 1 tool call could not be read." in text
+    assert "tool: Error: 1 tool call could not be parsed." in text
     assert "tool: Error: there is no tool 'subtract'. Known tools: add." in text
     metrics = trajectory.metrics
     assert (metrics["tool_malformed"], metrics["tool_unknown"], metrics["tool_calls"]) == (1.0, 1.0, 1.0)

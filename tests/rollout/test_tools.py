@@ -70,7 +70,7 @@ def test_a_function_that_does_not_describe_its_arguments_is_refused():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+    with pytest.raises(ConfigError, match="two tools have the name 'add'"):
         Toolbox([add, add])
 
 
@@ -112,7 +112,13 @@ async def test_arguments_are_brought_to_their_types_and_refused_when_they_do_not
     assert texts[0] == "5"
     for text, words in zip(
         texts[1:],
-        ["argument 'a' of add", "missing a required", "unexpected keyword", "argument 'kind'", "no JSON object: raw"],
+        [
+            "argument 'a' of add",
+            "missing a required",
+            "unexpected keyword",
+            "argument 'kind'",
+            "not a JSON object: raw",
+        ],
         strict=True,
     ):
         assert text.startswith("Error: ")
@@ -177,7 +183,7 @@ async def test_a_cancellation_of_a_tools_own_is_an_observation():
     assert toolbox.counts["errors"] == 1
 
 
-async def test_a_call_that_takes_too_long_is_left_behind():
+async def test_a_call_that_takes_too_long_is_abandoned():
     release = threading.Event()
 
     def slow() -> str:
@@ -264,5 +270,5 @@ async def test_a_call_made_before_is_counted_whatever_the_order_of_its_arguments
 async def test_malformed_calls_are_told_to_the_model_and_counted():
     toolbox = Toolbox([add])
     (message,) = await toolbox.run([], malformed=2)
-    assert message == {"role": "tool", "content": "Error: 2 tool calls could not be read. Write the call again."}
+    assert message == {"role": "tool", "content": "Error: 2 tool calls could not be parsed. Write the call again."}
     assert toolbox.counts["malformed"] == 2

@@ -26,8 +26,7 @@ from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.event_stream import events
-from megasync.serving.answers import AnswerLimits
+from megasync.serving.answers import AnswerLimits, events
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router
 from megasync.serving.server import ServerSpec, SGLangServer
