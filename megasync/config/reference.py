@@ -28,7 +28,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
 # Placeholder for a name that the user chooses.
 NAMED = "<name>"
-STAYS = " *Stays as it is in a resumed run.*"
+FIXED = " *Cannot change when a run is resumed.*"
 HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
 RELATIONS = """### Relations between deadlines
 
@@ -101,7 +101,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
             f"`{key}`",
             _value(item, hint),
             _default(item),
-            _linked(meanings[item.name]) + STAYS * (key in fixed()),
+            _linked(meanings[item.name]) + FIXED * (key in fixed()),
         )
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     if rows:

@@ -1,4 +1,4 @@
-"""The device of a run: named without touching one, refused where its ranks would have no layers."""
+"""The device of a run is resolved without initializing a GPU, and refused if its ranks cannot run."""
 
 from importlib.util import find_spec
 
@@ -35,7 +35,7 @@ def machine(monkeypatch):
     return make
 
 
-def test_a_device_is_named_without_being_touched(machine):
+def test_a_device_is_resolved_without_initializing_it(machine):
     assert resolve_device("cuda") == resolve_device("auto") == Device("cuda")
     assert (Device("cuda").spec, Device("cuda").backend, Device("cuda").expert_dispatcher) == ("te", "nccl", "alltoall")
     check_machine("cuda", trains=True)
@@ -59,7 +59,7 @@ def test_a_run_on_this_machine_alone_needs_its_gpu(machine, lacks, named):
     check_machine("cpu", trains=True)
 
 
-def test_hidden_gpus_are_not_there(machine, monkeypatch):
+def test_hidden_gpus_do_not_count(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto") == Device("cpu")
     with pytest.raises(ConfigError, match="hides every GPU"):
@@ -77,7 +77,7 @@ def test_training_on_a_gpu_without_transformer_engine_is_refused(machine, kind):
         Device("cuda").prepare_process(local_rank=0)
 
 
-def test_a_rank_without_its_gpu_says_so(machine, monkeypatch):
+def test_a_rank_without_its_gpu_raises_an_error(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")

@@ -1,4 +1,4 @@
-"""Small files are replaced whole or not at all, whatever ends the process; and no other way of writing one is used."""
+"""Small files are replaced atomically, and no module writes them in another way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasync import files
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 
 
-def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_write_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "a"
     atomic_write(file, "é\n")
     assert file.read_bytes() == "é\n".encode()
@@ -51,9 +51,7 @@ def work(folder):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_at_any_call_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_failure_at_any_call_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     file = tmp_path / "a"
     file.write_text("old")
 
@@ -67,7 +65,7 @@ def test_a_failure_at_any_call_leaves_the_old_file_alone(
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
 
 
-def test_the_content_is_on_disk_before_its_name_and_the_name_before_the_return(
+def test_the_content_is_flushed_before_the_rename_and_the_rename_before_the_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
@@ -94,9 +92,7 @@ def test_the_content_is_on_disk_before_its_name_and_the_name_before_the_return(
     assert order == ["below", "file", "draft", "rename", tmp_path.name]
 
 
-def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(handle: int) -> None:
         raise OSError(errno.EINVAL, "cannot")
 
@@ -150,7 +146,7 @@ def _writes(node: ast.AST) -> bool:
     return name in ("open", "fdopen") and any(set(text) <= set("rwaxbt+") and set(text) & set("wax+") for text in texts)
 
 
-def test_the_module_needs_nothing_heavy() -> None:
+def test_the_module_imports_no_heavy_packages() -> None:
     imported = {
         node.module
         for node in ast.walk(ast.parse(Path(files.__file__).read_text()))

@@ -1,4 +1,4 @@
-"""The program: help at once, one clear line for an error, results that say where things lie."""
+"""The command line: fast help, one message per error, and results with their paths."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_help_of_a_command_has_an_example(command):
 
 
 @pytest.mark.processes
-def test_help_loads_nothing_heavy():
+def test_help_imports_no_heavy_packages():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom megasync import cli\n"
         "CliRunner().invoke(cli.app, ['train', '--help'])\n"
@@ -87,7 +87,7 @@ def test_an_error_is_one_message_on_stderr_and_status_2():
 
 
 @pytest.mark.processes
-def test_the_traceback_is_there_for_those_who_ask():
+def test_debug_mode_prints_the_traceback():
     result = run("plan", "nowhere.yaml", MEGASYNC_DEBUG="1")
     assert "Traceback" in result.stderr and "nowhere.yaml" in result.stderr and result.returncode != 0
 
@@ -99,7 +99,7 @@ def test_a_missing_argument_is_explained():
 
 
 @pytest.mark.processes
-def test_training_refuses_before_anything_starts(tmp_path):
+def test_a_bad_configuration_is_refused_before_a_run_starts(tmp_path):
     result = run("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits", f"run_root={tmp_path}/runs")
     assert result.returncode == 2 and "megasync fetch digits" in result.stderr
     assert not (tmp_path / "runs").exists()
@@ -113,17 +113,17 @@ def test_plan_prints_the_plan_with_overrides_applied():
 
 
 @pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])
-def test_a_folder_that_is_no_run_is_named(here, command, more, tmp_path):
+def test_a_folder_that_is_not_a_run_directory_is_refused(here, command, more, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
 
 
-def test_a_part_that_no_run_has_cannot_be_killed(here):
+def test_an_unknown_kind_of_process_to_kill_is_refused(here):
     status, _, err = here("chaos", "configs/quickstart.yaml", "--kill", "server,gpu")
     assert status == 2 and "gpu" in err and "server, router, rank, buffer, controller" in err
 
 
-def test_simulated_schedules_are_counted_and_one_can_be_read(here):
+def test_simulate_reports_finished_seeds_and_prints_a_history(here):
     status, out, _ = here("simulate", "--seeds", "3")
     assert status == 0 and "finished" in out
     status, out, _ = here("simulate", "--seed", "1", "--history")
@@ -131,12 +131,12 @@ def test_simulated_schedules_are_counted_and_one_can_be_read(here):
 
 
 @pytest.mark.parametrize("size", ["3", "servers=3", "rollout=", "rollout=many", "rollout=-1"])
-def test_scale_says_how_to_write_a_size(here, size, tmp_path):
+def test_an_invalid_size_is_refused_with_the_correct_form(here, size, tmp_path):
     status, _, err = here("scale", tmp_path, "--", size)
     assert status == 2 and size in err and "rollout=N" in err
 
 
-def test_export_leaves_a_full_folder_alone(here, tmp_path):
+def test_export_refuses_a_folder_that_is_not_empty(here, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     (tmp_path / "out").mkdir()
@@ -146,7 +146,7 @@ def test_export_leaves_a_full_folder_alone(here, tmp_path):
     assert (tmp_path / "out" / "mine.txt").exists()
 
 
-def test_fetch_makes_a_model_and_refuses_unknown_names(here, tmp_path):
+def test_fetch_creates_a_model_and_refuses_unknown_names(here, tmp_path):
     status, out, _ = here("fetch", "digits", "--out", tmp_path / "digits")
     assert status == 0 and str(tmp_path / "digits") in out
     assert (tmp_path / "digits" / "config.json").is_file()
@@ -154,7 +154,7 @@ def test_fetch_makes_a_model_and_refuses_unknown_names(here, tmp_path):
     assert status == 2 and "digits" in err
 
 
-def test_doctor_ends_with_status_1_on_a_failure(monkeypatch):
+def test_doctor_exits_with_status_1_on_a_failure(monkeypatch):
     from megasync.preflight import doctor
 
     findings = [doctor.Finding("disk", doctor.FAILURE, "full", "free some space")]
@@ -169,7 +169,7 @@ def test_doctor_ends_with_status_1_on_a_failure(monkeypatch):
 
 
 class FakeTrainer:
-    """Stands for a run that ends as `outcome` says."""
+    """A run that returns or raises `outcome`."""
 
     def __init__(self, outcome):
         self.outcome = outcome
@@ -180,7 +180,7 @@ class FakeTrainer:
         return self.outcome
 
 
-def test_the_result_shows_answers_score_and_every_place(tmp_path, capsys):
+def test_the_result_shows_answers_scores_and_existing_paths(tmp_path, capsys):
     from megasync.observe.result import RunResult
 
     append_answers(tmp_path, 0, 0, [("+12=", "99", 0.0)])
@@ -201,7 +201,7 @@ def test_the_result_shows_answers_score_and_every_place(tmp_path, capsys):
     assert "tensorboard" not in text  # there is none in this run
 
 
-def test_an_interrupted_run_ends_with_status_130(capsys):
+def test_an_interrupted_run_exits_with_status_130(capsys):
     import typer
 
     with pytest.raises(typer.Exit) as caught:
@@ -210,7 +210,7 @@ def test_an_interrupted_run_ends_with_status_130(capsys):
     assert "SIGINT" in capsys.readouterr().err
 
 
-def test_an_error_during_training_is_not_swallowed(here, monkeypatch, tmp_path):
+def test_an_error_during_training_is_reported(here, monkeypatch, tmp_path):
     from megasync import models
     from megasync.app import async_trainer
 
@@ -220,7 +220,7 @@ def test_an_error_during_training_is_not_swallowed(here, monkeypatch, tmp_path):
     assert status == 2 and "TrainingError: server 1 died" in err
 
 
-def test_an_evaluation_of_nothing_is_refused_before_anything_starts(here, tmp_path):
+def test_an_impossible_evaluation_is_refused_before_servers_start(here, tmp_path):
     status, _, err = here("eval", "configs/quickstart.yaml", "--model", "a", "--checkpoint", "b")
     assert status == 2 and "--model a and --checkpoint b exclude each other" in err
     status, _, err = here("eval", tmp_path)

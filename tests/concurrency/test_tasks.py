@@ -1,4 +1,4 @@
-"""Backoff doubles up to its limit with jitter; parts that run as one end as one."""
+"""Backoff doubles up to its limit with jitter; coroutines that run together end together."""
 
 import asyncio
 import random

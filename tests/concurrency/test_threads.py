@@ -1,4 +1,4 @@
-"""Threads for other people's functions: who gets one, what counts as run time, and what a stuck function costs."""
+"""Threads for user functions: their order, their deadlines, and the effect of a stuck function."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-async def test_calls_begin_in_the_order_in_which_they_came():
+async def test_calls_start_in_fifo_order():
     begun = []
     threads = DaemonThreads(1)
     await asyncio.gather(*(threads.call(lambda n=n: begun.append(n), "append", 20.0) for n in range(50)))
@@ -41,7 +41,7 @@ async def test_only_run_time_counts_against_the_deadline(release):
     assert (await first, await second) == (True, "second")
 
 
-async def test_a_function_that_never_returns_starves_no_other_and_is_reported(release, caplog):
+async def test_a_function_that_never_returns_blocks_no_other_name_and_is_reported(release, caplog):
     threads = DaemonThreads(2)
     calls = [threads.call(lambda: release.wait(60), "stuck", 0.05) for _ in range(5)]
     with caplog.at_level(logging.WARNING, "megasync.concurrency.threads"):
@@ -69,7 +69,7 @@ async def test_a_cancelled_call_in_the_queue_never_runs(release):
     assert ran == [3]
 
 
-async def test_waiters_do_not_wake_up_until_it_is_their_turn(release, monkeypatch):
+async def test_queued_calls_do_not_wake_up_before_their_turn(release, monkeypatch):
     threads = DaemonThreads(1)
     calls = [asyncio.create_task(threads.call(lambda: release.wait(60), "f", 600.0)) for _ in range(100)]
     await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_waiters_do_not_wake_up_until_it_is_their_turn(release, monkeypatc
     assert await asyncio.gather(*calls) == [True] * 100
 
 
-async def test_event_loops_share_the_threads_and_a_closed_one_holds_none(release):
+async def test_event_loops_share_threads_and_a_closed_loop_holds_none(release):
     threads = DaemonThreads(1)
     first = asyncio.create_task(threads.call(lambda: release.wait(60), "f", 60.0))
     await asyncio.sleep(0)
@@ -112,7 +112,7 @@ async def test_event_loops_share_the_threads_and_a_closed_one_holds_none(release
 @pytest.mark.parametrize(
     "error", [StopIteration("x"), SystemExit("x"), KeyboardInterrupt("x"), asyncio.CancelledError("x")]
 )
-async def test_what_would_end_the_caller_arrives_as_an_error(error):
+async def test_an_exception_that_would_end_the_caller_becomes_an_error(error):
     def fails():
         raise error
 

@@ -1,4 +1,4 @@
-"""Every key is ruled on: a resumed run may change it, or it is refused by name with the reason and the fix."""
+"""For every key it is decided whether a resumed run may change it; otherwise the error has the reason and the fix."""
 
 import pytest
 
@@ -12,25 +12,25 @@ LEAVES = [key for key, hint in schema_keys() if section_of(hint) is None]
 
 
 @pytest.mark.parametrize("key", LEAVES)
-def test_every_key_of_the_schema_is_ruled_on(key):
+def test_every_key_is_either_fixed_with_a_reason_or_free(key):
     reason = why_fixed(key)
     assert reason is None or (len(reason) > 40 and ";" in reason), "a reason says what to do instead"
     assert (key in changeable()) == (reason is None)
 
 
-def test_a_ruling_is_about_a_key_that_is_there_and_says_one_thing():
+def test_the_tables_contain_existing_keys_only_and_each_once():
     assert FIXED.keys().isdisjoint(FREE)
     assert FIXED.keys() | FREE <= {*LEAVES, *SECTIONS}
     assert set(KEY_BY_KEY) <= SECTIONS
 
 
 @pytest.mark.parametrize("section", KEY_BY_KEY)
-def test_a_new_key_of_a_section_with_both_kinds_has_to_be_ruled_on(section):
+def test_a_new_key_in_a_section_with_both_kinds_needs_a_decision(section):
     with pytest.raises(KeyError, match="neither in FIXED nor in FREE"):
         why_fixed(f"{section}.something_new".lstrip("."))
 
 
-def test_keys_below_a_name_of_the_authors_own_follow_their_section():
+def test_keys_of_named_sections_follow_their_parent_section():
     assert why_fixed("eval.sets.mine.repeats") is None
     assert why_fixed("reward_models.judge.servers") is None
 
@@ -50,7 +50,7 @@ def minimal(*overrides: str) -> Config:
         ("seed=3", "seed=3 cannot replace 0"),
     ],
 )
-def test_what_cannot_change_is_refused_by_name(override, words):
+def test_a_change_of_a_fixed_key_is_refused_with_the_reason(override, words):
     with pytest.raises(ConfigError, match=words):
         check_changes(minimal(), minimal(override), 0)
 
@@ -60,7 +60,7 @@ def test_all_reasons_are_given_at_once():
         check_changes(minimal(), minimal("seed=3", "model.dtype=float32", "schedule.total_steps=5"), 7)
 
 
-def test_what_may_change_passes():
+def test_changes_of_free_keys_are_allowed():
     overrides = ("schedule.groups_per_step=3", "timeouts.request=7", "cluster.device=cpu", "schedule.total_steps=7")
     check_changes(minimal(), minimal(*overrides), 7)
     found = {key: (old, new) for key, old, new in changes(minimal(), minimal(*overrides))}

@@ -1,4 +1,4 @@
-"""The relations between deadlines: the defaults keep them all, and each one that is broken is refused."""
+"""The defaults satisfy all relations between deadlines, and a violated relation is refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def everything() -> Config:
     return config
 
 
-def test_the_defaults_keep_every_relation():
+def test_the_defaults_satisfy_every_relation():
     config = everything()
     assert all(relation.applies(config) for relation in RELATIONS)
     check_deadlines(config)
 
 
 @pytest.mark.parametrize("relation", RELATIONS, ids=lambda r: f"{r.longer} {' '.join(str(t[0]) for t in r.shorter)}")
-def test_each_broken_relation_is_refused_with_its_keys_values_and_fix(relation: Relation, monkeypatch):
+def test_each_violated_relation_is_refused_with_its_keys_values_and_fix(relation: Relation, monkeypatch):
     monkeypatch.setattr("megasync.config.deadlines.RELATIONS", (relation,))
     config = everything()
     section, _, key = relation.longer.partition(".")
@@ -56,7 +56,7 @@ def test_a_deadline_must_be_longer_and_not_equal():
         check_deadlines(config)
 
 
-def test_a_relation_of_a_part_that_is_not_used_does_not_count():
+def test_a_relation_of_an_unused_component_is_not_checked():
     config = Config()
     config.timeouts.agent = 100_000.0
     check_deadlines(config)
@@ -64,24 +64,24 @@ def test_a_relation_of_a_part_that_is_not_used_does_not_count():
         check_deadlines(config, own_agent=True)
 
 
-def test_they_are_checked_before_a_run_starts_and_not_for_one_that_only_serves(make):
+def test_relations_are_checked_for_training_and_not_for_serving_only(make):
     short = make("timeouts.no_progress=600")
     with pytest.raises(ConfigError, match=r"timeouts\.no_progress=600 must be longer than timeouts\.request=600"):
         check_config(short)
     check_config(short, training=False)
 
 
-def test_a_step_a_restart_and_a_sync_may_take_longer_than_the_watchdog_waits(make):
+def test_a_step_restart_or_sync_may_take_longer_than_no_progress(make):
     check_config(make("timeouts.train_step=7200", "timeouts.trainer_start=3600", "timeouts.weight_sync=3600"))
 
 
-def test_waits_that_no_key_sets_are_those_of_the_code():
+def test_fixed_waits_match_the_code():
     assert FIXED == {
         BUFFER_RESTART: remote_buffer.PULSE_SECONDS + remote_buffer.ANSWER_SECONDS + remote_buffer.START_SECONDS
     }
 
 
-def test_slurm_warns_early_enough_for_the_end_of_a_run():
+def test_slurm_signals_early_enough_for_a_clean_end():
     script = (Path(__file__).parents[2] / "launch" / "slurm.sbatch").read_text()
     (lead,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
     timeouts = Config().timeouts

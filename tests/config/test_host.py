@@ -1,4 +1,4 @@
-"""A fixed address is taken as it is; auto finds one of this machine's."""
+"""A fixed address is used unchanged; auto selects an address of this machine."""
 
 import socket
 
@@ -9,7 +9,7 @@ def test_a_fixed_address_is_kept():
     assert resolve_host("10.1.2.3") == "10.1.2.3"
 
 
-def test_auto_gives_an_address_that_can_be_bound():
+def test_auto_selects_an_address_that_can_be_bound():
     with socket.socket() as listener:
         listener.bind((resolve_host("auto"), 0))
 

@@ -1,4 +1,4 @@
-"""YAML, bases and overrides become one typed Config; whatever does not fit is named with its place."""
+"""YAML, bases and overrides become one typed Config; an error names the file or override."""
 
 import json
 from dataclasses import fields
@@ -35,7 +35,7 @@ def test_the_result_is_made_of_the_schemas_dataclasses():
     assert config.data.eval is None
 
 
-def test_a_file_is_laid_over_its_base_and_overrides_over_both(tmp_path):
+def test_a_file_overrides_its_base_and_overrides_come_last(tmp_path):
     (tmp_path / "shared").mkdir()
     write(tmp_path / "shared" / "base.yaml", "model: {path: m}\ntrainer: {tensor_parallel: 2, data_parallel: 2}\n")
     top = write(tmp_path / "run.yaml", "base: shared/base.yaml\ntrainer: {data_parallel: 3}\nname: mine\n")
@@ -57,7 +57,7 @@ def test_a_cycle_of_bases_is_refused_with_its_files(tmp_path):
     assert "cycle" in message and "a.yaml" in message and "b.yaml" in message
 
 
-def test_a_missing_file_says_who_named_it(tmp_path):
+def test_the_error_of_a_missing_file_names_the_file_that_refers_to_it(tmp_path):
     assert "absent.yaml" in refused(tmp_path / "absent.yaml")
     top = write(tmp_path / "top.yaml", "base: gone.yaml\n")
     message = refused(top)
@@ -66,18 +66,18 @@ def test_a_missing_file_says_who_named_it(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["${name}", "${oc.env:NO_SUCH_VARIABLE}", "[a.yaml]", "3"])
-def test_a_base_that_is_no_path_is_refused(tmp_path, base):
+def test_an_invalid_base_is_refused(tmp_path, base):
     assert "base=" in refused(write(tmp_path / "run.yaml", f"base: {base}\n"))
 
 
 @pytest.mark.parametrize("name", ["", "a" * 300, "a\0b", "~no-such-user/run.yaml"])
-def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+def test_an_invalid_file_name_is_refused(tmp_path, name):
     assert "is not a usable path" in refused(name)
     assert "is not a usable path" in refused({"base": name})
     assert "is not a usable path" in refused(write(tmp_path / "run.yaml", f"base: {json.dumps(name)}\n"))
 
 
-def test_a_file_that_may_not_be_read_is_told_so(tmp_path, monkeypatch):
+def test_a_file_without_read_permission_is_refused(tmp_path, monkeypatch):
     def forbidden(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read_is_told_so(tmp_path, monkeypatch):
     assert "Permission denied" in refused(write(tmp_path / "run.yaml", "name: a\n"))
 
 
-def test_a_tilde_is_the_home_of_the_user_wherever_a_path_stands(monkeypatch, tmp_path):
+def test_a_tilde_is_expanded_in_every_path(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     judge = {"kind": "generative", "path": "~/judge"}
     config = load_config({"model": {"path": "~/m"}, "run_root": "~/runs", "reward_models": {"judge": judge}})
@@ -95,11 +95,11 @@ def test_a_tilde_is_the_home_of_the_user_wherever_a_path_stands(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("text", ["a: [1\n", "- just\n- a list\n", "a: 1\na: 2\n"])
-def test_a_file_that_is_no_mapping_is_named(tmp_path, text):
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path, text):
     assert "bad.yaml" in refused(write(tmp_path / "bad.yaml", text))
 
 
-def test_an_unknown_key_comes_with_its_place_and_the_nearest_valid_key(tmp_path):
+def test_an_unknown_key_is_refused_with_its_source_and_a_suggestion(tmp_path):
     path = write(tmp_path / "run.yaml", "model: {path: m}\ntrainer: {tensor_paralel: 2}\n")
     message = refused(path)
     assert "run.yaml" in message
@@ -131,12 +131,12 @@ def test_a_renamed_key_stays_in_its_section_and_exists(old):
     assert new.rpartition(".")[0] == old.rpartition(".")[0], "only the name within the section is translated"
 
 
-def test_a_key_of_another_section_is_found_there():
+def test_a_key_of_another_section_is_suggested():
     message = refused(MODEL, "max_staleness=2")
     assert "override 'max_staleness=2'" in message and "'schedule.max_staleness'" in message
 
 
-def test_a_key_like_no_other_gets_the_list_of_its_section():
+def test_an_unknown_key_without_suggestion_lists_the_keys_of_the_section():
     assert "first_stage_layers" in refused(MODEL, "trainer.zzzz=2")
 
 
@@ -166,11 +166,11 @@ def test_a_wrong_type_names_key_value_and_expected_type(override, parts):
 
 
 @pytest.mark.parametrize("override", ["trainer", "=3", " a=1", "--servers 2", ""])
-def test_an_override_that_is_no_pair_is_refused_with_an_example(override):
+def test_an_override_without_a_value_is_refused_with_an_example(override):
     assert "key=value" in refused(MODEL, override)
 
 
-def test_required_keys_left_open_are_named():
+def test_missing_required_keys_are_named():
     assert "model.path" in refused({})
     assert "data.eval.kind" in refused(MODEL, "data.eval.size=4")
 
@@ -195,7 +195,7 @@ def test_null_turns_an_optional_section_off():
     assert load_config(values, ["data.eval=null"]).data.eval is None
 
 
-def test_sections_under_names_of_ones_own_are_checked_like_others(tmp_path):
+def test_sections_with_user_defined_names_are_checked(tmp_path):
     below = write(tmp_path / "below.yaml", "model: {path: m}\nrollout: {rewards: {math: {}, short: {weight: 0.1}}}")
     rewards = load_config(below, ["rollout.rewards.short.function=m:f"]).rollout.rewards
     assert rewards == {"math": RewardConfig(), "short": RewardConfig("m:f", 0.1)}
@@ -242,7 +242,7 @@ def test_no_text_without_an_equals_sign_is_an_override(text):
 
 @settings(max_examples=40)
 @given(key=st.text("abcdefghij._", min_size=1, max_size=12), value=st.text(max_size=12))
-def test_an_override_of_any_form_is_taken_or_refused_as_configuration(key, value):
+def test_any_override_is_accepted_or_raises_a_config_error(key, value):
     try:
         load_config(MODEL, [f"{key}={value}"])
     except ConfigError as error:

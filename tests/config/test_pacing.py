@@ -11,14 +11,14 @@ PACINGS = st.builds(
 
 
 @given(PACINGS)
-def test_capacity_counts_groups_of_the_versions_that_may_be_under_way(pacing):
+def test_capacity_is_that_of_the_versions_in_flight(pacing):
     assert pacing.capacity == (pacing.max_staleness + 1) * pacing.groups_per_step * pacing.weight_sync_steps
     assert 1 <= pacing.window <= pacing.capacity
 
 
 @given(PACINGS)
 def test_the_bound_is_the_version_of_the_latest_step_that_can_train_a_group(pacing):
-    """The closed form against the step by step count: everybody who may go before a group does."""
+    """The closed form equals a count in which every group that may be trained earlier is."""
     before = pacing.capacity - 1 + pacing.window - 1
     step = before // pacing.groups_per_step + 1
     version = (step - 1) // pacing.weight_sync_steps
@@ -40,7 +40,7 @@ def test_a_schedule_gives_its_pacing():
 @pytest.mark.parametrize(
     "wrong", [{"groups_per_step": 0}, {"max_staleness": -1}, {"weight_sync_steps": 0}, {"window_fraction": 1.5}]
 )
-def test_a_value_that_makes_no_sense_is_named(wrong):
+def test_an_invalid_value_is_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name}="):
         Pacing(**{"groups_per_step": 1, "max_staleness": 1} | wrong)

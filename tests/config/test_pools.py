@@ -1,4 +1,4 @@
-"""Pools take one node, or whole nodes."""
+"""A pool takes a part of one node, or whole nodes."""
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from megasync.errors import ConfigError
     server_tensor=st.sampled_from([1, 2, 4, 8]),
     per_node=st.sampled_from([2, 4, 8]),
 )
-def test_every_process_finds_its_devices_on_one_node(tensor, pipeline, data, servers, server_tensor, per_node):
+def test_every_process_has_its_devices_on_one_node(tensor, pipeline, data, servers, server_tensor, per_node):
     config = Config(
         trainer=TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data),
         rollout=RolloutConfig(servers=servers, tensor_parallel=server_tensor),
@@ -49,6 +49,6 @@ def test_small_pools_share_a_node_and_large_ones_do_not():
     assert nodes(16, 8) == 3
 
 
-def test_a_cpu_pool_asks_for_cpus_only():
+def test_a_cpu_pool_requests_only_cpus():
     specs = pool_specs(Config(rollout=RolloutConfig(servers=3, tensor_parallel=2)))
     assert specs["rollout"].bundles("cpu") == [{"CPU": 6}]

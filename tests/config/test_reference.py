@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the schema says, every key of it."""
+"""docs/configuration.md documents every key of the schema and is up to date."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_is_up_to_date():
-    """`python -m megasync.config.reference` brings it there."""
+    """`python -m megasync.config.reference` updates it."""
     assert rewritten(TEXT) == TEXT
 
 
@@ -29,7 +29,7 @@ def test_every_key_has_a_row():
     assert rows == keys
 
 
-def test_a_row_says_what_may_stand_there_and_the_default():
+def test_a_row_has_the_allowed_values_and_the_default():
     assert "| `schedule.stale` | mask, regenerate, drop | `regenerate` |" in TEXT
     assert "| `rollout.kv_pressure` | number, above 0 and at most 1, or null | `0.9` |" in TEXT
     assert "| `cluster.address` | auto or host:port, or null | `null` |" in TEXT
@@ -47,21 +47,21 @@ class Sample:
 
     # The first line
     # and the second.
-    said: int = 0
-    unsaid: int = 0
+    documented: int = 0
+    undocumented: int = 0
 
 
 def test_the_comment_above_a_key_is_its_meaning():
-    assert comments(Sample) == {"said": "The first line and the second."}
+    assert comments(Sample) == {"documented": "The first line and the second."}
     assert comments(Config)["run_root"] == "Folder in which run directories are made, as `<name>-<time>`."
 
 
 def test_a_key_without_a_comment_is_refused():
-    with pytest.raises(ValueError, match="Sample.unsaid has no comment"):
+    with pytest.raises(ValueError, match="Sample.undocumented has no comment"):
         list(reference._written(Section("sample.", Sample), {}))
 
 
-def test_a_page_without_a_place_for_the_reference_is_refused():
+def test_a_page_without_the_mark_is_refused():
     with pytest.raises(ValueError, match="no line"):
         rewritten("# Configuration\n")
 

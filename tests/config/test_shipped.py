@@ -1,4 +1,4 @@
-"""The configurations that come with the project are sound, and name only things that exist."""
+"""The shipped configurations are valid and refer only to things that exist."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def at_the_root(monkeypatch):
 
 
 def load(name: str, tmp_path: Path) -> Config:
-    """The configuration; a model that has to be fetched first is taken for being there."""
+    """The configuration, with a model that must be fetched first treated as present."""
     config = load_config(CONFIGS / f"{name}.yaml")
     if config.model.config is None:
         assert config.model.path.removeprefix("models/") in MODELS
@@ -32,7 +32,7 @@ def load(name: str, tmp_path: Path) -> Config:
     return config
 
 
-def test_no_configuration_is_forgotten_here():
+def test_every_configuration_is_tested_here():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RUNNABLE, *SHARED}
 
 
@@ -61,8 +61,8 @@ def test_generated_datasets_come_with_a_verifier_and_enough_held_out_rows(name, 
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum"])
-def test_what_runs_on_a_cpu_is_honest_about_its_topology(name, tmp_path):
-    """Two trainer ranks and two servers: less would not be the distributed system that it claims to show."""
+def test_a_cpu_configuration_has_a_distributed_topology(name, tmp_path):
+    """At least two trainer ranks and two servers, so that it demonstrates the distributed system."""
     config = load(name, tmp_path)
     trainer = config.trainer
     assert trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel >= 2

@@ -1,4 +1,4 @@
-"""What the pages say is there: links, commands with their options, files, keys of the configuration."""
+"""Everything that the pages refer to exists: links, commands and options, files, configuration keys."""
 
 import re
 from itertools import chain
@@ -29,19 +29,19 @@ def name(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives the headings of a page."""
+    """The anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def code(page: Path) -> list[str]:
-    """Fenced blocks, and what stands between backticks elsewhere."""
+    """Fenced blocks and inline code."""
     text = page.read_text(encoding="utf-8")
     return [*FENCE.findall(text), *SPAN.findall(FENCE.sub("", text))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     broken = []
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
@@ -65,13 +65,13 @@ def test_commands_exist_with_their_options(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_that_are_named_exist(page):
+def test_mentioned_files_exist(page):
     named = set(chain(*map(FILE.findall, code(page))))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_keys_that_are_named_exist(page):
+def test_mentioned_keys_exist(page):
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     # Further columns of a table may have the keys of other libraries.
     text = re.sub(r"^(\|[^|\n]*\|).*$", r"\1", text, flags=re.MULTILINE)
@@ -81,7 +81,7 @@ def test_keys_that_are_named_exist(page):
 
 
 def test_every_page_can_be_reached_from_the_readme():
-    """From the README, or from a page that can."""
+    """Directly or through other pages."""
     reached, ahead = set(), [ROOT / "README.md"]
     while ahead:
         page = ahead.pop()
@@ -98,7 +98,7 @@ def test_every_command_is_in_the_docs():
     assert set(COMMANDS) - calls == set()
 
 
-def test_what_the_readme_claims_stands_on_the_page_that_it_names():
+def test_numbers_of_the_readme_are_on_the_page_that_it_links():
     """Every figure of megasync's own cell; so that a new measurement reaches the README."""
     table = (
         (ROOT / "README.md").read_text(encoding="utf-8").split("## Compared with other frameworks")[1].split("\n## ")[0]
@@ -114,7 +114,7 @@ def test_what_the_readme_claims_stands_on_the_page_that_it_names():
     assert claims > 10
 
 
-def test_the_page_of_the_design_has_every_room():
+def test_the_design_page_lists_every_package():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     rooms = {
         f"{place.name}/" if place.is_dir() else place.name
@@ -125,7 +125,7 @@ def test_the_page_of_the_design_has_every_room():
 
 
 def test_the_complete_example_of_the_readme_starts(tmp_path, monkeypatch):
-    """Everything but the training itself: names, arguments, the configuration, reward and rows."""
+    """All of it except training: names, arguments, configuration, reward and rows."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (program,) = [block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
     monkeypatch.chdir(tmp_path)

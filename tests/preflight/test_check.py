@@ -1,4 +1,4 @@
-"""A configuration that contradicts itself, its model or its machine is refused with both names and the fix."""
+"""A configuration that contradicts itself, its model or its machine is refused with all keys and the fix."""
 
 import json
 import subprocess
@@ -162,11 +162,11 @@ def test_a_contradiction_names_all_sides(make, overrides, parts):
         ["schedule.max_staleness=0"],
     ],
 )
-def test_what_looks_odd_but_works_is_accepted(make, overrides):
+def test_an_unusual_but_valid_configuration_is_accepted(make, overrides):
     check_config(make(*overrides))
 
 
-def test_rows_from_python_stand_in_for_datasets(make):
+def test_rows_from_python_replace_datasets(make):
     config = make("data.train=null", "data.eval=null", "schedule.stop_at_score=0.9")
     check_config(config, own_rows=True, own_eval_rows=True)
 
@@ -184,25 +184,25 @@ def test_reserved_server_arguments_point_to_keys_that_exist():
 # The model
 
 
-def test_a_missing_folder_says_how_to_get_it(make, tmp_path):
+def test_the_error_of_a_missing_model_folder_says_how_to_create_it(make, tmp_path):
     assert "megasync fetch digits" in refused(make(f"model.path={tmp_path}/digits"))
     assert "model.path='/no/such'" in refused(make("model.path=/no/such"))
 
 
-def test_the_models_that_can_be_fetched_are_those_that_the_message_names():
+def test_the_error_names_the_models_that_can_be_fetched():
     from megasync.models import MODELS
 
     assert set(FETCHABLE) == set(MODELS)
 
 
-def test_the_config_file_serves_the_plan_alone(make, model):
+def test_model_config_is_sufficient_for_a_plan_only(make, model):
     config = make("model.path=elsewhere", f"model.config={model / 'config.json'}")
     check_config(config, planning=True)
     assert "megasync plan" in refused(config)
     assert "model.config" in refused(make("model.path=elsewhere", "model.config=gone.json"), planning=True)
 
 
-def test_parts_that_a_folder_lacks_are_named(make, model):
+def test_missing_files_of_a_model_folder_are_named(make, model):
     for name, part in (
         ("tokenizer.json", "tokenizer"),
         ("model.safetensors", "safetensors"),
@@ -220,7 +220,7 @@ def test_parts_that_a_folder_lacks_are_named(make, model):
         (["rollout.tensor_parallel=4", "rollout.servers=1"], ["rollout.tensor_parallel=4", "moe_intermediate_size=6"]),
     ],
 )
-def test_splits_that_experts_do_not_take_are_refused(make, model, overrides, parts):
+def test_invalid_splits_of_experts_are_refused(make, model, overrides, parts):
     values = json.loads((model / "config.json").read_text())
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     (model / "config.json").write_text(json.dumps(values | experts))
@@ -244,7 +244,7 @@ def test_splits_that_experts_do_not_take_are_refused(make, model, overrides, par
         ({"model_type": ["qwen3"]}, ["model_type=['qwen3']", "text"]),
     ],
 )
-def test_a_model_that_is_not_supported_is_refused_with_its_file(make, model, change, parts):
+def test_an_unsupported_model_is_refused_with_its_file(make, model, change, parts):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     message = refused(make())
@@ -253,7 +253,7 @@ def test_a_model_that_is_not_supported_is_refused_with_its_file(make, model, cha
         assert part in message
 
 
-def test_a_config_that_is_no_json_is_refused_with_its_file(make, model):
+def test_a_config_that_is_not_json_is_refused_with_its_file(make, model):
     (model / "config.json").write_text("{")
     assert str(model / "config.json") in refused(make())
 

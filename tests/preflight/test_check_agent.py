@@ -1,4 +1,4 @@
-"""Agents, the gateway and what contradicts them."""
+"""Contradictions of agents and the gateway with other keys."""
 
 import pytest
 
@@ -32,11 +32,11 @@ def test_a_contradiction_names_all_sides(make, overrides, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_an_agent_with_its_gateway_is_taken(make):
+def test_an_agent_with_gateway_settings_is_accepted(make):
     check_config(make(AGENT, "rollout.gateway.port=8000", "rollout.gateway.host=auto", "timeouts.agent=700"))
 
 
-def test_an_agent_from_python_counts_as_one(make):
+def test_an_agent_from_python_replaces_the_configured_one(make):
     config = make("rollout.gateway.port=8000")
     AsyncTrainer(config, agent=print)
     AsyncTrainer(make("rollout.workflow=json:dumps"), agent=print)

@@ -30,5 +30,5 @@ def test_a_contradiction_names_all_sides(make, overrides, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_tools_over_chat_messages_are_taken(make):
+def test_tools_with_chat_messages_are_accepted(make):
     check_config(make(TOOLS, CHAT, "rollout.tools.max_turns=3", "rollout.chat.tool_format=qwen"))

@@ -1,4 +1,4 @@
-"""Held-out sets: what contradicts itself is refused with the set's own key."""
+"""Contradictions of held-out sets are refused with the key of the set."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megasync.preflight.check import check_config
 SET = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
 
 
-def test_named_sets_stand_beside_the_one_without_a_name_or_alone(make):
+def test_named_sets_are_accepted_with_and_without_data_eval(make):
     check_config(make(SET, "schedule.stop_at_score=0.9"))
     check_config(make(SET, "schedule.stop_at_score=0.9", "data.eval=null"))
     check_config(make(SET, "eval.temperatures=[0.0,0.8]", "eval.repeats=8"))
@@ -45,14 +45,14 @@ def test_a_contradiction_is_refused_with_its_keys(make, overrides, named):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("eval.sets.hard.sample=4", "did you mean 'eval.sets.hard.samples'"),
         ("eval.sets.hard={}", "eval.sets.hard.data.kind"),
         ("eval.sets.hard.temperatures=0", "eval.sets.hard.temperatures=0 has the wrong type"),
     ],
 )
-def test_a_set_is_read_as_strictly_as_the_rest(make, override, said):
+def test_values_of_a_set_are_checked_like_all_others(make, override, message):
     with pytest.raises(ConfigError) as caught:
         make(override)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Reward models that could not be started, or would be started for nobody, are refused before anything is launched."""
+"""Reward models that cannot start, or that no reward uses, are refused before a run starts."""
 
 import json
 from io import StringIO
@@ -30,7 +30,7 @@ def folders(tmp_path, model):
 
 @pytest.fixture
 def judged(make, folders):
-    """A sound configuration with one reward model of each kind, and overrides."""
+    """A valid configuration with one reward model of each kind, and overrides."""
     grader, judge = folders
 
     def build(*overrides):
@@ -53,7 +53,7 @@ def refused(config):
 
 @pytest.mark.parametrize("grader", ["own", "rollout"])
 @pytest.mark.parametrize("judge", ["own", "rollout"])
-def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
+def test_each_kind_may_have_its_own_pool_or_share_one(judged, grader, judge):
     overrides = [f"reward_models.grader.pool={grader}", f"reward_models.judge.pool={judge}", "rollout.mem_fraction=0.4"]
     config = judged(*overrides, "reward_models.grader.mem_fraction=0.3", "reward_models.judge.mem_fraction=0.2")
     check_config(config)
@@ -80,7 +80,7 @@ def test_each_kind_may_have_a_pool_or_share_one(judged, grader, judge):
         assert (model.pool.spec.name == "rollout") == model.shared
 
 
-def test_reward_pools_take_devices_of_their_own(judged):
+def test_reward_pools_take_their_own_devices(judged):
     config = judged("reward_models.grader.servers=8", "cluster.address=auto", "cluster.host=auto")
     check_config(config)
     assert pool_specs(config)["reward-grader"].total_devices == 8
@@ -146,13 +146,13 @@ def test_a_contradiction_is_refused_with_its_keys(judged, overrides, named):
         assert part in str(caught.value)
 
 
-def test_a_plan_needs_no_reward_model_on_this_machine(judged):
+def test_a_plan_does_not_need_the_folder_of_a_reward_model(judged):
     config = judged("reward_models.judge.path=/absent")
     check_config(config, planning=True)
     assert [model.memory is None for model in resolve_plan(config).reward_models] == [False, True]
 
 
-def test_a_share_that_the_weights_alone_exceed_is_refused(judged, folders):
+def test_a_mem_fraction_that_is_too_small_for_the_weights_is_refused(judged, folders):
     config = judged()
     (refusal,) = [text for text in resolve_plan(config, 1000).refusals if "reward_models.grader" in text]
     assert "mem_fraction=0.8 leaves no room" in refusal

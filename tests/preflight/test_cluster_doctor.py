@@ -1,6 +1,6 @@
-"""What is said of several machines together: each thing put wrong on one of them, one by one.
+"""Checks across machines: each problem on one machine at a time.
 
-The machines are `NodeProbe`s in this process with sockets and files of their own; real ones are in the multi-host test.
+The machines are `NodeProbe`s in this process with their own sockets and files; the multi-host test has real ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ USUAL = {"python": "3.11.7", "megasync's code": "abc", "packages": "torch 2, ray
 
 
 class FakeNode(NodeProbe):
-    """Looks, meets and adds as it is told; listens, connects and reads for real."""
+    """A fake for facts, meeting point and all-reduce; listens, connects and reads like the real probe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class FakeNode(NodeProbe):
 
 
 class FakeNodes:
-    """Asks all nodes at once, each on a thread; `silent` names those that do not answer a method."""
+    """Calls all nodes concurrently, each in a thread; `silent` names those that do not answer a method."""
 
     def __init__(self, count: int = 3) -> None:
         self.nodes = {f"h{number}": FakeNode() for number in range(count)}
@@ -94,7 +94,7 @@ def config(tmp_path):
 
 
 def examine(nodes, config=None):
-    """All that is not well; and every line that is not says what to do."""
+    """The findings that are not OK, each of which must have a fix."""
     found = list(examine_nodes(nodes, config))
     assert all((finding.status == OK) == (finding.fix == "") for finding in found)
     return [finding for finding in found if finding.status != OK]
@@ -105,7 +105,7 @@ def only(findings):
     return found
 
 
-def test_machines_that_are_well_and_alike(nodes, config, tmp_path):
+def test_identical_machines_without_problems(nodes, config, tmp_path):
     assert examine(nodes, config) == []
     assert [node.reduced for node in nodes.nodes.values()] == [[("gloo", rank, 3)] for rank in range(3)]
     assert list((tmp_path / "runs").iterdir()) == []
@@ -113,7 +113,7 @@ def test_machines_that_are_well_and_alike(nodes, config, tmp_path):
     assert subjects[:3] == ["h0", "h1", "h2"] and "size" in subjects and "clocks" in subjects
 
 
-def test_a_machine_looks_for_the_same_files_from_whatever_folder(nodes, config, monkeypatch, tmp_path):
+def test_relative_paths_are_absolute_on_other_machines(nodes, config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config.model.path = "models/digits"
     examine(nodes, config)
@@ -121,7 +121,7 @@ def test_a_machine_looks_for_the_same_files_from_whatever_folder(nodes, config, 
     assert config.model.path == "models/digits"
 
 
-def test_what_a_machine_finds_of_itself_is_told_with_its_name(nodes):
+def test_findings_of_a_machine_have_its_name(nodes):
     nodes.nodes["h1"].findings.append(
         {"subject": "patch x", "status": FAILURE, "detail": "other version", "fix": "install"}
     )
@@ -155,14 +155,14 @@ def test_machines_of_two_kinds_are_a_warning(nodes):
     assert (found.subject, found.status) == ("same devices", WARNING) and "--hosts" in found.fix
 
 
-def test_a_clock_that_goes_wrong(nodes):
+def test_a_clock_that_is_wrong(nodes):
     nodes.nodes["h1"].skew = -30.0
     found = only(examine(nodes))
     assert (found.subject, found.status) == ("clocks", WARNING)
     assert "at h1" in found.detail and "30.0 s" in found.detail and "NTP" in found.fix
 
 
-def test_a_run_folder_that_is_another_one_on_some_machine(nodes, config, tmp_path):
+def test_a_run_folder_that_is_not_shared(nodes, config, tmp_path):
     nodes.nodes["h1"].folder = tmp_path
     found = only(examine(nodes, config))
     assert (found.subject, found.status) == ("shared run folder", FAILURE)
@@ -192,7 +192,7 @@ def test_too_few_gpus_on_a_machine(nodes, config):
     assert none.subject == "h2: gpus" and "driver" in none.fix
 
 
-def test_a_way_that_is_closed(nodes):
+def test_a_blocked_connection(nodes):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         place = closed.getsockname()
@@ -229,7 +229,7 @@ def test_no_cluster_at_the_address(monkeypatch):
         cluster_doctor.examine_cluster("192.0.2.1:1", 1, 0.0)
 
 
-def test_machines_that_do_not_come(monkeypatch):
+def test_missing_machines(monkeypatch):
     there = [{"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0", "NodeID": "0"}]
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -247,7 +247,7 @@ def test_a_machine_under_two_names(monkeypatch):
     assert (found.status, found.detail) == (FAILURE, "2 Ray nodes at 192.0.2.1") and "once" in found.fix
 
 
-def test_a_probe_reads_reaches_and_adds_for_real(monkeypatch, tmp_path):
+def test_a_real_probe_reads_connects_and_reduces(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGASYNC_HOST", "127.0.0.1")
     here, there = NodeProbe(), NodeProbe()
     place = there.listen()

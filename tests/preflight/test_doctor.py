@@ -1,4 +1,4 @@
-"""The doctor reports what is there, and each failure comes with something to do."""
+"""The doctor reports the state of this machine, and a fix for each failure."""
 
 import os
 import pkgutil
@@ -23,7 +23,7 @@ from megasync.preflight.render import findings_table
 
 
 @pytest.mark.processes
-def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
+def test_this_environment_has_no_failures_and_warnings_have_fixes():
     findings = doctor.examine()
     assert [finding for finding in findings if finding.status == FAILURE] == []
     for finding in findings:
@@ -31,7 +31,7 @@ def test_this_environment_is_healthy_and_what_is_not_ok_says_what_to_do():
         assert (finding.status == OK) == (finding.fix == "")
 
 
-def test_nothing_of_a_finding_is_cut_off_on_a_narrow_terminal():
+def test_findings_are_not_truncated_on_a_narrow_terminal():
     text, path = StringIO(), f"/a/{'long' * 30}/path"
     findings = [Finding("a subject [1]", FAILURE, f"{path} is full", "free some space")]
     Console(file=text, width=60, color_system=None).print(findings_table(findings))
@@ -57,7 +57,7 @@ def test_a_single_core_is_a_warning(monkeypatch):
     assert (found.subject, found.status) == ("cpu", WARNING) and found.fix
 
 
-def test_a_gpu_that_others_use_is_a_warning(monkeypatch):
+def test_a_gpu_used_by_another_process_is_a_warning(monkeypatch):
     memory = {0: (20 * 10**9, 80 * 10**9), 1: (79 * 10**9, 80 * 10**9)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -86,7 +86,7 @@ def test_few_open_files_are_a_failure(monkeypatch):
     assert (found.subject, found.status) == ("open files", FAILURE) and "ulimit -n" in found.fix
 
 
-def test_another_version_than_the_locks_is_a_failure(tmp_path):
+def test_a_version_that_differs_from_the_lock_is_a_failure(tmp_path):
     lock = tmp_path / "cpu.lock"
     lock.write_text(f"# comment\nnumpy==1.0.0\nrich=={version('rich')}\nno-such-package==1\n")
     (finding,) = doctor.check_versions(lock)
@@ -95,14 +95,14 @@ def test_another_version_than_the_locks_is_a_failure(tmp_path):
     assert "no-such-package is missing" in finding.detail and "rich" not in finding.detail
 
 
-def test_a_build_tag_is_no_other_version(tmp_path):
+def test_a_build_tag_is_not_a_different_version(tmp_path):
     lock = tmp_path / "cpu.lock"
     lock.write_text(f"torch=={version('torch').split('+')[0]}\n")
     (finding,) = doctor.check_versions(lock)
     assert finding.status == OK
 
 
-def test_without_a_lock_the_projects_own_requirements_count(monkeypatch, tmp_path):
+def test_without_a_lock_the_package_requirements_are_checked(monkeypatch, tmp_path):
     declared = ["rich>=13", "no-such-package>=2; extra == 'gpu'", "not-wanted-here; extra == 'test'"]
     monkeypatch.setattr(doctor, "requires", lambda _: declared)
     (finding,) = doctor.check_versions(tmp_path / "absent.lock")
@@ -169,7 +169,7 @@ def test_active_patches_are_listed_with_their_reason(monkeypatch):
     assert listed["patch sglang_cpu_standins"] == "not active"
 
 
-def test_a_patch_that_upstream_made_superfluous_is_told(monkeypatch):
+def test_a_patch_that_is_no_longer_needed_is_reported(monkeypatch):
     import megasync_patches
 
     versions = {"megatron-core": "0.19.2"}
@@ -179,7 +179,7 @@ def test_a_patch_that_upstream_made_superfluous_is_told(monkeypatch):
     assert listed["patch megatron-latent-te"].status == OK
 
 
-def test_transformer_engine_is_looked_at_where_there_are_gpus(monkeypatch):
+def test_transformer_engine_is_checked_on_gpus_only(monkeypatch):
     assert list(doctor.check_transformer_engine()) == []
     monkeypatch.setattr(device, "resolve_device", lambda kind: device.Device("cuda"))
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
@@ -202,7 +202,7 @@ def test_an_address_of_another_machine_has_no_ports():
     assert finding.status == FAILURE and "192.0.2.1" in finding.detail
 
 
-def test_free_ports_are_given_back():
+def test_checked_ports_are_released():
     (finding,) = check_ports("127.0.0.1")
     assert finding.status == OK
     with socket.socket() as listener:
@@ -215,7 +215,7 @@ def test_ray_authentication_turned_off_is_a_warning(monkeypatch):
     assert finding.status == WARNING and "RAY_AUTH_MODE" in finding.fix
 
 
-def test_a_token_may_be_there_or_makeable(monkeypatch, tmp_path):
+def test_a_token_must_exist_or_be_creatable(monkeypatch, tmp_path):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path):
     assert any(finding.subject == "run folder" for finding in doctor.check_disk())
 
 
-def test_the_servers_plugin_is_registered_and_its_absence_is_told(monkeypatch):
+def test_the_server_plugin_is_registered_and_its_absence_is_a_failure(monkeypatch):
     found = {finding.subject: finding.status for finding in doctor.check_plugins()}
     assert found["plugin sglang.srt.plugins:megasync"] == OK
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])

@@ -1,4 +1,4 @@
-"""What cannot fit is refused, and the nearest configuration that does is one that could be run."""
+"""A configuration that does not fit is refused, and the proposed one is valid."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def plan(name, gigabytes, *overrides):
     return resolve_plan(config, gigabytes * GB)
 
 
-def test_what_fits_is_neither_refused_nor_changed():
+def test_a_configuration_that_fits_is_not_changed():
     found = plan("qwen3_8b_math", 80)
     assert (found.refusals, found.nearest) == ((), None)
 
@@ -84,27 +84,27 @@ def test_what_fits_is_neither_refused_nor_changed():
         ("qwen3_8b_math", 80, ["sync.arena=device"], "sync.arena=device takes 16.4 GB", ("sync.arena=host",)),
     ],
 )
-def test_the_nearest_that_fits(name, gigabytes, overrides, refused, nearest):
+def test_the_nearest_configuration_that_fits(name, gigabytes, overrides, refused, nearest):
     found = plan(name, gigabytes, *overrides)
     assert refused in found.refusals[0]
     assert found.nearest == nearest
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("qwen3_8b_math", 20), ("qwen3_8b_math", 40), ("qwen3_32b_math", 24)])
-def test_a_proposal_is_admitted_and_leaves_room(name, gigabytes):
+def test_a_proposal_is_valid_and_leaves_room(name, gigabytes):
     proposed = plan(name, gigabytes).nearest
     found = plan(name, gigabytes, *proposed)
     assert found.refusals == ()
     assert max(stage.total for stage in found.stages) <= FILL * gigabytes * GB
 
 
-def test_where_nothing_fits_nothing_is_proposed():
-    """A server is at most as wide as a node, and an eighth of these weights is more than such a device holds."""
+def test_without_a_configuration_that_fits_nothing_is_proposed():
+    """A server spans at most one node, and an eighth of these weights exceeds the memory of such a device."""
     found = plan("qwen3_32b_math", 8)
     assert len(found.refusals) == 3 and found.nearest is None
 
 
-def test_the_program_refuses_and_says_what_would_fit(monkeypatch, capsys):
+def test_the_command_refuses_and_proposes_a_configuration(monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["megasync", "plan", "configs/qwen3_8b_math.yaml", *arguments])
         with pytest.raises(SystemExit) as caught:

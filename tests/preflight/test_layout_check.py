@@ -1,4 +1,4 @@
-"""`megasync check-layout`: refusals before anything starts, figures that add up, and SGLang's own layouts."""
+"""`megasync check-layout`: invalid input, consistent numbers, and SGLang's own layouts."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ DENSE = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes a folder that has a config.json only."""
+    """Creates a folder that contains only a config.json."""
 
     def write(**changes):
         (tmp_path / "config.json").write_text(json.dumps(DENSE | changes))
@@ -62,7 +62,7 @@ def no_sglang(monkeypatch):
 
 @pytest.fixture
 def in_miniature(monkeypatch):
-    """Puts the miniature engine in SGLang's place."""
+    """Replaces SGLang with the miniature engine."""
 
     def ranks(model, size, dtype, device, specs):
         layout = Layout(json.loads((model / "config.json").read_text()), Topology())
@@ -72,7 +72,7 @@ def in_miniature(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "said"),
+    ("changes", "options", "message"),
     [
         ({}, (), "--random"),
         ({}, ("--random", "--tp", 3), "num_attention_heads=4 is not divisible"),
@@ -83,17 +83,17 @@ def in_miniature(monkeypatch):
         ({"attention_bias": True}, ("--random",), "attention_bias=True"),
     ],
 )
-def test_what_cannot_be_checked_is_refused_before_anything_starts(folder, call, no_sglang, changes, options, said):
+def test_invalid_input_is_refused_before_a_process_starts(folder, call, no_sglang, changes, options, message):
     status, out, err = call(folder(**changes), *options)
-    assert (status, out) == (cli.REFUSED, "") and said in err
+    assert (status, out) == (cli.REFUSED, "") and message in err
 
 
-def test_a_missing_folder_is_named(call, no_sglang, tmp_path):
+def test_a_missing_folder_is_refused_by_name(call, no_sglang, tmp_path):
     status, _, err = call(tmp_path / "absent")
     assert status == cli.REFUSED and "absent" in err
 
 
-def test_figures_add_up(folder):
+def test_the_numbers_of_a_report_are_consistent(folder):
     path, size = folder(), 2
     layout = Layout(DENSE, Topology(2, 2, 2))
 
@@ -125,7 +125,7 @@ def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_minia
     check = carrier._EngineSide._check_slot
 
     def crossed(self, slot, live, counts):
-        """Expects the other rank's rows."""
+        """Expects the rows of the other rank."""
         box = slot.hf_box
         other = slot._replace(hf_box=box._replace(row=box.rows - box.row)) if slot.hf_name == name else slot
         check(self, other, live, counts)
@@ -138,7 +138,7 @@ def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_minia
     assert status == cli.UNHEALTHY and not found["ok"] and name in found["offenders"] and name in found["verdict"]
 
 
-def test_an_engine_that_does_not_keep_a_tensor_is_a_failure_that_names_it(folder, call, in_miniature, monkeypatch):
+def test_a_tensor_that_the_engine_does_not_keep_is_a_failure(folder, call, in_miniature, monkeypatch):
     name, whole = "model.norm.weight", engine_blueprint.engine_ranks
 
     def ranks(*args):
@@ -170,6 +170,6 @@ def test_real_layouts_of_dense_and_expert_models(call, tmp_path):
 
 
 @pytest.mark.real
-def test_a_model_that_sglang_cannot_build_is_told_in_its_words(folder, call):
+def test_the_error_of_a_model_that_sglang_cannot_build_quotes_sglang(folder, call):
     status, _, err = call(folder(architectures=["NobodysModel"]), "--random", "--device", "cpu")
     assert status == cli.REFUSED and "NobodysModel" in err

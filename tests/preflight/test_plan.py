@@ -1,4 +1,4 @@
-"""The plan is the arithmetic of the configuration, whole and readable."""
+"""A plan is computed from the configuration and printed in tables."""
 
 import json
 from io import StringIO
@@ -40,8 +40,8 @@ def rendered(config, width: int = 110) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b_math", "qwen3_32b_math"])
-def test_the_plan_of_a_cluster_configuration_is_as_written_down(name):
-    """A change of these plans must be meant: compare, and write the new text to tests/preflight/plans/."""
+def test_the_plan_of_a_cluster_configuration_equals_the_stored_one(name):
+    """If a change of the plans is intended, write the new text to tests/preflight/plans/."""
     assert rendered(load(name)) == (PLANS / f"{name}.txt").read_text(encoding="utf-8")
 
 
@@ -71,7 +71,7 @@ def test_buffer_and_staleness_follow_the_schedule():
 
 
 def test_parameters_are_those_of_the_public_models():
-    """8.19 and 32.76 billion, as the models' own descriptions say."""
+    """8.19 and 32.76 billion, as the model cards state."""
     assert round(resolve_plan(load("qwen3_8b_math")).parameters / 1e9, 2) == 8.19
     assert round(resolve_plan(load("qwen3_32b_math")).parameters / 1e9, 2) == 32.76
 
@@ -99,7 +99,7 @@ def layout_of(config):
         ("auto", "16.4 GB shard to shard, from all ranks; if servers cannot take that, by broadcast in"),
     ],
 )
-def test_the_way_of_the_weights_is_that_of_the_transport(transport, words):
+def test_the_plan_describes_the_transport(transport, words):
     assert words in rendered(load("qwen3_8b_math", f"sync.transport={transport}"), width=400)
 
 
@@ -116,7 +116,7 @@ def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     assert stage_memory(config, layout, BUCKET, 0).optimizer == 12 * elements
 
 
-def test_experts_are_spread_over_their_own_ranks(tmp_path):
+def test_experts_are_distributed_over_their_own_ranks(tmp_path):
     values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))
@@ -144,7 +144,7 @@ def test_float32_weights_need_no_second_copy_in_the_optimizer():
     assert stage_memory(config, layout, BUCKET, 0).optimizer == 8 * elements
 
 
-def test_recomputation_sequence_parallelism_and_small_batches_save_activations():
+def test_recomputation_sequence_parallelism_and_small_batches_reduce_activations():
     def activations(*overrides):
         config = load("qwen3_8b_math", *overrides)
         return stage_memory(config, layout_of(config), BUCKET, 0).activations
@@ -155,7 +155,7 @@ def test_recomputation_sequence_parallelism_and_small_batches_save_activations()
 
 
 def test_a_kl_term_takes_two_blocks_of_the_model():
-    """The embedding is the largest block of each rank but the last's output layer, which is as large."""
+    """The embedding is the largest block; on the last rank the output layer is as large."""
     plan = resolve_plan(load("qwen3_32b_math", "algorithm.kl_coef=0.01"))
     rows = plan_layout_rows(plan)
     assert [stage.reference for stage in plan.stages] == [2 * rows * 5120 * 2] * 2
@@ -201,7 +201,7 @@ def test_only_the_last_stage_holds_logits():
     assert first.logits == 0 < last.logits
 
 
-def test_the_kv_cache_gets_what_the_weights_leave():
+def test_the_kv_cache_takes_the_memory_beside_the_weights():
     config = load("qwen3_8b_math")
     layout = layout_of(config)
     memory = server_memory(config, layout, 100 * 10**9)
@@ -213,12 +213,12 @@ def test_the_kv_cache_gets_what_the_weights_leave():
     assert server_memory(config, layout, 20 * 10**9).kv_tokens == 4194
 
 
-def test_a_budget_below_one_sequence_is_warned_about():
+def test_a_token_budget_below_one_sequence_gives_a_warning():
     plan = resolve_plan(load("qwen3_8b_math", "trainer.tokens_per_microbatch=1024"))
     assert "tokens_per_microbatch=1024" in " ".join(plan.warnings) and plan.refusals == ()
 
 
-def test_the_next_version_takes_memory_of_a_server_where_it_is_kept_there():
+def test_a_staging_area_on_the_device_takes_server_memory():
     def arena(*overrides):
         config = load("qwen3_8b_math", *overrides)
         return server_memory(config, layout_of(config), 80 * 10**9)
@@ -230,14 +230,14 @@ def test_the_next_version_takes_memory_of_a_server_where_it_is_kept_there():
     assert arena("sync.transport=broadcast").arena == 0
 
 
-def test_each_device_is_drawn_where_it_is():
+def test_each_device_is_shown_on_its_node():
     drawn = rendered(load("qwen3_8b_math", "rollout.tensor_parallel=2", "rollout.servers=1"))
     assert "│ node 0 │ t0 │ t1 │ t2 │ t3 │ s0 │ s0 │ . │ . │" in drawn
     many = ["cluster.device=cpu", "cluster.devices_per_node=32", "rollout.servers=20"]
     assert "│ node 0 │ t0 to t3 │ s0 to s19 │ . │" in rendered(load("qwen3_8b_math", *many))
 
 
-def test_ranks_stand_among_experts_too(tmp_path):
+def test_ranks_have_expert_coordinates(tmp_path):
     values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "qwen3_moe", **experts}))
@@ -247,7 +247,7 @@ def test_ranks_stand_among_experts_too(tmp_path):
     assert "│ 2-3   │ 0    │ 0-1    │ 1    │ 0        │ 0-1    │ 0             │ 0-35   │" in rendered(config)
 
 
-def test_a_cpu_has_no_device_memory_to_compare_with():
+def test_a_cpu_run_has_no_device_memory_limit():
     config = load("qwen3_8b_math", "cluster.device=cpu")
     assert resolve_plan(config).device_bytes is None
     with pytest.raises(ConfigError, match="--device-memory"):

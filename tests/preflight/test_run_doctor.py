@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine: each thing taken away, one by one."""
+"""Each requirement of a configuration on this machine, missing one at a time."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def model(fetched, tmp_path):
 
 @pytest.fixture
 def examine(model, tmp_path):
-    """The findings that are not well, of a configuration with these changes."""
+    """The findings that are not OK, for a configuration with these changes."""
 
     def examine(*overrides, change=None):
         always = [f"model.path={model}", f"run_root={tmp_path / 'runs'}", "cluster.device=cpu"]
@@ -51,12 +51,12 @@ def only(findings, subject):
     return found
 
 
-def test_a_machine_that_has_everything(examine, tmp_path):
+def test_a_machine_that_meets_all_requirements(examine, tmp_path):
     assert examine() == []
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_is_not_there(examine):
+def test_a_missing_model(examine):
     assert "is not a folder on this machine" in only(examine("model.path=/absent"), "model").detail
 
 
@@ -66,27 +66,27 @@ def test_a_model_without_a_tokenizer(examine, model):
     assert "no tokenizer files" in only(examine(), "model").detail
 
 
-def test_a_model_file_that_was_cut_off(examine, model):
+def test_a_truncated_model_file(examine, model):
     file = next(model.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     found = only(examine(), "model")
     assert str(file) in found.detail and "copy the model again" in found.fix
 
 
-def test_a_model_with_a_tensor_too_few(examine, model):
+def test_a_model_with_a_missing_tensor(examine, model):
     settings = json.loads((model / "config.json").read_text())
     settings["num_hidden_layers"] += 1
     (model / "config.json").write_text(json.dumps(settings))
     assert "has no tensor 'model.layers." in only(examine(), "model").detail
 
 
-def test_a_model_whose_tensors_are_not_those_of_its_config(examine, model):
+def test_a_model_whose_tensors_do_not_match_its_config(examine, model):
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"intermediate_size": 2 * values["intermediate_size"]}))
     assert "has shape" in only(examine(), "model").detail
 
 
-def test_a_model_of_which_a_shard_is_missing(examine, model):
+def test_a_model_with_a_missing_shard(examine, model):
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -110,15 +110,15 @@ def test_a_configuration_that_contradicts_itself(examine):
     assert "schedule.max_inflight_groups=1000" in found.detail
 
 
-def test_a_pool_that_cannot_be_cut_into_nodes(examine):
+def test_a_pool_that_does_not_fill_whole_nodes(examine):
     assert "rollout.servers=12" in only(examine("rollout.servers=12"), "configuration").detail
 
 
-def test_a_value_out_of_its_range_is_told_before_anything_is_calculated_with_it(examine):
+def test_a_value_out_of_range_is_reported_first(examine):
     assert "trainer.tensor_parallel=0" in only(examine("trainer.tensor_parallel=0"), "configuration").detail
 
 
-def test_a_reward_model_that_is_not_there(examine):
+def test_a_missing_reward_model(examine):
     def judged(config):
         config.reward_models["judge"] = RewardModelConfig(kind="generative", path="/absent")
 
@@ -126,7 +126,7 @@ def test_a_reward_model_that_is_not_there(examine):
     assert "reward_models.judge.path" in found.fix
 
 
-def test_a_run_folder_that_cannot_be_made(examine, tmp_path):
+def test_a_run_folder_that_cannot_be_created(examine, tmp_path):
     (tmp_path / "file").touch()
     assert "run_root" in only(examine(f"run_root={tmp_path / 'file' / 'runs'}"), "run folder").fix
 
@@ -136,18 +136,18 @@ def test_a_disk_without_room_for_the_checkpoints(examine):
     assert "1000000001 checkpoints need" in found.detail and "checkpoint.keep=1000000000" in found.fix
 
 
-def test_a_certificate_that_is_not_there(examine):
+def test_a_missing_certificate(examine):
     found = only(examine("cluster.tls_cert=/absent.pem", "cluster.tls_key=/absent.key"), "access")
     assert "cluster.tls_cert=/absent.pem cannot be read" in found.detail
 
 
-def test_generation_that_is_open_to_a_network(examine):
+def test_generation_without_a_key_on_a_network(examine):
     found = [finding for finding in examine("cluster.host=192.0.2.1", "cluster.generation_key=never")]
     access = next(finding for finding in found if finding.subject == "access")
     assert access.status == WARNING and "generation requires no key" in access.detail
 
 
-def test_gpus_that_are_not_there(examine):
+def test_missing_gpus(examine):
     alone = only(examine("cluster.device=cuda"), "devices")
     assert "this machine has no GPU" in alone.detail and "cluster.device=cpu" in alone.fix
     # One of several machines: perhaps that of the driver.
@@ -155,7 +155,7 @@ def test_gpus_that_are_not_there(examine):
     assert (found.subject, found.status) == ("devices", WARNING) and "driver" in found.fix
 
 
-def test_fewer_gpus_than_the_pools_take(examine, monkeypatch):
+def test_fewer_gpus_than_the_pools_need(examine, monkeypatch):
     monkeypatch.setattr(run_doctor, "resolve_device", lambda kind: Device("cuda"))
     monkeypatch.setattr(run_doctor, "check_machine", lambda kind, trains: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

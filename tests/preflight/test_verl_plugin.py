@@ -1,4 +1,4 @@
-"""The doctor's question to verl: does it have megasync's engine?"""
+"""The doctor checks that verl has megasync's engine."""
 
 import subprocess
 from importlib.metadata import PackageNotFoundError
@@ -15,7 +15,7 @@ needs_verl = pytest.mark.skipif(
 )
 
 
-def test_without_verl_there_is_nothing_to_repair(monkeypatch):
+def test_without_verl_there_is_no_failure(monkeypatch):
     def version(package):
         raise PackageNotFoundError(package)
 
@@ -35,7 +35,7 @@ def test_a_fresh_interpreter_has_the_engine():
 
 @pytest.mark.processes
 @needs_verl
-def test_a_plugin_that_verl_does_not_load_is_told(monkeypatch):
+def test_a_plugin_that_verl_does_not_load_is_reported(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     (finding,) = doctor.check_verl()
     assert finding.status == FAILURE

@@ -1,4 +1,4 @@
-"""The machines of a run, the way of weights between them, and the deadlines of every wait."""
+"""The machines of a run, the weight sync between them, and the deadlines of all waits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class ClusterConfig:
     devices_per_node: int = limited(8, Range(1, 1024))
     # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
     host: str = limited("127.0.0.1", HOST)
-    # Whether generation requests must carry a key: auto (if host is no loopback address), always or never. The run
-    # generates the key, or takes it from the environment variable MEGASYNC_GENERATION_KEY: docs/security.md.
+    # Whether generation requests must carry a key: always, never, or auto (if `host` is not a loopback address or the
+    # environment variable MEGASYNC_GENERATION_KEY is set). The key is that of the variable, or a random one:
+    # docs/security.md.
     generation_key: str = limited("auto", Choice("auto", "always", "never"))
-    # PEM file with the router's certificate, on the machine where the router runs; null: plain HTTP.
+    # PEM file with the router's certificate, on the machine where the router runs; null uses plain HTTP.
     tls_cert: str | None = limited(None, PATH)
     # PEM file with the certificate's private key, not encrypted.
     tls_key: str | None = limited(None, PATH)
-    # PEM file with the authorities that the router's clients trust; null: tls_cert itself.
+    # PEM file with the authorities that the router's clients trust; null trusts `tls_cert` itself.
     tls_ca: str | None = limited(None, PATH)
 
 
 @dataclass
 class SyncConfig:
-    """How weights get from the trainer to the servers: docs/weight_sync.md."""
+    """How the trainer sends weights to the servers: docs/weight_sync.md."""
 
     # What servers do with running requests during a sync: in_place, retract or abort.
     pause_mode: str = limited("retract", Choice("in_place", "retract", "abort"))
@@ -59,7 +60,7 @@ class SyncConfig:
     disk_dir: str | None = limited(None, PATH)
     # disk: versions to keep; each is a complete Hugging Face folder.
     disk_keep: int = limited(2, AT_LEAST_ONE)
-    # After every n-th sync compare trainer and server log-probs on fixed prompts; 0 never does.
+    # Compare trainer and server log-probs on fixed prompts after every n-th sync; 0 never.
     parity_every: int = limited(1, NOT_NEGATIVE)
     # Maximum mean absolute difference per token, in nats; null takes 1e-3 for float32 and 0.2 for bfloat16.
     parity_threshold: float | None = limited(None, POSITIVE)
@@ -91,5 +92,5 @@ class TimeoutConfig:
     # waits for. Time in a step, a save, a restart of the ranks or a weight sync does not count, because each has a
     # deadline.
     no_progress: float = limited(1800.0, POSITIVE)
-    # Clean exit of processes; after it they are killed.
+    # Clean exit of a process, after which it is killed.
     shutdown: float = limited(60.0, POSITIVE)

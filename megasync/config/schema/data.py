@@ -54,7 +54,7 @@ class PromptConfig:
     examples: int = limited(0, NOT_NEGATIVE)
     # Format of a solved example.
     example_template: str = "{prompt} {answer}\n\n"
-    # Maximum prompt length in tokens. Longer prompts are refused at start (counted and named), not truncated.
+    # Maximum prompt length in tokens. Longer prompts are not truncated: they are an error at start.
     max_tokens: int = limited(1024, AT_LEAST_ONE)
 
 

@@ -32,10 +32,11 @@ class GroupConfig:
     drop_uniform: bool = False
     # Responses sampled per prompt beyond `schedule.samples_per_group`.
     extra_samples: int = limited(0, NOT_NEGATIVE)
-    # Which of them are kept: first (those that finish first; the others are aborted) or spread (out of all, those whose
-    # rewards have the largest variance).
+    # Which of the sampled responses are kept: first (those that finish first; the others are aborted) or spread (those
+    # whose rewards have the largest variance).
     keep: str = limited("first", Choice("first", "spread"))
-    # Responses truncated at the length limit: keep them, mask them (out of loss and baseline), or punish length softly.
+    # What to do with responses truncated at the length limit: keep, mask (exclude from loss and baseline) or punish
+    # (reduce the reward of responses near the limit).
     overlong: str = limited("keep", Choice("keep", "mask", "punish"))
     # punish: number of tokens before `rollout.sampling.max_new_tokens` over which the reward falls.
     overlong_tokens: int = limited(0, NOT_NEGATIVE)
@@ -45,7 +46,7 @@ class GroupConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model on its own servers that scores responses (docs/rewards.md#reward-models). Weight syncs never touch it."""
+    """A model on its own servers that scores responses (docs/rewards.md#reward-models). It is never trained."""
 
     # classifier (a sequence-classification or reward head) or generative (a judge that writes).
     kind: str = limited(MISSING, Choice("classifier", "generative"))

@@ -129,9 +129,10 @@ class HealthConfig:
     request_failures: int = limited(3, AT_LEAST_ONE)
     # Weight syncs in a row that a server may fail before it is restarted instead of synced again.
     sync_failures: int = limited(2, AT_LEAST_ONE)
-    # Restarts of a server, and of the router, within any `restart_window`; a server that needs more is given up.
+    # Maximum number of restarts of a server, or of the router, within `restart_window`; after that a server is not
+    # restarted again.
     restarts: int = limited(5, NOT_NEGATIVE)
-    # Length of that window in seconds.
+    # Length of the window in which `restarts` are counted, in seconds.
     restart_window: float = limited(600.0, POSITIVE)
 
 
@@ -141,7 +142,7 @@ class RolloutConfig:
 
     # Number of SGLang servers at the start; `megasync scale` adds and removes servers during the run.
     servers: int = limited(2, PROCESSES)
-    # The run continues with fewer servers while others restart; it ends if fewer than this remain available.
+    # Minimum number of available servers. The run continues while other servers restart, and ends below this number.
     min_servers: int = limited(1, AT_LEAST_ONE)
     # Tensor-parallel ranks (GPUs) of each server.
     tensor_parallel: int = limited(1, PROCESSES)

@@ -130,16 +130,16 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Coefficient of the auxiliary loss that balances load over experts; 0 turns it off.
     moe_aux_loss: float = limited(0.0, NOT_NEGATIVE)
-    # Non-finite steps in a row that are skipped before the run stops.
+    # Maximum number of consecutive non-finite steps, which are skipped; one more stops the run.
     max_skipped_steps: int = limited(3, NOT_NEGATIVE)
     # Attempts at a step that raises an error, on the same groups. After that the groups are dropped as failed_step,
     # with a record in RUN/failed_steps/. The count survives restarts of the run.
     step_attempts: int = limited(2, AT_LEAST_ONE)
-    # Batches in a row that are dropped after failed steps before the run stops, because an error on different batches
-    # is not caused by them. 0 drops none.
+    # Maximum number of consecutive batches that are dropped after failed steps; one more stops the run, because an
+    # error on different batches is not caused by them. 0 drops none.
     max_failed_steps: int = limited(1, NOT_NEGATIVE)
-    # Restarts of lost ranks (dead, or hung past a deadline) in a row, each from the newest checkpoint, without a new
-    # step trained in between; after these the run stops. 0 stops at the first loss.
+    # Maximum number of restarts of lost ranks (dead, or hung past a deadline) without a new trained step in between,
+    # each from the newest checkpoint; one more loss stops the run. 0 stops it at the first loss.
     max_restarts: int = limited(3, NOT_NEGATIVE)
 
 
