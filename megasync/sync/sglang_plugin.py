@@ -29,7 +29,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
-from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS
+from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS  # pyright: ignore[reportMissingImports] - the folder patches/
 
 from megasync.errors import ServerError
 from megasync.serving.engine_protocol import (
