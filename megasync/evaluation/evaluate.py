@@ -10,7 +10,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
@@ -130,7 +130,7 @@ class _Evaluator:
         self._seed = seed
         self._on_answer = on_answer
         self._gate = RequestGate()
-        self._counts: dict[tuple[str, float], _Counts] = {}
+        self._counts: defaultdict[tuple[str, float], _Counts] = defaultdict(_Counts)
 
     async def work(self, jobs: Iterator[_Job]) -> None:
         for held_out, temperature, number, prompt, repeat in jobs:
@@ -144,7 +144,7 @@ class _Evaluator:
                     raise
                 log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
                 answer = HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **identity)
-            self._counts.setdefault((held_out.name, temperature), _Counts()).add(answer)
+            self._counts[held_out.name, temperature].add(answer)
             self._on_answer(answer)
 
     async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:

@@ -175,7 +175,10 @@ class Rollouter:
             self._again.clear()
             await cancel_and_wait(*watched, *self._groups.values())
             if self._failures.save_seconds:
-                await self._save_at_end()
+                try:
+                    await self._save()
+                except MegasyncError as error:
+                    log.warning("Partial responses are not saved; a restart generates them again: %s", error)
 
     def stop(self) -> None:
         """Makes `run` return, whatever it waits for. Admitted prompts stay live in the buffer."""
@@ -206,21 +209,16 @@ class Rollouter:
 
     def metrics(self) -> dict[str, float]:
         """The state of the rollout by metric name; reading it changes nothing."""
-        return self._metrics.snapshot() | {
-            "rollout/inflight_groups": float(len(self._groups)),
-            "rollout/inflight_requests": float(self._gate.inflight),
-            **self._client.metrics(),
-            **self._fleet_metrics(),
-            **(self._quarantine.metrics() if self._quarantine is not None else {}),
-        }
-
-    def _fleet_metrics(self) -> dict[str, float]:
-        if self._fleet is None:
-            return {}
-        metrics = self._fleet.metrics()
-        if self._cap is not None:
+        metrics = self._metrics.snapshot() | self._client.metrics()
+        metrics["rollout/inflight_groups"] = float(len(self._groups))
+        metrics["rollout/inflight_requests"] = float(self._gate.inflight)
+        if self._fleet is not None:
+            metrics |= self._fleet.metrics()
+        if self._fleet is not None and self._cap is not None:
             metrics["rollout/inflight_limit"] = float(self._cap.limit)
             metrics["rollout/kv_usage"] = max((load.token_usage for load in self._fleet.loads()), default=0.0)
+        if self._quarantine is not None:
+            metrics |= self._quarantine.metrics()
         return metrics
 
     # The loops
@@ -256,12 +254,6 @@ class Rollouter:
         """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
         for batch in self._partials.unsaved():
             await self._buffer.save_partials(batch)
-
-    async def _save_at_end(self) -> None:
-        try:
-            await self._save()
-        except MegasyncError as error:
-            log.warning("Partial responses were not saved and will be generated again after a restart: %s", error)
 
     async def _limit_loop(self, cap: InflightCap, fleet: FleetLoads) -> None:
         while True:

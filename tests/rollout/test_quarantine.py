@@ -81,6 +81,19 @@ class Endless:
         return self._make()
 
 
+def break_connections(servers, times):
+    """Breaks the connections of the next requests, without a death."""
+    servers.crash = lambda place: None
+    left = iter(range(times))
+
+    async def one(fake: FakeSGLang, body: dict):
+        if next(left, None) is not None:
+            fake.http.transport.close()
+        return await complete(fake, body)
+
+    servers.router.script = Endless(lambda: one)
+
+
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.01, 0.02))
@@ -116,7 +129,9 @@ async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_cr
         with pytest.raises(PoisonPrompt):
             await client.generate([POISON, 1], routing_key="1:7")
         assert len(servers.deaths) == 4
-        assert not servers.isolated
+        # The trial returns its server in a task of its own.
+        while servers.isolated:
+            await asyncio.sleep(0.01)
         assert quarantine.metrics() == {"rollout/suspect_prompts": 0.0, "rollout/poison_prompts": 2.0}
     dump = json.loads((tmp_path / "poison" / "0-7.json").read_text())
     assert (dump["uid"], dump["prompt_ids"], dump["input_ids"]) == ("0:7", [[POISON, 1]], [POISON, 1])
@@ -184,29 +199,18 @@ async def test_a_trial_without_a_death_clears_its_members(tmp_path, monkeypatch)
         assert quarantine.metrics()["rollout/suspect_prompts"] == 0.0
 
 
-async def test_connections_that_break_without_a_death_make_nobody_a_suspect(tmp_path):
+async def test_connections_that_break_without_a_death_make_no_prompt_a_suspect(tmp_path):
     async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
-        servers.crash = lambda place: None
-        broken = iter(range(4))
         make = servers.router.script._make
-
-        def behave():
-            async def one(fake: FakeSGLang, body: dict):
-                if next(broken, None) is not None:
-                    fake.http.transport.close()
-                return await complete(fake, body)
-
-            return one
-
-        servers.router.script = Endless(behave)
+        break_connections(servers, 4)
         assert len((await client.generate([5], routing_key="0:1")).token_ids) == 4
         servers.router.script = Endless(make)
         assert quarantine.metrics()["rollout/suspect_prompts"] == 0.0
         assert servers.alone == []
 
 
-async def test_time_at_the_door_is_no_time_of_the_request(tmp_path):
-    """Waiting for others that may be suspects takes longer than the request may."""
+async def test_time_held_back_does_not_count_against_the_deadline(tmp_path):
+    """The verdict takes longer than the request's own deadline."""
     async with serving(tmp_path) as (client, _, _), asyncio.timeout(PATIENCE):
         client._timeout = 0.5
         client._quarantine._verdict_seconds = 0.8
@@ -215,20 +219,9 @@ async def test_time_at_the_door_is_no_time_of_the_request(tmp_path):
 
 
 async def test_a_request_that_waits_for_the_verdict_on_a_death_counts_as_held_back(tmp_path):
-    """Its deadline stands still, so whoever waits for its end must know."""
+    """Its deadline is paused meanwhile, which the gate must take into account."""
     async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
-        servers.crash = lambda place: None
-        broken = iter(range(1))
-
-        def behave():
-            async def one(fake: FakeSGLang, body: dict):
-                if next(broken, None) is not None:
-                    fake.http.transport.close()
-                return await complete(fake, body)
-
-            return one
-
-        servers.router.script = Endless(behave)
+        break_connections(servers, 1)
         request = asyncio.create_task(client.generate([5], routing_key="0:1"))
         while not quarantine.busy:
             assert not request.done()
@@ -238,7 +231,7 @@ async def test_a_request_that_waits_for_the_verdict_on_a_death_counts_as_held_ba
         assert quarantine.holds == 1
 
 
-async def test_an_answer_that_makes_no_sense_has_the_servers_checked(tmp_path):
+async def test_an_invalid_answer_has_the_servers_checked(tmp_path):
     doubts = []
     async with serving(tmp_path, on_invalid_answer=lambda: doubts.append(1)) as (client, servers, _):
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -516,8 +517,10 @@ async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_op
     assert len(bench.buffer.committed) == 6
 
 
-async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
-    suspects = SimpleNamespace(busy=True, holds=0, metrics=dict, evidence=lambda uid: None)
+@asynccontextmanager
+async def held_back(make_bench, busy):
+    """Four requests in flight that end with the block, beside a quarantine that the test controls."""
+    suspects = SimpleNamespace(busy=busy, holds=0, metrics=dict, evidence=lambda uid: None)
     release = asyncio.Event()
 
     async def behave(ids, options):
@@ -527,38 +530,32 @@ async def test_the_gate_has_patience_while_suspects_are_tried(make_bench):
     bench = make_bench(total=2, capacity=2, behave=behave, quarantine=suspects)
     run = asyncio.create_task(bench.rollouter.run())
     await until(lambda: bench.client.running == 4)
-    gate = asyncio.create_task(bench.rollouter.gate(0.001))
-    await asyncio.sleep(0.02)
-    assert not gate.done()
-    suspects.busy = False
-    with pytest.raises(ServerError, match="4 requests still ran"):
+    yield bench.rollouter, suspects, release
+    release.set()
+    bench.rollouter.open()
+    await asyncio.wait_for(run, PATIENCE)
+
+
+async def test_the_gate_waits_while_suspects_are_on_trial(make_bench):
+    async with held_back(make_bench, busy=True) as (rollouter, suspects, _):
+        gate = asyncio.create_task(rollouter.gate(0.001))
+        await asyncio.sleep(0.02)
+        assert not gate.done()
+        suspects.busy = False
+        with pytest.raises(ServerError, match="4 requests still ran"):
+            await gate
+
+
+async def test_the_gate_extends_its_timeout_after_a_request_was_held_back(make_bench):
+    """The request's own deadline was paused meanwhile, so it may end after the gate's timeout."""
+    async with held_back(make_bench, busy=False) as (rollouter, suspects, release):
+        gate = asyncio.create_task(rollouter.gate(0.05))
+        await asyncio.sleep(0.01)
+        suspects.holds += 1
+        await asyncio.sleep(0.06)
+        assert not gate.done()
+        release.set()
         await gate
-    release.set()
-    bench.rollouter.open()
-    await asyncio.wait_for(run, PATIENCE)
-
-
-async def test_the_gate_has_patience_after_a_request_was_held_back_for_a_moment(make_bench):
-    """Its own deadline stood still meanwhile, so it may end later than the gate's patience."""
-    suspects = SimpleNamespace(busy=False, holds=0, metrics=dict, evidence=lambda uid: None)
-    release = asyncio.Event()
-
-    async def behave(ids, options):
-        await release.wait()
-        return "x"
-
-    bench = make_bench(total=2, capacity=2, behave=behave, quarantine=suspects)
-    run = asyncio.create_task(bench.rollouter.run())
-    await until(lambda: bench.client.running == 4)
-    gate = asyncio.create_task(bench.rollouter.gate(0.05))
-    await asyncio.sleep(0.01)
-    suspects.holds += 1
-    await asyncio.sleep(0.06)
-    assert not gate.done()
-    release.set()
-    await gate
-    bench.rollouter.open()
-    await asyncio.wait_for(run, PATIENCE)
 
 
 async def test_metrics_of_a_run(make_bench):
