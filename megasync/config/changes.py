@@ -94,11 +94,6 @@ def why_fixed(key: str) -> str | None:
     return FIXED.get(entry)
 
 
-def changeable() -> list[str]:
-    """All keys that may change when a run is resumed."""
-    return [key for key in _leaves() if why_fixed(key) is None]
-
-
 def fixed() -> list[str]:
     """All keys that must not change when a run is resumed."""
     return [key for key in _leaves() if why_fixed(key) is not None]

@@ -121,22 +121,20 @@ def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}.path={model.path!r} has a config.json but no *.safetensors weights; add them")
     architectures = values.get("architectures") or []
+    classes = ", ".join(architectures) or "no named class"
     classifies = any(name in CLASSIFIERS for name in architectures)
     if model.kind == "classifier" and not classifies:
         raise ConfigError(
-            f"{key}.kind=classifier, but {key}.path={model.path!r} holds "
-            f"{', '.join(architectures) or 'no named class'}; SGLang classifies with {', '.join(CLASSIFIERS)}. Set "
-            "kind=generative for a model that generates text"
+            f"{key}.kind=classifier, but {key}.path={model.path!r} contains {classes}; SGLang classifies with "
+            f"{', '.join(CLASSIFIERS)}. Set kind=generative for a model that generates text"
         )
     if model.kind == "generative" and not any(name.endswith("ForCausalLM") for name in architectures):
         raise ConfigError(
-            f"{key}.kind=generative, but {key}.path={model.path!r} holds "
-            f"{', '.join(architectures) or 'no named class'}, "
-            f"which generates no text" + ("; set kind=classifier" if classifies else "")
+            f"{key}.kind=generative, but {key}.path={model.path!r} contains {classes}, which generates no text"
+            + ("; set kind=classifier" if classifies else "")
         )
-    labels = len(values.get("id2label") or {}) or values.get(
-        "num_labels", 1 if "RewardModel" in str(architectures) else 2
-    )
+    default = 1 if "RewardModel" in str(architectures) else 2
+    labels = len(values.get("id2label") or {}) or values.get("num_labels", default)
     if model.kind == "classifier" and model.label >= labels:
         raise ConfigError(f"{key}.label={model.label} exceeds the {labels} output(s) of {key}.path={model.path!r}")
     if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -161,10 +162,10 @@ def check_layout(
 
 
 def _dtype(dtype: str | None, config: Mapping[str, object]) -> str:
-    found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    if found not in ITEM_BYTES:
-        raise ConfigError(f"dtype {found!r} is not supported; give --dtype, one of {', '.join(ITEM_BYTES)}")
-    return found
+    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; set --dtype to one of {', '.join(ITEM_BYTES)}")
+    return dtype
 
 
 # Weights
@@ -217,11 +218,8 @@ def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerU
 
 
 def _engine_uses(plan: ShardPlan) -> tuple[EngineUse, ...]:
-    found = []
-    for rank in range(plan.engine_ranks):
-        sizes = [bucket.nbytes for _, bucket in plan.of_target(rank)]
-        found.append(EngineUse(rank, sum(sizes), len(sizes), arena_bytes=sum(sizes)))
-    return tuple(found)
+    sizes = [[bucket.nbytes for _, bucket in plan.of_target(rank)] for rank in range(plan.engine_ranks)]
+    return tuple(EngineUse(rank, sum(own), len(own), arena_bytes=sum(own)) for rank, own in enumerate(sizes))
 
 
 def _minimum(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> int:
@@ -234,29 +232,28 @@ def _minimum(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> int:
 
 def _replica_groups(topology: Topology, plan: ShardPlan) -> tuple[ReplicaGroup, ...]:
     sent = plan.sent_bytes()
-    found = []
-    for pp in range(topology.pipeline):
-        for tp in range(topology.tensor):
-            ranks = tuple(topology.rank(tp, dp, pp) for dp in range(topology.data))
-            loads = [sent.get(rank, 0) for rank in ranks]
-            found.append(ReplicaGroup(ranks, min(loads), max(loads)))
-    return tuple(found)
+    groups = []
+    for pp, tp in product(range(topology.pipeline), range(topology.tensor)):
+        ranks = tuple(topology.rank(tp, dp, pp) for dp in range(topology.data))
+        loads = [sent.get(rank, 0) for rank in ranks]
+        groups.append(ReplicaGroup(ranks, min(loads), max(loads)))
+    return tuple(groups)
 
 
 def _casts(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = defaultdict(dict)
+    casts: dict[str, dict[str, None]] = defaultdict(dict)
     for rank in engine:
         for slot in rank.slots:
-            wire, kept = layout.hf_dtype(slot.hf_name, dtype), rank.dtypes[slot.param]
-            if wire != kept:
-                found[f"{wire} -> {kept}"][slot.hf_name] = None
-    return {cast: tuple(names) for cast, names in found.items()}
+            sent, kept = layout.hf_dtype(slot.hf_name, dtype), rank.dtypes[slot.param]
+            if sent != kept:
+                casts[f"{sent} -> {kept}"][slot.hf_name] = None
+    return {cast: tuple(names) for cast, names in casts.items()}
 
 
 def _constants(engine: Sequence[EngineRank]) -> dict[str, dict[str, int]]:
     """Elements of each parameter that are set to each value, over all ranks."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for rank in engine:
         for fill in rank.fills:
-            found[fill.param][f"{fill.value:g}"] += fill.rows * fill.cols
-    return {param: dict(values) for param, values in found.items()}
+            elements[fill.param][f"{fill.value:g}"] += fill.rows * fill.cols
+    return {param: dict(values) for param, values in elements.items()}
