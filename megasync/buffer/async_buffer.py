@@ -81,7 +81,7 @@ class AsyncBuffer:
         self._clock = clock
         self._reading: asyncio.Future[DurableBuffer] | None = None
         self._progress = "nothing yet"
-        # A lease that its remote caller gave up may still wait here: it must not take a batch after a rollback.
+        # A lease whose remote caller was cancelled may still wait here: it must not take a batch after a rollback.
         self._rollbacks = 0
         # Waiters by kind, in the order of arrival, in which they retry; and by key.
         self._waiters: dict[str, dict[_Waiter, None]] = {"admit": {}, "lease": {}, "reclaim": {}}

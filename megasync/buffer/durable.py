@@ -1,7 +1,7 @@
 """A buffer and its ledger as one: the only place where changes become records, and where a run's ledger begins.
 
 Order of every change: the state machine applies it, one transaction records it, and only then is it visible (the call
-returns, waiters wake). So a crash at any point leaves the ledger either before the change, which nobody has seen yet
+returns, waiters wake). So a crash at any point leaves the ledger either before the change, which no caller has seen
 and which the repeated call makes, or after it, where the repeated call changes nothing (see `state`).
 
 `begin_ledger` writes a new ledger under another name and renames it once the run's start is on disk. So a ledger is

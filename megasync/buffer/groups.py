@@ -37,7 +37,7 @@ TRAINED = (GroupState.UNPUBLISHED, GroupState.PUBLISHED)
 # Reasons of drops as earlier ledgers and checkpoints name them, and their names now.
 RENAMED_REASONS = {"over_age": "stale"}
 
-# Loads a recorded value that nobody has needed yet: a buffer that restarts reads no token before it is asked for one.
+# Loads a recorded value on demand: a restarted buffer reads no tokens until they are requested.
 StoredGroup = Callable[[], Group]
 StoredPartial = Callable[[], Partial]
 # Unfinished responses by (sample, turn).
@@ -203,7 +203,7 @@ class GroupIndex:
             self._move(entry, GroupState.RETURNED if entry.group is None else GroupState.FINISHED)
 
     def forget(self, step: int) -> None:
-        """Removes groups that ended at a step up to this one: nobody asks about them again."""
+        """Removes groups that ended at a step up to this one: no call refers to them again."""
         for entry in [entry for entry in self.ended.values() if entry.step <= step and entry.uid not in self.open]:
             del self.ended[entry.uid]
 

@@ -339,7 +339,7 @@ class Ledger:
 
 
 def _copy(name: str, value: Any) -> Any:
-    """What the ledger compares a field of the status with; nobody else can change it."""
+    """The ledger's own copy of a status field, to compare later values with."""
     return None if name in WRITTEN_ONCE else copy.deepcopy(value)
 
 

@@ -59,7 +59,7 @@ WATCH_SECONDS = 1.0
 STOP_SECONDS = 30.0
 # How many watch ticks to look for a dead process behind a failed request: a server takes a moment to die.
 ROOT_CAUSE_TICKS = 5
-# A dump is asked for when something hangs, and must not hang with it.
+# Timeout of a dump, which is requested when something hangs and must not hang too.
 DUMP_SECONDS = 5.0
 
 

@@ -82,7 +82,7 @@ class TrainerRecovery:
         """Restarts the ranks from the newest checkpoint and publishes their weights.
 
         `incomplete` is the step that the loss interrupted, if any. Raises TrainingError when the restart budget is used
-        up, and RankLost when a new rank is lost on the way.
+        up, and RankLost when a new rank is lost.
         """
         progress, limit = self._progress, self._config.max_restarts
         used_up = self._restarts_in_a_row >= limit

@@ -25,7 +25,13 @@ ROOM = 12
 ENDLESS_SECONDS = 5.0
 
 # Ways in which a server can send invalid answers.
-LIES = ("a log-prob that is no number", "an id outside the vocabulary", "a token too few", "no JSON", "no end")
+LIES = (
+    "a non-numeric log-prob",
+    "an id outside the vocabulary",
+    "a missing token",
+    "invalid JSON",
+    "an endless stream",
+)
 
 
 class SimServer:
@@ -148,7 +154,7 @@ class SimServer:
                 return self._send(request, "length")
             if request.streams and len(request.token_ids) % self._stream == 0:
                 self._send(request, None)
-            if self.lie == "no end":
+            if self.lie == "an endless stream":
                 while not request.answer.left:
                     await asyncio.sleep(ENDLESS_SECONDS)
                     if request.streams:
@@ -165,7 +171,7 @@ class SimServer:
         piece = request.piece(self.version, reason)
         if self.lie and not (reason == "abort" and not request.token_ids):
             self._chance.met[f"answer: {self.lie}"] += 1
-        data = _falsified(piece, self.lie)
+        data = _corrupted(piece, self.lie)
         request.answer.send(b"data: " + data + b"\n\n" if request.streams else data)
         if reason is not None:
             request.answer.end()
@@ -249,15 +255,15 @@ class _Request:
             self.task.cancel()
 
 
-def _falsified(piece: dict[str, Any], lie: str) -> bytes:
+def _corrupted(piece: dict[str, Any], lie: str) -> bytes:
     sampled = piece["meta_info"]["output_token_logprobs"]
-    if lie == "no JSON":
+    if lie == "invalid JSON":
         return b"<html>502</html>"
-    if sampled and lie == "a log-prob that is no number":
+    if sampled and lie == "a non-numeric log-prob":
         sampled[-1][0] = None
     elif sampled and lie == "an id outside the vocabulary":
         sampled[-1][1] = piece["output_ids"][-1] = VOCABULARY + sampled[-1][1]
-    elif sampled and lie == "a token too few":
+    elif sampled and lie == "a missing token":
         sampled.pop()
     return orjson.dumps(piece)
 

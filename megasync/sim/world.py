@@ -49,7 +49,7 @@ RESUMABLE = (
 class Outcome:
     """The result of a schedule.
 
-    `ended` is "finished", "stopped" (a stop was requested) or the reason for which the run gave up.
+    `ended` is "finished", "stopped" (a stop was requested) or the reason why the run failed.
     """
 
     seed: int
