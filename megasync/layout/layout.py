@@ -8,10 +8,10 @@ sync plan iterate over pieces and know nothing about families.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megasync.errors import ConfigError
 from megasync.layout.families import Rule, Sizes, Split, family_of, sizes_of
@@ -20,6 +20,8 @@ from megasync.layout.topology import Topology
 
 # Megatron pads vocabularies so that each tensor rank holds a multiple of this many rows.
 VOCAB_MULTIPLE = 64
+
+T = TypeVar("T")
 
 
 class Box(NamedTuple):
@@ -279,6 +281,20 @@ class Layout:
                 share = self._local_shape(item)[0]
                 for index, hf_row, local_row, count in _qkv_rows(self.sizes, part * share, share):
                     yield index, Box(hf_row, count, 0, cols), Box(local_row, count, 0, cols)
+
+
+def split_by_bytes(sized: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Consecutive (item, bytes) in as few parts of at most ``limit`` bytes as possible; a larger item is a part."""
+    part: list[T] = []
+    size = 0
+    for item, nbytes in sized:
+        if part and size + nbytes > limit:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += nbytes
+    if part:
+        yield part
 
 
 @lru_cache(maxsize=4096)

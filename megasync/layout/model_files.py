@@ -95,7 +95,10 @@ def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:
         return path
     if not folder.is_dir():
         only = " (only `megasync plan` uses model.config)" if model.config is not None else ""
-        raise ConfigError(f"model.path={model.path!r} is not a folder on this machine{only}; {_how_to_get(folder)}")
+        fix = "download the model there, or set model.path to a Hugging Face model folder"
+        if folder.name in FETCHABLE:
+            fix = f"make it with `megasync fetch {folder.name}`"
+        raise ConfigError(f"model.path={model.path!r} is not a folder on this machine{only}; {fix}")
     path = folder / "config.json"
     if (problem := path_problem(str(path))) is not None:
         raise ConfigError(f"{path} is not accessible: {problem}; give the folder to the user that runs this")
@@ -105,9 +108,3 @@ def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:
             f"*.safetensors and tokenizer files)"
         )
     return path
-
-
-def _how_to_get(folder: Path) -> str:
-    if folder.name in FETCHABLE:
-        return f"make it with `megasync fetch {folder.name}`"
-    return "download the model there, or set model.path to a Hugging Face model folder"

@@ -26,7 +26,7 @@ from megasync.errors import CheckpointError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
-from megasync.layout.layout import Box, Layout, Piece
+from megasync.layout.layout import Box, Layout, Piece, split_by_bytes
 from megasync.layout.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> No
     """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: prod(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
-    parts = _split_by_bytes(nbytes)
+    parts = list(split_by_bytes(nbytes.items(), MAX_FILE_BYTES))
     names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
         tensors = {name: assemble(name, layout, read).to(dtypes[name]) for name in part}
@@ -312,18 +312,6 @@ def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> No
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}
         atomic_write(out / INDEX, index_text(where, sum(nbytes.values())))
-
-
-def _split_by_bytes(nbytes: Mapping[str, int]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    room = MAX_FILE_BYTES
-    for name, size in nbytes.items():
-        if size > room and parts[-1]:
-            parts.append([])
-            room = MAX_FILE_BYTES
-        parts[-1].append(name)
-        room -= size
-    return parts
 
 
 def index_text(where: Mapping[str, str], nbytes: int) -> str:

@@ -117,7 +117,8 @@ class VersionPublisher:
             if answer is None:
                 continue
             try:
-                worst.append(compare_logprobs(trainer, answer, self._threshold, engine=server.url, version=version))
+                what = f"{server.url}, version {version}"
+                worst.append(compare_logprobs(trainer, answer, self._threshold, what))
                 self._agree.add(server.url)
             except ParityError as error:
                 reasons[server.url] = error
@@ -141,23 +142,18 @@ class VersionPublisher:
 
 
 def compare_logprobs(
-    trainer: Sequence[Sequence[float | None]],
-    server: Sequence[Sequence[float | None]],
-    threshold: float,
-    *,
-    engine: str = "server",
-    version: int | None = None,
+    trainer: Sequence[Sequence[float | None]], server: Sequence[Sequence[float | None]], threshold: float, what: str
 ) -> float:
     """Mean absolute difference per token, in nats, between two models' log-probs of the same prompts.
 
     Args:
         trainer, server: one list per prompt, one log-prob per token but the first; None stands for NaN, as in JSON.
         threshold: largest mean that passes, inclusive.
+        what: the server and its version, for the error.
 
     Raises:
         ParityError: the mean is above the threshold or not finite, or the lengths differ.
     """
-    what = f"{engine}, version {version}" if version is not None else engine
     lengths = [len(tokens) for tokens in trainer], [len(tokens) for tokens in server]
     if lengths[0] != lengths[1]:
         raise ParityError(f"{what}: trainer and server scored different tokens: lengths {lengths[0]} and {lengths[1]}")

@@ -82,15 +82,12 @@ class WeightReceiver(Protocol):
 
     def handle(self, command: str, request: Any, /) -> object:
         """Answers a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
-        ...
 
     def check(self, request: Any, /) -> Any:
         """The request in the form that `commit` takes. Raises when this rank cannot commit it; writes nothing."""
-        ...
 
     def commit(self, request: Any, /) -> None:
         """Writes the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
-        ...
 
 
 def shard_receiver(rank: ServingRank) -> WeightReceiver:
@@ -115,14 +112,9 @@ class Plugin:
         self._instance = uuid.uuid4().hex
 
     def register(self) -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        for target, hook in (
-            (_CHECKER, self.around_check),
-            (_UPDATER + "receive_weights_from_distributed", self.around_receive),
-            (_UPDATER + "load_weights_from_distributed", self.around_load),
-        ):
-            HookRegistry.register(target, hook, HookType.AROUND)
+        _hook("AROUND", _CHECKER, self.around_check)
+        _hook("AROUND", _UPDATER + "receive_weights_from_distributed", self.around_receive)
+        _hook("AROUND", _UPDATER + "load_weights_from_distributed", self.around_load)
 
     def around_check(
         self,
@@ -214,6 +206,7 @@ class Plugin:
         return self._traces[request]
 
 
+@dataclass(frozen=True)
 class GuardedServer:
     """SGLang's HTTP server with megasync's guard in front of it.
 
@@ -221,15 +214,12 @@ class GuardedServer:
     `/server_info`.
     """
 
-    def __init__(self, admin: str, generation: str | None) -> None:
-        self._admin = admin
-        self._generation = generation
+    admin: str
+    generation: str | None
 
     def register(self) -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        HookRegistry.register(_SERVE, self.around_serve, HookType.AROUND)
-        HookRegistry.register(_ADD_MIDDLEWARE, self.add_guard, HookType.REPLACE)
+        _hook("AROUND", _SERVE, self.around_serve)
+        _hook("REPLACE", _ADD_MIDDLEWARE, self.add_guard)
 
     def around_serve(self, stock: Stock, *arguments: Any, **options: Any) -> Any:
         from sglang.srt.runtime_context import get_serving
@@ -242,11 +232,11 @@ class GuardedServer:
                 f"--grpc-port={serving.grpc_port}; leave both out of server_args, and SGLANG_GRPC_PORT unset"
             )
         # With an admin key SGLang installs a guard; its own warm-up and garbage collection authenticate with these.
-        with serving.override(admin_api_key=self._admin, api_key=self._generation):
+        with serving.override(admin_api_key=self.admin, api_key=self.generation):
             return stock(*arguments, **options)
 
     def add_guard(self, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
-        app.add_middleware(ServerGuard, admin=self._admin, generation=self._generation)
+        app.add_middleware(ServerGuard, admin=self.admin, generation=self.generation)
 
 
 def register() -> None:
@@ -257,6 +247,12 @@ def register() -> None:
         GuardedServer(**json.loads(sys.stdin.buffer.read())).register()
     if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
         SCORE_BIAS.apply()
+
+
+def _hook(kind: str, target: str, hook: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType[kind])
 
 
 def _parallel() -> Any:

@@ -33,7 +33,6 @@ class TrainerRanks(Protocol):
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Results in rank order; raises when a rank failed or the time (seconds) is up."""
-        ...
 
 
 class WeightSync(ABC, Generic[S]):
@@ -46,6 +45,9 @@ class WeightSync(ABC, Generic[S]):
         servers: the first servers; `add` and `remove` change them.
         ranks: every trainer rank, in rank order.
     """
+
+    # A server's side of the transport.
+    _update_type: type[S]
 
     def __init__(
         self, servers: Sequence[ServerControl], ranks: TrainerRanks, config: SyncConfig, timeouts: TimeoutConfig
@@ -69,16 +71,12 @@ class WeightSync(ABC, Generic[S]):
     def add(self, server: ServerControl) -> None:
         """The next publish updates this server too, whatever it holds now."""
         self.remove(server.url)
-        self._servers[server.url] = self._server_update(server)
+        self._servers[server.url] = self._update_type(server, self._pause_mode, self._seconds)
 
     def remove(self, url: str) -> None:
         """The server is no longer updated."""
         self._servers.pop(url, None)
         self._quarantined.pop(url, None)
-
-    @abstractmethod
-    def _server_update(self, server: ServerControl) -> S:
-        """A new server's side of this transport."""
 
     @abstractmethod
     def forget_ranks(self) -> None:

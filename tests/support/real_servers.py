@@ -125,6 +125,5 @@ async def check_serves(servers, model, version):
     ours = [reference(model, prompt) for prompt in PROMPTS]
     for server in servers:
         assert await server.weight_version() == version
-        compare_logprobs(
-            ours, [await score(server, prompt) for prompt in PROMPTS], 1e-4, engine=server.url, version=version
-        )
+        theirs = [await score(server, prompt) for prompt in PROMPTS]
+        compare_logprobs(ours, theirs, 1e-4, f"{server.url}, version {version}")

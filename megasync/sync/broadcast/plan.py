@@ -8,11 +8,12 @@ transmits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 
-from megasync.layout.layout import Layout, Piece, Placed
+from megasync.layout.layout import Layout, Piece, Placed, split_by_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -92,36 +93,25 @@ def group_name(name: str, stage: int) -> str:
     return f"{name}-stage{stage}"
 
 
-def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> list[Bucket]:
+def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> Iterator[Bucket]:
     """Buckets of the model's dtype first; the few tensors of another dtype get buckets of their own."""
     kinds: dict[str, list[Placed]] = {dtype: []}
     for item in layout.placed(stage):
         if not item.copy:
             kinds.setdefault(item.dtype or dtype, []).append(item)
-    return [bucket for kind, items in kinds.items() for bucket in _fill(layout, stage, items, limit, kind)]
+    for kind, items in kinds.items():
+        groups = [(group, sum(_nbytes(layout.hf_tensors[name], kind) for name in group)) for group in _groups(items)]
+        for part in split_by_bytes(groups, limit):
+            yield _bucket(layout, stage, [name for group in part for name in group], kind)
 
 
-def _fill(layout: Layout, stage: int, items: list[Placed], limit: int, dtype: str) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    names: list[str] = []
-    size = 0
-    for group in _groups(items):
-        nbytes = sum(_nbytes(shape, dtype) for _, shape in group)
-        if names and size + nbytes > limit:
-            buckets.append(_bucket(layout, stage, names, dtype))
-            names, size = [], 0
-        names += [name for name, _ in group]
-        size += nbytes
-    return [*buckets, _bucket(layout, stage, names, dtype)]
-
-
-def _groups(items: list[Placed]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Names and shapes of the tensors that must travel together."""
-    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+def _groups(items: list[Placed]) -> list[list[str]]:
+    """Names of the tensors that must travel together."""
+    groups: list[list[str]] = []
     for item in items:
         if not (item.joined and groups):
             groups.append([])
-        groups[-1] += item.tensors
+        groups[-1] += [name for name, _ in item.tensors]
     return groups
 
 

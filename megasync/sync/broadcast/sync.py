@@ -43,6 +43,8 @@ class BroadcastSync(WeightSync[ServerUpdate]):
         engine_tp: tensor-parallel ranks of each server.
     """
 
+    _update_type = ServerUpdate
+
     def __init__(
         self,
         servers: Sequence[ServerControl],
@@ -63,9 +65,6 @@ class BroadcastSync(WeightSync[ServerUpdate]):
         self._connections = 0
         # Prefix of the groups' names; None while there are none.
         self._name: str | None = None
-
-    def _server_update(self, server: ServerControl) -> ServerUpdate:
-        return ServerUpdate(server, self._pause_mode, self._seconds)
 
     def forget_ranks(self) -> None:
         self._groups_are_stale = True

@@ -133,6 +133,8 @@ class DiskSync(WeightSync[DiskServer]):
         folders: where the versions are written.
     """
 
+    _update_type = DiskServer
+
     def __init__(
         self,
         servers: Sequence[ServerControl],
@@ -150,9 +152,6 @@ class DiskSync(WeightSync[DiskServer]):
         self._joined = False
         self._connections = 0
         self._last: SealedVersion | None = None
-
-    def _server_update(self, server: ServerControl) -> DiskServer:
-        return DiskServer(server, self._pause_mode, self._seconds)
 
     def remove(self, url: str) -> None:
         gone = self._servers.get(url)

@@ -61,6 +61,8 @@ class ShardSync(WeightSync[Engine]):
         backend: of the links, "gloo" or "nccl".
     """
 
+    _update_type = Engine
+
     def __init__(
         self,
         servers: Sequence[ServerControl],
@@ -87,9 +89,6 @@ class ShardSync(WeightSync[Engine]):
         self._run = secrets.token_hex(4)
         self._attempts = 0
         self._links_made = 0
-
-    def _server_update(self, server: ServerControl) -> Engine:
-        return Engine(server, self._pause_mode, self._seconds)
 
     def forget_ranks(self) -> None:
         """The trainer ranks are new processes: they learn about every engine again, and new links are made."""
