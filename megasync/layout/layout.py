@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megasync.errors import ConfigError
 from megasync.layout.families import Rule, Sizes, Split, family_of, sizes_of
+from megasync.layout.families.rules import EMBEDDING, FINAL_NORM, HEAD
 from megasync.layout.families.value_head import VALUE_HEAD
 from megasync.layout.topology import Topology
 
@@ -86,8 +87,7 @@ class Layout:
         spec: "local" or "te", the flavour of Megatron's layers (their parameter names differ).
         value_head: the model outputs one value per token (`families.value_head`), not logits.
 
-    Raises:
-        ConfigError: an unsupported model, or sizes that Megatron cannot split over this topology.
+    Raises ConfigError for an unsupported model, and for sizes that Megatron cannot split over this topology.
     """
 
     def __init__(
@@ -147,20 +147,20 @@ class Layout:
         for chunk, layers in enumerate(self.stages[pp]):
             prefix = f"{chunk}." if self.topology.virtual > 1 else ""
             if pp == 0 and chunk == 0:
-                yield self._place(self.family.embedding, prefix)
+                yield self._place(EMBEDDING, prefix)
             for local, layer in enumerate(layers):
                 sparse = layer in self.sizes.sparse_layers
                 for rule in (*self.family.layer, *(self.family.sparse if sparse else self.family.dense)):
                     yield from self._place_in_layer(rule, prefix, layer, local)
             if pp == last and chunk == chunks - 1:
-                yield self._place(self.family.final, prefix)
+                yield self._place(FINAL_NORM, prefix)
                 if self.value_head:
                     yield from (self._place(rule, prefix) for rule in VALUE_HEAD)
                 elif not self.tied:
-                    yield self._place(self.family.head, prefix)
+                    yield self._place(HEAD, prefix)
                 elif last > 0:
-                    embedding = self._place(self.family.embedding, prefix)
-                    yield replace(embedding, param=prefix + self.family.head.param(self.spec), copy=True)
+                    embedding = self._place(EMBEDDING, prefix)
+                    yield replace(embedding, param=prefix + HEAD.param(self.spec), copy=True)
 
     def _place_in_layer(self, rule: Rule, prefix: str, layer: int, local: int) -> Iterator[Placed]:
         if not rule.per_expert:

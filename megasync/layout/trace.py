@@ -78,7 +78,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
 
     Raises TraceError when the loader does something that slots and fills cannot express, or refuses the specs.
     """
-    held, buffers = _parameters(model), _buffers(model)
+    held, buffers = _data(model.named_parameters()), _data(model.named_buffers())
     recorder = _Recorder(held | buffers, type(model).__name__)
     dtype = next((tensor.dtype for tensor in held.values() if tensor.is_floating_point()), torch.float32)
     recorder.add(specs, dtype)
@@ -96,15 +96,11 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers under the names that slots and fills give them."""
-    return _parameters(model) | _buffers(model)
+    return _data(model.named_parameters()) | _data(model.named_buffers())
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters()}
-
-
-def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.data for name, buffer in model.named_buffers()}
+def _data(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor.data for name, tensor in named}
 
 
 class _Recorder(TorchDispatchMode):

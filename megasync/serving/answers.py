@@ -180,10 +180,7 @@ def parse_as(answer: Any, form: type[T], what: str) -> T:
 
 
 async def read_bounded(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Reads the body.
-
-    Raises InvalidAnswer for more than `most` bytes, and aiohttp.ClientError when the connection breaks.
-    """
+    """The body. Raises InvalidAnswer for more than `most` bytes, aiohttp.ClientError when the connection breaks."""
     chunks, size = [], 0
     async for chunk in response.content.iter_any():
         chunks.append(chunk)

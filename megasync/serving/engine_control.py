@@ -44,10 +44,6 @@ class EngineControl:
     def __init__(self, control: ServerControl) -> None:
         self.server = control
 
-    @property
-    def url(self) -> str:
-        return self.server.url
-
     async def call(self, command: str, request: object, answer: type[A], timeout: float = 60.0) -> list[A]:
         """Each rank's answer, by rank.
 

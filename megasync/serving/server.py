@@ -88,7 +88,12 @@ class ServerSpec:
 
 
 class SGLangServer(Service):
-    """One SGLang server. The constructor only stores settings; `start` opens everything."""
+    """One SGLang server. The constructor only stores settings; `start` opens everything.
+
+    Args:
+        api_key: the admin key. Without one every route is open, which suits tests and benchmarks.
+        generation_key: with it, generation requires this key or the admin key.
+    """
 
     name = "SGLang server"
 
@@ -101,12 +106,6 @@ class SGLangServer(Service):
         api_key: str | None = None,
         generation_key: str | None = None,
     ) -> None:
-        """Stores the settings.
-
-        Args:
-            api_key: the admin key. Without one every route is open, which suits tests and benchmarks.
-            generation_key: with it, generation requires this key or the admin key.
-        """
         super().__init__(host, port, log_path)
         self.spec = spec
         self.model_path = Path(spec.model_path)
@@ -262,6 +261,11 @@ class RewardModelServer(SGLangServer):
     """A server of a reward model: a classifier scores texts at `/classify`, a judge writes at `/generate`.
 
     Its weights never change.
+
+    Args:
+        spec: from `reward_server_spec`.
+        gpus: in the format of CUDA_VISIBLE_DEVICES, those of the rollout server that it shares devices with; empty
+            where it has devices of its own.
     """
 
     name = "reward model server"
@@ -277,13 +281,6 @@ class RewardModelServer(SGLangServer):
         generation_key: str | None = None,
         gpus: str = "",
     ) -> None:
-        """Stores the settings.
-
-        Args:
-            spec: from `reward_server_spec`.
-            gpus: in the format of CUDA_VISIBLE_DEVICES, those of the rollout server that it shares devices with; empty
-                where it has devices of its own.
-        """
         super().__init__(spec, host, port, log_path, api_key, generation_key)
         self._classifier = model.kind == "classifier"
         self._gpus = gpus

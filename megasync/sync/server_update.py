@@ -43,9 +43,21 @@ class ServerUpdate:
         await self.post("/pause_generation", {"mode": self._pause_mode})
 
     async def flush(self) -> None:
-        """Drops the old weights' prefix cache. `in_place` keeps running requests' cache, so it cannot be flushed."""
-        if self._pause_mode != "in_place":
-            await flush_cache(self.server, self._seconds)
+        """Drops the old weights' prefix cache as soon as the last batch has ended.
+
+        `in_place` keeps running requests' cache, so it cannot be flushed.
+        """
+        if self._pause_mode == "in_place":
+            return
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while True:
+            try:
+                await self.post("/flush_cache")
+                return
+            except ServerError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(FLUSH_POLL_SECONDS)
 
     async def begin(self, attempt: Attempt) -> None:
         """Opens a weight update. If an earlier driver left one open, that one is closed first."""
@@ -101,18 +113,6 @@ class ServerUpdate:
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
         """The server's answer to a POST within ``seconds`` (default: this update's deadline)."""
         return await self.server.post(path, body or {}, timeout=seconds or self._seconds)
-
-
-async def flush_cache(server: ServerControl, seconds: float) -> None:
-    """Drops a paused server's prefix cache as soon as its last batch has ended. Raises ServerError."""
-    deadline = time.monotonic() + FLUSH_SECONDS
-    while True:
-        try:
-            return await server.post("/flush_cache", {}, timeout=seconds)
-        except ServerError:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(FLUSH_POLL_SECONDS)
 
 
 S = TypeVar("S", bound=ServerUpdate)

@@ -33,6 +33,7 @@ class TrainerRanks(Protocol):
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Results in rank order; raises when a rank failed or the time (seconds) is up."""
+        ...
 
 
 class WeightSync(ABC, Generic[S]):
@@ -95,12 +96,9 @@ class WeightSync(ABC, Generic[S]):
     async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
 
-        Args:
-            only: URLs of the servers to bring to the version, when the others have it already.
-
-        Raises:
-            PublishError: names the servers, the phase and the version, and says which servers stay paused. The same or
-                a later version may be published next.
+        With ``only``, a collection of URLs, the other servers have the version already. Raises PublishError, which names
+        the servers, the phase and the version, and says which servers stay paused. The same or a later version may be
+        published next.
         """
         async with self._lock:
             attempt = self._new_attempt(version)

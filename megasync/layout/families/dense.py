@@ -6,8 +6,6 @@ between the two flavours.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
 
@@ -20,12 +18,6 @@ def qkv(kind: str, *columns: str, when: str | None = None) -> Rule:
     tensors = (Tensor(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
     return Rule(Split.QKV, tuple(tensors), f"decoder.layers.{{layer}}.self_attention.linear_qkv.{kind}", when=when)
 
-
-EMBEDDING = Rule(
-    Split.VOCAB, (Tensor("model.embed_tokens.weight", ("vocab", "hidden")),), "embedding.word_embeddings.weight"
-)
-FINAL = norm("model.norm.weight", "decoder.final_layernorm.weight")
-HEAD = Rule(Split.VOCAB, (Tensor("lm_head.weight", ("vocab", "hidden")),), "output_layer.weight")
 
 INPUT_NORM = norm(
     "model.layers.{layer}.input_layernorm.weight",
@@ -92,42 +84,27 @@ GLM4_OUTPUT_NORMS = (
     ),
 )
 
-
-class Ends(TypedDict):
-    """The rules before and behind the layers, which all families share."""
-
-    embedding: Rule
-    final: Rule
-    head: Rule
-
-
-ENDS: Ends = {"embedding": EMBEDDING, "final": FINAL, "head": HEAD}
-
 DENSE: dict[str, Family] = {
     "llama": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
         dense=MLP,
         fixed={"attention_bias": False, "mlp_bias": False},
     ),
     "mistral": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
         dense=MLP,
         fixed={"sliding_window": None},
         # A config.json without the key means a window.
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family(**ENDS, layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT), dense=MLP),
+    "qwen2": Family(layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT), dense=MLP),
     "qwen3": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, *QK_NORMS, OUTPUT),
         dense=MLP,
         fixed={"attention_bias": False},
         defaults={"head_dim": 128},
     ),
     "glm4": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, qkv("bias", when="attention_bias"), OUTPUT, *GLM4_OUTPUT_NORMS),
         dense=GLM4_MLP,
         defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},

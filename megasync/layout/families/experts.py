@@ -6,7 +6,7 @@ and Transformer Engine's have one module with a numbered weight for each.
 
 from __future__ import annotations
 
-from megasync.layout.families.dense import ENDS, INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_BIAS, QKV_WEIGHT, gated, norm
+from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_BIAS, QKV_WEIGHT, gated, norm
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
 PRE_MLP_NORM = norm(
@@ -38,14 +38,12 @@ SHARED_EXPERT_GATE = Rule(
 
 SPARSE: dict[str, Family] = {
     "qwen2_moe": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT),
         dense=MLP,
         sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
         fixed={"qkv_bias": True},
     ),
     "qwen3_moe": Family(
-        **ENDS,
         layer=(INPUT_NORM, QKV_WEIGHT, *QK_NORMS, OUTPUT),
         dense=MLP,
         sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS),

@@ -7,7 +7,7 @@ ranks; Transformer Engine's keep them whole.
 
 from __future__ import annotations
 
-from megasync.layout.families.dense import ENDS, MLP, norm
+from megasync.layout.families.dense import MLP, norm
 from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, shared_expert
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
@@ -65,7 +65,6 @@ ROUTER_BIAS = Rule(
 
 LATENT: dict[str, Family] = {
     "deepseek_v3": Family(
-        **ENDS,
         layer=(INPUT_NORM, *ATTENTION),
         dense=MLP,
         sparse=(PRE_MLP_NORM, ROUTER, ROUTER_BIAS, *EXPERTS, *shared_expert("shared_experts")),

@@ -69,6 +69,14 @@ class Rule:
         return "{expert}" in self.local
 
 
+# Before and after the layers, in all families.
+EMBEDDING = Rule(
+    Split.VOCAB, (Tensor("model.embed_tokens.weight", ("vocab", "hidden")),), "embedding.word_embeddings.weight"
+)
+FINAL_NORM = Rule(Split.REPLICATED, (Tensor("model.norm.weight", ("hidden",)),), "decoder.final_layernorm.weight")
+HEAD = Rule(Split.VOCAB, (Tensor("lm_head.weight", ("vocab", "hidden")),), "output_layer.weight")
+
+
 @dataclass(frozen=True)
 class Family:
     """A model type.
@@ -81,11 +89,8 @@ class Family:
     ``latent``: queries, keys and values pass through latents.
     """
 
-    embedding: Rule
     layer: tuple[Rule, ...]
     dense: tuple[Rule, ...]
-    final: Rule
-    head: Rule
     sparse: tuple[Rule, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])

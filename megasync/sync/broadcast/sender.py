@@ -53,8 +53,7 @@ class StageSender(ABC):
         shards: read at each run, cast to the bucket's dtype while packing.
         host: address of this rank that peers and servers can reach; the sender listens there and nowhere else.
 
-    Raises:
-        SyncError: the parameters are not those of the layout.
+    Raises SyncError when the parameters are not those of the layout.
     """
 
     # The name of `_deliver` in the seconds that a run returns.

@@ -35,12 +35,9 @@ log = logging.getLogger(__name__)
 class BroadcastSync(WeightSync[ServerUpdate]):
     """Publishes versions as whole tensors, broadcast to all servers at once.
 
-    A group holds exactly the servers of one publish. A publish to other servers makes new groups.
-
-    Args:
-        ranks: a method ``sync_x`` is `BroadcastSender.x` on each of them.
-        plan: the plan that the ranks' senders hold too.
-        engine_tp: tensor-parallel ranks of each server.
+    A group holds exactly the servers of one publish, with ``engine_tp`` ranks each. A publish to other servers makes
+    new groups. A method ``sync_x`` of the ranks is `BroadcastSender.x` on each of them, and their senders hold the same
+    plan.
     """
 
     _update_type = ServerUpdate

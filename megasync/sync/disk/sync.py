@@ -127,10 +127,7 @@ class DiskServer(ServerUpdate):
 class DiskSync(WeightSync[DiskServer]):
     """Publishes versions as folders on a disk that ranks, servers and this process share.
 
-    Args:
-        ranks: a method ``disk_x`` is `DiskWriter.x` on each of them.
-        plan: the plan that the ranks' writers hold too.
-        folders: where the versions are written.
+    A method ``disk_x`` of the ranks is `DiskWriter.x` on each of them, and their writers hold the same plan.
     """
 
     _update_type = DiskServer

@@ -23,7 +23,6 @@ from megasync.sync.messages import (
 from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
 
 if TYPE_CHECKING:
-    from megasync.layout.engine_layout import EngineRank
     from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
@@ -60,10 +59,6 @@ class Engine(ServerUpdate):
             self.kind = self.links = self.base = ""
             self._instance = instance
         return not self.kind
-
-    async def trace(self, specs: list[tuple[str, tuple[int, ...]]]) -> list[EngineRank]:
-        """What each rank keeps of tensors with these names and shapes."""
-        return await self.control.trace(specs, self._seconds)
 
     async def take_receive_plan(self, kind: str, request: ReceivePlanRequest) -> None:
         """Tells the ranks what they receive of every version."""

@@ -122,8 +122,7 @@ def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int,
         bucket_bytes: largest message; a single row above it gets a message of its own.
         dtype: the trainer's parameter dtype.
 
-    Raises:
-        SyncError: a tensor that no engine rank keeps, or one that the engine keeps and the trainer does not have.
+    Raises SyncError for a tensor that no engine rank keeps, and for one that only the engine has.
     """
     check_coverage(layout, engine)
     shapes = {rank: layout.params(rank) for rank in range(layout.topology.world)}

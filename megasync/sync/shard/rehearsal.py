@@ -58,9 +58,7 @@ class RehearsalReport:
 def rehearse(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read: Read, dtype: str) -> RehearsalReport:
     """Moves every bucket of a plan, and compares the result with a load of the same tensors.
 
-    Args:
-        read: reads boxes of the Hugging Face tensors; deterministic.
-        dtype: the trainer's parameter dtype.
+    ``read`` must be deterministic. ``dtype`` is that of the trainer's parameters.
     """
     report = RehearsalReport()
     checkpoint = _Checkpoint(layout, read, dtype)

@@ -55,10 +55,8 @@ Sending = asyncio.Future[list[SendReport]]
 class ShardSync(WeightSync[Engine]):
     """Publishes versions from shard to shard: nothing is gathered anywhere.
 
-    Args:
-        ranks: a method ``shard_x`` is `ShardSender.x` on each of them.
-        dtype: the trainer's parameter dtype.
-        backend: of the links, "gloo" or "nccl".
+    A method ``shard_x`` of the ranks is `ShardSender.x` on each of them. ``dtype`` is that of the trainer's parameters,
+    ``backend`` that of the links, "gloo" or "nccl".
     """
 
     _update_type = Engine
@@ -144,7 +142,7 @@ class ShardSync(WeightSync[Engine]):
     async def _plan_for(self, engine: Engine) -> None:
         # A driver that died may have left it receiving.
         await engine.drop(self._join + GRACE_SECONDS)
-        ranks = await engine.trace(list(self._layout.hf_tensors.items()))
+        ranks = await engine.control.trace(self._layout.hf_tensors.items(), self._seconds)
         kind = hashlib.sha256("".join(rank.digest() for rank in ranks).encode()).hexdigest()[:16]
         if kind not in self._plans:
             self._plans[kind] = await asyncio.to_thread(
