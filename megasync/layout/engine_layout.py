@@ -76,7 +76,6 @@ class Fill(NamedTuple):
 
     @property
     def rectangle(self) -> ParamRectangle:
-        """The rectangle that is filled."""
         return ParamRectangle(*self[:-1])
 
 

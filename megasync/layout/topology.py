@@ -132,12 +132,11 @@ class Topology:
         Raises ConfigError when the layers cannot be split that way.
         """
         sizes = self._stage_sizes(num_layers)
-        for size in sizes:
-            if size % self.virtual:
-                raise ConfigError(
-                    f"trainer.virtual_pipeline={self.virtual} does not divide the layers of each pipeline stage: "
-                    f"{sizes} of {num_layers}; choose a divisor, or other stage sizes"
-                )
+        if any(size % self.virtual for size in sizes):
+            raise ConfigError(
+                f"trainer.virtual_pipeline={self.virtual} does not divide the layers of each pipeline stage: "
+                f"{sizes} of {num_layers}; choose a divisor, or other stage sizes"
+            )
         chunks = [size // self.virtual for size in sizes]
         starts = [
             [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(self.virtual)] for stage in range(self.pipeline)

@@ -173,7 +173,6 @@ class ServerHealth:
             self._enter(ServerState.RESTARTING, self.reason)
 
     def retire(self, reason: str) -> None:
-        """The server is no longer needed."""
         if self.state is not ServerState.RETIRED:
             self._enter(ServerState.RETIRED, reason)
 

@@ -23,7 +23,7 @@ in both.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from statistics import median
@@ -80,8 +80,8 @@ class OutlierDetector:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._peers: dict[Hashable, _Peer] = {}
-        self._slow_restarts: dict[Hashable, int] = {}
+        self._peers: dict[Hashable, _Peer] = defaultdict(_Peer)
+        self._slow_restarts: Counter[Hashable] = Counter()
         # The slot whose server was restarted because no server passed its check; None once one did.
         self._tried: Hashable | None = None
 
@@ -97,7 +97,7 @@ class OutlierDetector:
 
     def reported(self, slot: Hashable, load: Load) -> str | None:
         """Records a load report; returns why this server must be restarted if it alone is slow."""
-        peer, now = self._peer(slot), self._clock()
+        peer, now = self._peers[slot], self._clock()
         if load.running == 0:
             peer.work.clear()
             return None
@@ -108,7 +108,7 @@ class OutlierDetector:
 
     def checked(self, slot: Hashable, problem: str | None) -> str | None:
         """Records the result of a check; returns why this server must be restarted if its answers alone are invalid."""
-        peer = self._peer(slot)
+        peer = self._peers[slot]
         peer.silent = 0
         peer.good = problem is None
         if peer.good:
@@ -127,14 +127,14 @@ class OutlierDetector:
 
     def unanswered(self, slot: Hashable) -> None:
         """Records a check without an answer, which the server may not be to blame for."""
-        self._peer(slot).silent += 1
+        self._peers[slot].silent += 1
 
     def _none_good(self, slot: Hashable, others: list[_Peer], problem: str | None) -> str | None:
         if self._tried not in (None, slot) or any(other.vouches is None for other in others):
             return None
         self._tried = slot
         return (
-            f"its answers are invalid: {problem}; {self._peer(slot).bad} bad checks in a row (BAD_CHECKS="
+            f"its answers are invalid: {problem}; {self._peers[slot].bad} bad checks in a row (BAD_CHECKS="
             f"{BAD_CHECKS}), and none of {len(others)} other servers passed theirs: this one gets the weights again "
             f"and is compared with the trainer"
         )
@@ -149,7 +149,7 @@ class OutlierDetector:
         usual = tuple(median(rates[which] for rates in others) for which in (0, 1))
         if any(rate >= SLOW_SHARE * common for rate, common in zip(own, usual, strict=True)):
             return None
-        self._slow_restarts[slot] = self._slow_restarts.get(slot, 0) + 1
+        self._slow_restarts[slot] += 1
         return (
             f"it is slow: {own[0]:.3g} tokens/s per request and {own[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
             f"below {SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}"
@@ -164,6 +164,3 @@ class OutlierDetector:
             and now - work[0][0] >= 0.9 * SLOW_SECONDS
             and now - work[-1][0] <= 0.1 * SLOW_SECONDS
         )
-
-    def _peer(self, slot: Hashable) -> _Peer:
-        return self._peers.setdefault(slot, _Peer())

@@ -33,7 +33,6 @@ class ServerUpdate:
 
     @property
     def url(self) -> str:
-        """The server's base URL."""
         return self.server.url
 
     async def pause(self, attempt: Attempt) -> None:
@@ -70,7 +69,6 @@ class ServerUpdate:
             await self.post("/begin_weight_update")
 
     async def end(self, attempt: Attempt) -> None:
-        """Closes the weight update."""
         await self.post("/end_weight_update")
         attempt.progress[self.url].update_open = False
 

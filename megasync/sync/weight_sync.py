@@ -96,9 +96,9 @@ class WeightSync(ABC, Generic[S]):
     async def publish(self, version: int, only: Collection[str] | None = None) -> SyncReport:
         """Moves the trainer's weights into every server as ``version``; returns once each of them reports it.
 
-        With ``only``, a collection of URLs, the other servers have the version already. Raises PublishError, which names
-        the servers, the phase and the version, and says which servers stay paused. The same or a later version may be
-        published next.
+        With ``only``, a collection of URLs, the other servers have the version already. Raises PublishError, which
+        names the servers, the phase and the version, and says which servers stay paused. The same or a later version
+        may be published next.
         """
         async with self._lock:
             attempt = self._new_attempt(version)

@@ -26,10 +26,6 @@ class BucketTensor:
     shape: tuple[int, ...]
     offset: int
 
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

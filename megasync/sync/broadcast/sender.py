@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,7 +189,7 @@ class StageSender(ABC):
         dtype = _dtype(bucket)
         elements = buffer[: bucket.nbytes].view(dtype)
         whole = {
-            entry.name: elements[entry.offset // dtype.itemsize :][: entry.elements].view(entry.shape)
+            entry.name: elements[entry.offset // dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
             for entry in bucket.tensors
         }
         for rank, pieces in bucket.contributions.items():

@@ -64,7 +64,6 @@ class Staging:
     received: int = 0
 
     def report(self) -> StageReport:
-        """The report for the driver."""
         return StageReport(
             self.attempt, self.state, self.error, combine(self.digests), dict(self.seconds), self.received
         )

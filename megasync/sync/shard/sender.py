@@ -23,7 +23,6 @@ import torch
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, digest, signed
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.layout import Box
 from megasync.layout.shards import box_of
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
@@ -269,7 +268,8 @@ def packing(
         whole = values[start : start + region.elements].view(box.rows, box.cols)
         for piece in region.sources:
             source = box_of(params[piece.param], piece.param_box)
-            targets.append(box_of(whole, _inside(piece.hf_box, box)).view_as(source))
+            inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
+            targets.append(box_of(whole, inside).view_as(source))
             sources.append(source)
         start += region.elements
     return targets, sources
@@ -316,8 +316,3 @@ def _start(
     """Starts to send (tag, tensor) parts to one engine rank of every engine."""
     works = [(url, link.send(part, to, number)) for url, link in links.items() for number, part in parts]
     return _Message(tag, buffer, works, tuple(part for _, part in parts))
-
-
-def _inside(box: Box, outer: Box) -> Box:
-    """The box as seen from the first element of the outer one."""
-    return box._replace(row=box.row - outer.row, col=box.col - outer.col)
