@@ -22,7 +22,7 @@ from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
 from megasync.serving.control import ServerControl
-from megasync.sync.server_update import flush_cache
+from megasync.sync.server_update import ServerUpdate
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,7 +43,7 @@ class Served:
     async def update(self, version: int) -> None:
         """What a sync does to a server: even versions have the first model's weights, odd ones the second's."""
         await self.server.post("/pause_generation", {"mode": "retract"})
-        await flush_cache(self.server, 60.0)
+        await ServerUpdate(self.server, "retract", 60.0).flush()
         body = {"model_path": str(self.folders[version % 2]), "weight_version": str(version)}
         await self.server.post("/update_weights_from_disk", body)
         await self.server.post("/continue_generation", {"torch_empty_cache": False})
