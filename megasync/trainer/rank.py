@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _calls(part: str, method: str) -> Callable[..., Any]:
-    """A method that calls `method` of an attribute of the rank."""
+def _delegate(part: str, method: str) -> Callable[..., Any]:
+    """A method that calls `method` of the attribute `part`, which `start` sets."""
 
     def call(rank: TrainerRank, *arguments: Any) -> Any:
         return getattr(getattr(rank, part), method)(*arguments)
@@ -134,18 +134,18 @@ class TrainerRank:
 
     # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).
 
-    sync_listen = _calls("_broadcast", "listen")
-    sync_join = _calls("_broadcast", "join")
-    sync_send = _calls("_broadcast", "send")
-    sync_leave = _calls("_broadcast", "leave")
-    shard_listen = _calls("_shards", "listen")
-    shard_prepare = _calls("_shards", "prepare")
-    shard_send = _calls("_shards", "send")
-    shard_leave = _calls("_shards", "leave")
-    disk_listen = _calls("_disk", "listen")
-    disk_join = _calls("_disk", "join")
-    disk_write = _calls("_disk", "write")
-    disk_leave = _calls("_disk", "leave")
+    sync_listen = _delegate("_broadcast", "listen")
+    sync_join = _delegate("_broadcast", "join")
+    sync_send = _delegate("_broadcast", "send")
+    sync_leave = _delegate("_broadcast", "leave")
+    shard_listen = _delegate("_shards", "listen")
+    shard_prepare = _delegate("_shards", "prepare")
+    shard_send = _delegate("_shards", "send")
+    shard_leave = _delegate("_shards", "leave")
+    disk_listen = _delegate("_disk", "listen")
+    disk_join = _delegate("_disk", "join")
+    disk_write = _delegate("_disk", "write")
+    disk_leave = _delegate("_disk", "leave")
 
     def stop(self) -> None:
         """Leaves all groups and ends the process group."""
