@@ -186,7 +186,7 @@ def test_the_last_load_of_a_place_counts():
     assert [slot.hf_name for slot in rank.slots] == ["head"]
 
 
-def test_work_of_executors_is_seen_and_other_threads_keep_theirs():
+def test_work_of_executors_is_traced_and_other_threads_keep_theirs():
     class Threaded(Module):
         def load_weights(self, weights) -> None:
             with ThreadPoolExecutor() as executor:

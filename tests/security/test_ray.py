@@ -90,7 +90,7 @@ def test_all_of_ray_listens_on_the_chosen_interface_and_loopback(confined) -> No
     assert {"gcs_server", "raylet"} <= {name for address, name in found if address == ADDRESS}
 
 
-def test_ray_by_itself_still_listens_on_all_interfaces(tmp_path: Path) -> None:
+def test_unpatched_ray_listens_on_all_interfaces(tmp_path: Path) -> None:
     """When this fails, Ray does without the patch: delete that."""
     with cluster(tmp_path, {}) as (_, processes):
         everywhere = {name for address, name in listening(processes) if address == "::"}
@@ -111,7 +111,7 @@ def test_a_node_with_another_token_does_not_join_and_says_why(confined, tmp_path
 
 
 @pytest.mark.parametrize("token", [WRONG, {"RAY_AUTH_MODE": "disabled"}], ids=["another", "none"])
-def test_a_driver_with_another_token_is_refused_and_told_why(confined, token: dict[str, str]) -> None:
+def test_a_driver_with_another_token_is_refused_with_the_reason(confined, token: dict[str, str]) -> None:
     place, _ = confined
     doctor = [sys.executable, "-m", "megasync", "doctor", "--cluster", place]
     done = subprocess.run(doctor, env=os.environ | token, capture_output=True, text=True, check=False, timeout=PATIENCE)

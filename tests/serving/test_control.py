@@ -67,7 +67,7 @@ async def test_every_call_has_a_deadline(server):
         await control.post("/slow", timeout=0.1)
 
 
-async def test_nobody_there_is_a_server_error():
+async def test_a_refused_connection_is_a_server_error():
     control = ServerControl("http://127.0.0.1:9")
     with pytest.raises(ServerError, match="127.0.0.1:9/model_info"):
         await control.get("/model_info")

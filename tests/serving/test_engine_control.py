@@ -118,14 +118,14 @@ async def test_a_trace_comes_back_whole_and_is_made_once(engine_of):
     assert [model.loads for model in models] == [1, 1]
 
 
-async def test_a_rank_that_fails_is_named_with_its_own_words(engine_of):
+async def test_a_failed_rank_is_named_with_its_error(engine_of):
     engine = await engine_of([Model(0), Model(1, factor=2)])
     with pytest.raises(ServerError, match=r"trace failed: tp rank 1: TraceError: .*aten\.mul") as raised:
         await engine.trace(SPECS)
     assert "rank 0" not in str(raised.value)
 
 
-async def test_a_server_without_the_plugin_is_told_apart(engine_of):
+async def test_a_server_without_the_plugin_is_recognised(engine_of):
     engine = await engine_of(None)
     with pytest.raises(ServerError, match="runs without megasync's plugin.*SGLANG_PLUGINS"):
         await engine.hello()
@@ -148,7 +148,7 @@ async def test_other_commands_are_the_receivers(engine_of):
         await engine.call("break", payload, dict)
 
 
-def test_what_is_not_megasyncs_stays_stock():
+def test_calls_that_are_not_for_megasync_pass_through():
     plugin = Plugin(Receiver)
     found = plugin.around_check(stock, checker(0, Model(0)), "checksum", True, ["w"], role="draft")
     assert found["asked"] == [True, ["w"], "draft"]

@@ -229,7 +229,7 @@ def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():
     assert health.requests_suspected
 
 
-def test_excused_deaths_take_no_restart():
+def test_a_refunded_death_takes_no_restart_from_the_budget():
     health = healthy()
     for _ in range(10 * POLICY.restarts):
         health.died("poison")
@@ -253,7 +253,7 @@ def test_excused_deaths_take_no_restart():
     assert health.next_restart() is None
 
 
-def test_each_death_that_one_prompt_explains_is_excused_by_itself():
+def test_each_death_that_one_prompt_explains_is_refunded():
     health = healthy()
     for _ in range(POLICY.restarts - 1):
         health.died("poison, not known yet")
@@ -274,7 +274,7 @@ def test_each_death_that_one_prompt_explains_is_excused_by_itself():
         health.started()
 
 
-def test_a_death_that_was_charged_already_can_be_excused_before_the_restart_begins():
+def test_a_charged_death_can_be_refunded_before_the_restart_begins():
     health = healthy()
     for _ in range(10 * POLICY.restarts):
         health.died("poison")

@@ -59,7 +59,7 @@ def test_a_server_much_slower_than_its_peers_is_named_with_the_numbers(peers, cl
     assert "0.25 (SLOW_SHARE) of the median of 2 peers, 11 and 110" in verdicts[2]
 
 
-def test_nobody_is_judged_before_it_worked_long_enough(peers, clock):
+def test_no_server_is_judged_before_it_worked_long_enough(peers, clock):
     loads = {0: Load(10, 100.0), 1: Load(10, 1.0)}
     assert report(peers, clock, loads, 0.8 * SLOW_SECONDS) == {}
 
@@ -72,7 +72,7 @@ def test_a_break_begins_the_time_anew(peers, clock):
 
 @settings(deadline=None, max_examples=100)
 @given(batches=st.lists(st.integers(1, 256), min_size=2, max_size=6), exponent=st.floats(0.0, 1.0))
-def test_load_alone_condemns_nobody(batches, exponent):
+def test_load_alone_is_no_fault(batches, exponent):
     """Equal servers: tokens per second grow at most in proportion to the batch, however unevenly it is spread."""
     clock = FakeClock()
     loads = {slot: Load(batch, 30.0 * batch**exponent) for slot, batch in enumerate(batches)}
@@ -96,7 +96,7 @@ def test_a_server_that_stays_slow_is_started_again_only_so_often(peers, clock):
 # Answers
 
 
-def test_a_server_whose_answers_alone_make_no_sense_is_named(peers):
+def test_the_only_server_with_invalid_answers_is_named(peers):
     peers.checked(0, None)
     for _ in range(BAD_CHECKS - 1):
         assert peers.checked(1, "log-prob None of token 3") is None
@@ -153,7 +153,7 @@ def test_a_peer_that_was_not_asked_yet_or_is_gone_proves_nothing(peers, clock):
     assert "none of 0 other servers" in peers.checked(1, "nan")
 
 
-def test_a_peer_that_does_not_answer_its_checks_vouches_for_nobody_and_delays_no_verdict(peers):
+def test_a_peer_without_answers_to_its_checks_is_ignored(peers):
     for _ in range(BAD_CHECKS - 1):
         peers.unanswered(0)
     assert [peers.checked(1, "nan") for _ in range(5)] == [None] * 5

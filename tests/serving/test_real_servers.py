@@ -158,7 +158,7 @@ async def test_score_is_the_logprob_of_each_given_token(stack):
         assert close_to(await stack.client.score(control, ids), expected)
 
 
-async def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(stack):
+async def test_an_aborted_generation_continues_with_the_same_tokens(stack):
     tasks = [
         asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=800, ignore_eos=True, seed=i))
         for i in range(10, 18)
@@ -172,7 +172,7 @@ async def test_an_aborted_generation_goes_on_as_if_nothing_had_happened(stack):
         assert close_to(got.logprobs, reference_logprobs(stack.models[0], got.prompt_ids, got.token_ids))
 
 
-async def test_the_same_seed_gives_the_same_tokens_in_any_company(stack):
+async def test_the_same_seed_gives_the_same_tokens_in_any_batch(stack):
     prompts = [[5 + i, 6, 7] for i in range(12)]
     alone = [await stack.client.generate(p, seed=i, ignore_eos=True) for i, p in enumerate(prompts)]
     together = await asyncio.gather(
@@ -184,7 +184,7 @@ async def test_the_same_seed_gives_the_same_tokens_in_any_company(stack):
     assert len({tuple(g.token_ids) for g in [alone[0], other, *unseeded]}) == 5
 
 
-async def test_a_cancelled_generation_ends_at_its_server_by_the_disconnection_alone(stack):
+async def test_a_disconnected_caller_ends_its_generation_on_the_server(stack):
     tasks = [
         asyncio.create_task(stack.client.generate([5, i], max_new_tokens=2000, ignore_eos=True)) for i in range(10)
     ]
@@ -313,7 +313,7 @@ async def test_keys_are_on_no_command_line_and_in_no_log(stack):
         assert not any(secret in part.log_path.read_text() for secret in SECRETS)
 
 
-async def test_the_router_adds_nothing_to_what_a_stranger_reaches(stack):
+async def test_the_router_opens_no_further_route_without_a_key(stack):
     async with aiohttp.ClientSession() as session:
         for path in ("/get_server_info", "/get_model_info", "/engine_metrics", "/v1/models", "/readiness"):
             async with session.get(stack.router.url + path) as answer:

@@ -64,7 +64,7 @@ async def test_a_routing_key_sticks_to_one_server(tmp_path):
         assert all(fake.requests for fake in fakes)
 
 
-async def test_the_router_does_not_retry_by_itself(tmp_path, monkeypatch):
+async def test_the_router_does_not_retry(tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "_RETRIED", frozenset())
     async with routed(tmp_path, "round_robin") as (fakes, client):
         for fake in fakes:

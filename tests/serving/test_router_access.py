@@ -112,7 +112,7 @@ def test_the_table_is_that_of_the_router():
     assert [text.decode() for text in found] == [TABLE]
 
 
-async def test_with_both_keys_a_stranger_only_looks(tmp_path):
+async def test_with_both_keys_a_caller_without_a_key_can_only_probe(tmp_path):
     async with guarded(tmp_path, KEYS) as (fake, router, ask):
         for key in (None, "wrong", ""):
             for method, path in routes(GENERATION, CONTROL, MESH):
@@ -136,7 +136,7 @@ async def test_with_both_keys_a_stranger_only_looks(tmp_path):
         assert not any(secret in text for text in told for secret in SECRETS)
 
 
-async def test_without_a_generation_key_a_stranger_generates_and_changes_nothing(tmp_path):
+async def test_without_a_generation_key_a_caller_without_a_key_can_only_generate(tmp_path):
     async with guarded(tmp_path, OPEN_GENERATION) as (fake, _, ask):
         _, before = await ask("GET", "/workers", KEYS.router)
         for method, path in routes(CONTROL):

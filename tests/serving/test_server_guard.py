@@ -42,7 +42,7 @@ async def status(route: tuple[str, str], *keys: bytes, generation: str | None = 
 
 
 @pytest.mark.parametrize("route", CLOSED)
-async def test_what_is_not_named_is_closed_but_for_the_admin_key(route):
+async def test_other_routes_require_the_admin_key(route):
     for generation in (None, MAKER):
         assert await status(route, generation=generation) == 401
         assert await status(route, b"Bearer " + MAKER.encode(), generation=generation) == 401

@@ -45,7 +45,7 @@ def test_what_both_devices_share(device):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["rollout", "classifier", "judge"])
-def test_keys_go_through_the_pipe_alone(device, kind):
+def test_keys_are_passed_through_the_pipe_only(device, kind):
     keys = {"api_key": "admin-key", "generation_key": "generation-key"}
     if kind == "rollout":
         server = make(device=device, **keys)

@@ -91,7 +91,7 @@ def test_the_launcher_is_still_needed_and_does_what_it_says(launched):
     assert "start method fork" in launched.stdout, launched.stderr[-3000:]
 
 
-def test_sglang_imports_a_familys_model_alone_and_still_finds_every_other(launched):
+def test_sglang_imports_only_the_model_that_it_serves_and_still_finds_all_others(launched):
     assert "another model sglang.srt.models.gpt2" in launched.stdout, launched.stderr[-3000:]
 
 

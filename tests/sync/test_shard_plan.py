@@ -148,7 +148,7 @@ def test_a_tensor_that_no_rank_keeps_is_named():
         plan_shards(layout, bad, 500, "float32")
 
 
-def test_a_parameter_that_loading_leaves_alone_is_named():
+def test_a_parameter_that_loading_does_not_write_is_named():
     layout, ranks = small_case()
     bad = [EngineRank(r.slots, r.fills, r.dtypes, r.sizes, ("extra.weight",)) for r in ranks]
     with pytest.raises(SyncError, match=r"parameters of engine rank 0 unwritten: extra\.weight"):

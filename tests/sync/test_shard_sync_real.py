@@ -151,7 +151,7 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
 @pytest.mark.parametrize(
     ("phase", "quarantined"), [("stage", False), ("load", True)], ids=["while it stages", "inside its commit"]
 )
-async def test_a_server_that_stands_still_holds_nobody_up_and_comes_back(
+async def test_a_suspended_server_delays_no_other_and_recovers(
     world, models, tmp_path, monkeypatch, phase, quarantined
 ):
     sync, ranks, servers = await world(seconds=12.0, stall=2.0)
@@ -245,7 +245,7 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
     await check_serves(servers, models[0][2][1], 62)
 
 
-async def test_ranks_that_were_started_again_go_on_with_the_same_servers(world, models, local_ranks):
+async def test_restarted_ranks_continue_with_the_same_servers(world, models, local_ranks):
     sync, ranks, servers = await world()
     await sync.publish(80)
     await ranks.stop()
@@ -259,7 +259,7 @@ async def test_ranks_that_were_started_again_go_on_with_the_same_servers(world, 
     await check_serves(servers, models[0][1][1], 82)
 
 
-async def test_who_is_killed_inside_a_commit_harms_nobody_else(world, models, tmp_path, monkeypatch):
+async def test_a_server_that_is_killed_inside_a_commit_harms_no_other(world, models, tmp_path, monkeypatch):
     sync, ranks, servers = await world()
     server = make_server(models[0][0][0], tmp_path / "server.log", 1)
     url = await server.start(120)
