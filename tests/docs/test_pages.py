@@ -18,7 +18,10 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 CALL = re.compile(r"(?:^|[\s;(/])megasync ([a-z][a-z-]*)([^#\n]*)", re.MULTILINE)
+MODULE = re.compile(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.py")
 FILE = re.compile(r"\b(?:launch|configs|examples|tests|patches|docs)/[\w./-]*\w")
+# Modules of other projects that the pages name.
+FOREIGN = {"test_engine.py"}
 COMMANDS = typer.main.get_command(app).commands
 KEYS = {key for key, _ in schema_keys()}
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
@@ -68,6 +71,14 @@ def test_commands_exist_with_their_options(page):
 def test_mentioned_files_exist(page):
     named = set(chain(*map(FILE.findall, code(page))))
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_mentioned_modules_exist(page):
+    """By path below the root or the package, or by name alone."""
+    modules = {f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[a-z]*/**/*.py")}
+    named = {span for span in code(page) if MODULE.fullmatch(span)} - FOREIGN
+    assert [path for path in sorted(named) if not any(module.endswith(f"/{path}") for module in modules)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
