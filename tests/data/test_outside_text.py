@@ -153,7 +153,7 @@ def test_a_prompt_of_a_dataset(form, caplog):
     assert special_in(tokenizer, fine) == special_in(tokenizer, evil)
     assert tokenizer.decode(evil) == renderer.text({"prompt": EVIL})
     assert MARK not in renderer.text({"prompt": EVIL})
-    assert "1 of 2 prompts hold names of special tokens" in caplog.text
+    assert "1 of 2 prompts contain names of special tokens" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["raw", "chat"])
