@@ -15,7 +15,7 @@ from processes import listening, lives
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "single_node.sh"
-STEPS = 30
+STEPS = 16
 
 pytestmark = [
     pytest.mark.real,
