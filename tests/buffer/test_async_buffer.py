@@ -24,7 +24,7 @@ async def fill(buffer, *uids):
         await buffer.admit(uid)
 
 
-def test_making_one_needs_no_event_loop_and_every_public_method_is_async():
+def test_construction_needs_no_event_loop_and_all_public_methods_are_coroutines():
     buffer = AsyncBuffer(schedule())
     public = [name for name in dir(buffer) if not name.startswith("_")]
     assert all(inspect.iscoroutinefunction(getattr(buffer, name)) for name in public)
@@ -35,7 +35,7 @@ def test_making_one_needs_no_event_loop_and_every_public_method_is_async():
 # Waits and who ends them
 
 
-async def test_admit_waits_for_a_slot_until_a_publication_frees_one(group):
+async def test_admit_blocks_until_a_weight_publication_frees_a_slot(group):
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     waiting = asyncio.create_task(buffer.admit("b"))
@@ -49,7 +49,7 @@ async def test_admit_waits_for_a_slot_until_a_publication_frees_one(group):
     assert await buffer.live_uids() == ["b"]
 
 
-async def test_admit_waits_until_a_drop_frees_a_slot():
+async def test_admit_blocks_until_a_drop_frees_a_slot():
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     waiting = asyncio.create_task(buffer.admit("b"))
@@ -58,7 +58,7 @@ async def test_admit_waits_until_a_drop_frees_a_slot():
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_a_commit_that_is_refused_frees_its_slot_for_a_waiting_prompt(group):
+async def test_a_rejected_commit_frees_its_slot_for_a_waiting_admit(group):
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     waiting = asyncio.create_task(buffer.admit("b"))
@@ -67,7 +67,7 @@ async def test_a_commit_that_is_refused_frees_its_slot_for_a_waiting_prompt(grou
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_lease_waits_for_the_last_group_of_its_batch(group):
+async def test_lease_blocks_until_the_last_group_of_its_batch_is_committed(group):
     buffer = AsyncBuffer(schedule())
     await fill(buffer, "a", "b")
     waiting = asyncio.create_task(buffer.lease(1, 0))
@@ -78,7 +78,7 @@ async def test_lease_waits_for_the_last_group_of_its_batch(group):
     assert [g.uid for g in await asyncio.wait_for(waiting, 1)] == ["a", "b"]
 
 
-async def test_lease_waits_until_a_drop_moves_the_window(group):
+async def test_lease_blocks_until_a_drop_advances_the_window(group):
     buffer = AsyncBuffer(schedule(window_fraction=None))
     await fill(buffer, "a", "b", "c")
     waiting = asyncio.create_task(buffer.lease(1, 0))
@@ -90,7 +90,7 @@ async def test_lease_waits_until_a_drop_moves_the_window(group):
     assert [g.uid for g in await asyncio.wait_for(waiting, 1)] == ["b", "c"]
 
 
-async def test_reclaim_waits_for_a_group_that_grew_too_old(group):
+async def test_reclaim_blocks_until_a_finished_group_becomes_stale(group):
     buffer = AsyncBuffer(schedule(max_staleness=0, stale="regenerate"))
     waiting = asyncio.create_task(buffer.reclaim())
     await fill(buffer, "a", "b")
@@ -101,7 +101,7 @@ async def test_reclaim_waits_for_a_group_that_grew_too_old(group):
     assert await asyncio.wait_for(waiting, 1) == "a"
 
 
-async def test_closing_ends_every_wait_with_the_reason():
+async def test_close_fails_all_pending_calls_with_the_close_reason():
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     calls = (buffer.admit("b"), buffer.admit("c"), buffer.lease(1, 0), buffer.reclaim())
@@ -116,7 +116,7 @@ async def test_closing_ends_every_wait_with_the_reason():
             await late
 
 
-async def test_a_call_that_must_not_be_made_raises_at_once_instead_of_waiting():
+async def test_an_invalid_call_raises_immediately_instead_of_blocking():
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     await buffer.drop("a", "failed")
@@ -126,7 +126,7 @@ async def test_a_call_that_must_not_be_made_raises_at_once_instead_of_waiting():
         await asyncio.wait_for(buffer.lease(1, 5), 1)
 
 
-async def test_an_error_that_comes_up_during_a_wait_ends_it(group):
+async def test_a_pending_lease_fails_when_its_version_becomes_outdated(group):
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=1))
     waiting = asyncio.create_task(buffer.lease(1, 0))
     await settle()
@@ -135,12 +135,12 @@ async def test_an_error_that_comes_up_during_a_wait_ends_it(group):
         await asyncio.wait_for(waiting, 1)
 
 
-def test_errors_survive_the_way_between_processes():
+def test_buffer_closed_error_survives_pickling():
     error = pickle.loads(pickle.dumps(BufferClosed("done")))
     assert error.reason == "done" and str(error) == "done"
 
 
-async def test_a_lease_that_somebody_gave_up_takes_nothing_after_a_rollback(group):
+async def test_a_lease_pending_at_rollback_fails_without_consuming_groups(group):
     buffer = AsyncBuffer(schedule())
     await fill(buffer, "a", "b")
     await buffer.commit(group("a"))
@@ -153,7 +153,7 @@ async def test_a_lease_that_somebody_gave_up_takes_nothing_after_a_rollback(grou
     assert [g.uid for g in await asyncio.wait_for(buffer.lease(1, 0), 1)] == ["a", "b"]
 
 
-async def test_groups_that_come_back_without_their_payload_end_a_wait_for_one(group):
+async def test_rollback_of_a_group_without_payload_wakes_a_pending_reclaim(group):
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     await buffer.commit(group("a"))
@@ -174,7 +174,7 @@ async def cancelled(task):
         await task
 
 
-async def test_a_cancelled_admit_takes_no_slot():
+async def test_a_cancelled_admit_does_not_consume_a_slot():
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     waiting = asyncio.create_task(buffer.admit("b"))
@@ -185,7 +185,7 @@ async def test_a_cancelled_admit_takes_no_slot():
     await asyncio.wait_for(buffer.admit("b"), 1)
 
 
-async def test_a_cancelled_lease_leaves_the_batch_for_the_next_one(group):
+async def test_a_cancelled_lease_leaves_the_batch_for_the_next_lease(group):
     buffer = AsyncBuffer(schedule())
     await fill(buffer, "a", "b")
     waiting = asyncio.create_task(buffer.lease(1, 0))
@@ -196,7 +196,7 @@ async def test_a_cancelled_lease_leaves_the_batch_for_the_next_one(group):
     assert [g.uid for g in await asyncio.wait_for(buffer.lease(1, 0), 1)] == ["a", "b"]
 
 
-async def test_a_batch_whose_answer_got_lost_is_given_again(group):
+async def test_repeating_a_lease_returns_the_same_batch(group):
     buffer = AsyncBuffer(schedule())
     await fill(buffer, "a", "b")
     for uid in "ab":
@@ -205,7 +205,7 @@ async def test_a_batch_whose_answer_got_lost_is_given_again(group):
     assert await asyncio.wait_for(buffer.lease(1, 0), 1) == lost
 
 
-async def test_a_cancelled_reclaim_leaves_the_group_to_the_next_one(group):
+async def test_a_cancelled_reclaim_leaves_the_group_for_the_next_reclaim(group):
     buffer = AsyncBuffer(schedule(max_staleness=0))
     first = asyncio.create_task(buffer.reclaim())
     await fill(buffer, "a")
@@ -219,7 +219,7 @@ async def test_a_cancelled_reclaim_leaves_the_group_to_the_next_one(group):
 # Who is woken
 
 
-async def test_a_change_wakes_only_a_call_that_can_go_on(group, monkeypatch):
+async def test_a_state_change_wakes_only_calls_that_can_proceed(group, monkeypatch):
     """100 prompts wait for slots; each commit and each drop concerns one of them at most."""
     attempts = []
     attempt = AsyncBuffer._attempt
@@ -249,7 +249,7 @@ async def test_a_change_wakes_only_a_call_that_can_go_on(group, monkeypatch):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-async def test_a_call_that_is_cancelled_as_it_is_woken_wakes_the_next(group, alike):
+async def test_a_waiter_cancelled_during_wakeup_passes_the_wakeup_to_the_next(group, alike):
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
     first, second = (asyncio.create_task(buffer.admit(uid)) for uid in ("b", "b" if alike else "c"))
@@ -260,7 +260,7 @@ async def test_a_call_that_is_cancelled_as_it_is_woken_wakes_the_next(group, ali
     assert await buffer.live_uids() == ["b" if alike else "c"]
 
 
-async def test_two_calls_for_the_same_both_get_the_answer(group):
+async def test_duplicate_pending_calls_get_the_same_result(group):
     """The first was given up by its caller, or its answer was lost; nothing more can go on after it."""
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
     await fill(buffer, "a")
@@ -278,7 +278,7 @@ async def test_two_calls_for_the_same_both_get_the_answer(group):
     assert await asyncio.wait_for(asyncio.gather(*reclaims), 1) == ["b", "b"]
 
 
-async def test_several_slots_that_are_freed_at_once_are_all_taken(group):
+async def test_slots_freed_by_one_publication_go_to_as_many_pending_admits(group):
     buffer = AsyncBuffer(schedule(groups_per_step=3, max_staleness=0))
     await fill(buffer, *"abc")
     waits = [asyncio.create_task(buffer.admit(uid)) for uid in "defgh"]
@@ -294,7 +294,7 @@ async def test_several_slots_that_are_freed_at_once_are_all_taken(group):
         await cancelled(wait)
 
 
-async def test_the_ledger_is_read_before_any_other_call(tmp_path):
+async def test_calls_are_rejected_until_the_ledger_is_loaded(tmp_path):
     path = tmp_path / "ledger.db"
     first = AsyncBuffer(schedule(), ledger=path)
     await fill(first, "a")
@@ -313,7 +313,7 @@ async def test_the_ledger_is_read_before_any_other_call(tmp_path):
 # What the display shows
 
 
-async def test_waiting_names_the_call_what_it_waits_for_and_for_how_long():
+async def test_waiting_reports_each_pending_call_its_blocker_and_its_duration():
     now = [100.0]
     buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0), clock=lambda: now[0])
     await fill(buffer, "a")
@@ -329,7 +329,7 @@ async def test_waiting_names_the_call_what_it_waits_for_and_for_how_long():
     assert await buffer.waiting() == {}
 
 
-async def test_a_resumed_buffer_goes_on_counting():
+async def test_a_resumed_buffer_continues_its_counters():
     buffer = AsyncBuffer(schedule(), 4, 3, {"trained": 2, "dropped": {"failed": 1}})
     assert (await buffer.counts())["admitted"] == 3
     assert await buffer.counters() == {
@@ -384,7 +384,7 @@ async def _train(buffer, rng, steps, sync_steps, versions):
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_loops_that_only_meet_in_the_buffer_finish_the_run(group, seed):
+async def test_concurrent_loops_coupled_only_by_the_buffer_complete_the_run(group, seed):
     rng = random.Random(seed)
     sync_steps = rng.randint(1, 2)
     config = schedule(

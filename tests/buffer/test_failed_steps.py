@@ -28,7 +28,7 @@ def fail(buffer: TrajectoryBuffer, step: int, attempts: int = 2, most: int = 1) 
     return buffer.step_failed(step, attempts, most)
 
 
-def test_a_batch_comes_back_until_its_attempts_are_used_up() -> None:
+def test_a_failed_batch_is_retried_until_its_attempts_are_exhausted() -> None:
     buffer = filled()
     assert fail(buffer, 1) == FailedStep(1, 1, [], 0)
     assert buffer.counts()["slots"]["finished"] == 4
@@ -37,7 +37,7 @@ def test_a_batch_comes_back_until_its_attempts_are_used_up() -> None:
     assert [group.uid for group in buffer.lease(1, 0)] == ["0:2", "0:3"]
 
 
-def test_a_group_that_fails_in_two_batches_is_set_aside_alone() -> None:
+def test_only_the_group_that_exhausts_its_attempts_is_dropped() -> None:
     buffer = filled(2)
     fail(buffer, 1)
     buffer.drop("0:0", "workflow")
@@ -46,14 +46,14 @@ def test_a_group_that_fails_in_two_batches_is_set_aside_alone() -> None:
     assert buffer.live_uids() == ["0:2"]
 
 
-def test_the_same_answer_again_and_nothing_counted_twice() -> None:
+def test_reporting_a_step_failure_twice_is_idempotent() -> None:
     buffer = filled()
     first = fail(buffer, 1)
     assert buffer.step_failed(1, 2, 1) == first
     assert fail(buffer, 1).attempt == 2
 
 
-def test_no_more_batches_in_a_row_than_allowed_until_a_step_that_got_as_far_is_trained() -> None:
+def test_consecutive_batch_drops_are_limited_until_the_failed_step_is_trained() -> None:
     buffer = filled(6)
     fail(buffer, 1, attempts=1)
     assert fail(buffer, 1, attempts=1) == FailedStep(1, 1, [], 1)
@@ -63,7 +63,7 @@ def test_no_more_batches_in_a_row_than_allowed_until_a_step_that_got_as_far_is_t
     assert fail(buffer, 2, attempts=1).in_a_row == 1
 
 
-def test_steps_that_are_trained_again_do_not_give_the_allowance_back() -> None:
+def test_retraining_steps_after_a_rollback_does_not_reset_the_drop_limit() -> None:
     buffer = filled(8)
     buffer.lease(1, 0)
     buffer.ack(1)
@@ -78,12 +78,12 @@ def test_steps_that_are_trained_again_do_not_give_the_allowance_back() -> None:
     assert fail(buffer, 2, attempts=1).set_aside == []
 
 
-def test_a_step_without_a_batch_cannot_fail() -> None:
+def test_step_failed_rejects_a_step_without_a_leased_batch() -> None:
     with pytest.raises(BufferStateError, match="step 1 cannot have failed: it has no batch"):
         filled().step_failed(1, 2, 1)
 
 
-def test_what_was_trained_is_forgotten() -> None:
+def test_failed_attempts_are_cleared_once_the_groups_are_trained() -> None:
     buffer = filled()
     fail(buffer, 1)
     buffer.lease(1, 0)

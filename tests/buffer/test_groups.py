@@ -37,7 +37,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_costs_the_same_however_many_groups_are_open(name):
+def test_call_cost_does_not_grow_linearly_with_the_number_of_open_groups(name):
     few, many = (operations(CALLS[name], buffer_with(groups)) for groups in (16, 2000))
     assert many < 3 * few, f"{few} operations with 48 groups, {many} with 6000"
 

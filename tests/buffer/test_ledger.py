@@ -206,7 +206,7 @@ class Life:
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_a_crash_at_any_call_changes_nothing_and_nothing_is_trained_twice(tmp_path_factory, seed):
+def test_random_crashes_preserve_the_buffer_state_and_no_group_is_trained_twice(tmp_path_factory, seed):
     life = Life(tmp_path_factory.mktemp("ledger") / "ledger.db", seed)
     try:
         life.play(80)
@@ -246,7 +246,7 @@ def payloads(buffer):
 # Size
 
 
-def test_payloads_go_when_every_kept_checkpoint_has_them_or_when_they_are_too_old(buffer, group):
+def test_payloads_are_pruned_once_every_kept_checkpoint_covers_them_or_they_are_stale(buffer, group):
     train(buffer, group, "a", "b")
     assert payloads(buffer) == ["a", "b"]
     buffer.checkpointed(2, 1)
@@ -255,7 +255,7 @@ def test_payloads_go_when_every_kept_checkpoint_has_them_or_when_they_are_too_ol
     assert buffer.state.version == 5 and payloads(buffer) == ["d", "e"], "b and c are older than version 5 - 2"
 
 
-def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_in_memory(buffer, group):
+def test_groups_that_ended_before_the_oldest_checkpoint_are_counted_but_evicted_from_memory(buffer, group):
     train(buffer, group, "a", "b", "c")
     do(buffer, "admit", "d")
     do(buffer, "drop", "d", "failed")
@@ -273,7 +273,7 @@ def test_what_ended_before_the_oldest_checkpoint_is_counted_but_no_longer_held_i
 # What goes wrong
 
 
-def test_an_old_name_of_a_reason_is_counted_under_its_present_name(path, buffer, group):
+def test_a_renamed_drop_reason_is_counted_under_its_current_name(path, buffer, group):
     for uid in "abc":
         do(buffer, "admit", uid)
         do(buffer, "drop", uid, "over_age" if uid == "a" else "stale")
@@ -282,7 +282,7 @@ def test_an_old_name_of_a_reason_is_counted_under_its_present_name(path, buffer,
     assert do(inherited, "counts")["dropped"] == {"stale": 2} and do(inherited, "counts")["admitted"] == 3
 
 
-def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path, buffer, group):
+def test_a_full_disk_closes_the_buffer_without_losing_recorded_state(path, buffer, group):
     for uid in "ab":
         do(buffer, "admit", uid)
     assert buffer.commit(group("a", 0, 0))
@@ -307,7 +307,7 @@ def test_a_full_disk_closes_the_buffer_and_loses_nothing_that_was_recorded(path,
     again.ledger.close()
 
 
-async def test_whoever_waits_is_told_of_a_full_disk_and_the_run_can_still_be_ended(path, group):
+async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, group):
     buffer = AsyncBuffer(schedule(1, 0), ledger=path)
     await buffer.admit("a")
     waits = [asyncio.create_task(call) for call in (buffer.admit("b"), buffer.lease(1, 0), buffer.reclaim())]
@@ -327,7 +327,7 @@ async def test_whoever_waits_is_told_of_a_full_disk_and_the_run_can_still_be_end
     buffer._durable.ledger.close()
 
 
-def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
+def test_a_file_that_is_not_a_ledger_is_rejected_and_not_modified(path):
     path.write_bytes(b"something else entirely, longer than a header of SQLite" * 50)
     before = path.read_bytes()
     with pytest.raises(LedgerError, match="ledger.db is damaged or not a ledger.*move it away"):
@@ -342,7 +342,7 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_alone(path):
         Ledger(path)
 
 
-def test_a_ledger_of_another_format_is_refused(path):
+def test_a_ledger_with_an_unsupported_format_version_is_rejected(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
@@ -350,7 +350,7 @@ def test_a_ledger_of_another_format_is_refused(path):
         Ledger(path)
 
 
-def test_a_damaged_payload_is_named_as_such(buffer, group):
+def test_a_corrupted_payload_raises_a_damage_error_and_closes_the_buffer(buffer, group):
     do(buffer, "admit", "a")
     buffer.commit(group("a", 0, 0))
     (data,) = buffer.ledger._db.execute("SELECT data FROM payloads").fetchone()
@@ -364,7 +364,7 @@ def test_a_damaged_payload_is_named_as_such(buffer, group):
     again.ledger.close()
 
 
-def test_a_buffer_that_starts_again_reads_no_token_before_it_is_asked_for(buffer, group, monkeypatch):
+def test_a_restarted_buffer_decodes_payloads_lazily(buffer, group, monkeypatch):
     for uid in "abc":
         do(buffer, "admit", uid)
     buffer.commit(group("a", 0, 0))
@@ -384,7 +384,7 @@ def test_a_buffer_that_starts_again_reads_no_token_before_it_is_asked_for(buffer
     again.ledger.close()
 
 
-def test_a_long_reading_tells_how_far_it_is(buffer, monkeypatch):
+def test_loading_a_large_ledger_reports_progress(buffer, monkeypatch):
     monkeypatch.setattr(ledger_module, "ROWS", 2)
     for uid in "abc":
         do(buffer, "admit", uid)
@@ -394,7 +394,7 @@ def test_a_long_reading_tells_how_far_it_is(buffer, monkeypatch):
     assert said == ["2 groups"]
 
 
-def test_only_one_process_holds_a_ledger(path, buffer):
+def test_a_ledger_held_by_another_process_cannot_be_opened(path, buffer):
     with pytest.raises(LedgerError, match="locked; another process holds it: is the run still alive"):
         Ledger(path, lock_seconds=0.1)
 
@@ -402,7 +402,7 @@ def test_only_one_process_holds_a_ledger(path, buffer):
 # What comes back
 
 
-def test_whatever_a_workflow_may_put_into_a_trajectory_comes_back(buffer):
+def test_trajectory_values_survive_a_ledger_round_trip(buffer):
     one = Trajectory(
         [1],
         numpy.array([1, 2]).tolist(),
@@ -421,7 +421,7 @@ def test_whatever_a_workflow_may_put_into_a_trajectory_comes_back(buffer):
     again.ledger.close()
 
 
-def test_what_cannot_be_recorded_is_refused_before_anything_changes(buffer, group):
+def test_a_group_that_cannot_be_serialized_is_rejected_without_changing_state(buffer, group):
     do(buffer, "admit", "a")
     strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
     with pytest.raises(DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"):
@@ -429,7 +429,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_changes(buffer, grou
     assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))
 
 
-def test_calls_that_change_nothing_write_nothing(buffer):
+def test_calls_that_change_no_state_write_nothing_to_the_ledger(buffer):
     before = buffer.ledger._db.total_changes
     for call in (lambda s: s.lease(1, 0), lambda s: s.reclaim("x"), lambda s: s.publish(0), lambda s: s.ack(0)):
         buffer.change(call)
@@ -438,7 +438,7 @@ def test_calls_that_change_nothing_write_nothing(buffer):
     assert buffer.ledger._db.total_changes > written >= before
 
 
-def test_a_value_that_was_changed_in_place_is_recorded(tmp_path):
+def test_in_place_changes_to_status_values_are_recorded(tmp_path):
     path = tmp_path / "ledger.db"
     ledger = Ledger(path)
     status = BufferStatus.initial(3, 2, {})
@@ -461,7 +461,7 @@ def test_a_value_that_was_changed_in_place_is_recorded(tmp_path):
     ledger.close()
 
 
-def test_what_a_run_began_with_is_written_once_and_never_compared(tmp_path):
+def test_inherited_status_is_never_compared_when_the_ledger_is_written(tmp_path):
     class Long(dict):
         def __eq__(self, other):
             raise AssertionError("it is long")

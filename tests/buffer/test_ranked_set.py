@@ -15,7 +15,7 @@ NUMBERS = st.one_of(st.integers(0, 40), st.integers(0, 3000))
 @given(
     st.lists(st.tuples(st.booleans(), NUMBERS), max_size=80), st.lists(NUMBERS, max_size=5), st.sampled_from([0, 10**9])
 )
-def test_it_is_a_sorted_list_with_ranks(changes, questions, offset):
+def test_ranked_set_behaves_like_a_sorted_list_with_ranks(changes, questions, offset):
     numbers, oracle = RankedSet(), set()
     for adds, number in ((adds, number + offset) for adds, number in changes):
         (numbers.add if adds else numbers.discard)(number)
@@ -31,7 +31,7 @@ def test_it_is_a_sorted_list_with_ranks(changes, questions, offset):
 
 
 @pytest.mark.parametrize("order", ["up", "down", "window"])
-def test_it_is_seldom_built_again(monkeypatch, order):
+def test_ranked_set_rebuild_cost_is_amortized(monkeypatch, order):
     """Building costs as much as the span, so it may happen only once in that many numbers."""
     built = []
     build = RankedSet._build

@@ -82,7 +82,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(25))
-async def test_every_prompt_is_trained_once_however_often_the_run_is_killed(tmp_path, seed):
+async def test_every_prompt_is_trained_exactly_once_across_repeated_kills(tmp_path, seed):
     rng, path = random.Random(seed), tmp_path / "ledger.db"
     step, version, trained, versions = 0, 0, {}, []
     while step < STEPS:
@@ -107,7 +107,7 @@ async def test_every_prompt_is_trained_once_however_often_the_run_is_killed(tmp_
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_synchronous_batches_are_those_of_a_run_that_was_never_killed(tmp_path, seed):
+async def test_synchronous_batches_of_a_killed_run_equal_those_of_an_uninterrupted_run(tmp_path, seed):
     rng, schedule = random.Random(seed), replace(SCHEDULE, max_staleness=0)
     step, version, trained = 0, 0, {}
     while step < STEPS:
@@ -118,7 +118,7 @@ async def test_synchronous_batches_are_those_of_a_run_that_was_never_killed(tmp_
 
 
 @pytest.mark.parametrize("seed", range(25))
-async def test_a_run_may_go_on_with_another_schedule_each_time(tmp_path, seed):
+async def test_a_run_can_resume_with_a_different_schedule_each_time(tmp_path, seed):
     """Batches, staleness, window and length of the run change at every start; no group is lost, and nothing hangs."""
     rng, path = random.Random(f"schedules {seed}"), tmp_path / "ledger.db"
     step, version, trained, sizes = 0, 0, {}, {}
@@ -164,7 +164,7 @@ async def one_step(path, trajectory_of, uids=("0:0", "0:1", "0:2", "0:3")):
     return buffer
 
 
-async def test_finished_groups_are_still_there_and_the_others_are_generated_from_their_partials(tmp_path, group):
+async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_partials(tmp_path, group):
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {"rows": 5})
     buffer = await one_step(path, group)
@@ -186,7 +186,7 @@ async def test_finished_groups_are_still_there_and_the_others_are_generated_from
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
-async def test_a_batch_goes_with_the_checkpoint_that_contains_it(tmp_path, group, acknowledged):
+async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_it(tmp_path, group, acknowledged):
     """The step was trained and saved; whether its acknowledgement still reached the ledger makes no difference."""
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})
@@ -204,7 +204,7 @@ async def test_a_batch_goes_with_the_checkpoint_that_contains_it(tmp_path, group
         again._durable.ledger.close()
 
 
-async def test_a_ledger_of_another_run_is_refused(tmp_path, group):
+async def test_a_ledger_that_does_not_match_the_checkpoint_is_rejected(tmp_path, group):
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})
     (await one_step(path, group))._durable.ledger.close()
@@ -214,7 +214,7 @@ async def test_a_ledger_of_another_run_is_refused(tmp_path, group):
         resume_ledger(path, SCHEDULE, TOTAL, 9)
 
 
-async def test_a_run_without_its_ledger_goes_on_counting(tmp_path, group):
+async def test_a_new_ledger_continues_the_counters_of_the_checkpoint(tmp_path, group):
     path = tmp_path / "ledger.db"
     counters = {"trained": 8, "dropped": {"failed": 2}, "regenerated": 3, "masked_tokens": 0, "removed_trajectories": 1}
     begin_ledger(path, 4, 4, counters, {"position": 10})
@@ -231,7 +231,7 @@ async def test_a_run_without_its_ledger_goes_on_counting(tmp_path, group):
     buffer._durable.ledger.close()
 
 
-def test_a_ledger_of_nothing_is_no_damage(tmp_path):
+def test_a_missing_or_empty_ledger_is_reported_as_not_begun_rather_than_damaged(tmp_path):
     path = tmp_path / "ledger.db"
     for empty in (False, True):
         if empty:
@@ -244,7 +244,7 @@ def test_a_ledger_of_nothing_is_no_damage(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["ledger.db"]
 
 
-def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
+def test_the_error_for_a_damaged_ledger_states_the_fix(tmp_path):
     path = tmp_path / "ledger.db"
     path.write_bytes(b"not a ledger at all" * 100)
     with pytest.raises(LedgerError, match=r"ledger.db is damaged or not a ledger.*move it away \(with ledger.db-wal\)"):
@@ -256,7 +256,7 @@ def test_a_damaged_ledger_is_named_with_what_can_be_done(tmp_path):
 
 
 @pytest.mark.processes
-def test_whatever_ends_the_first_second_leaves_no_ledger_or_a_whole_one(tmp_path):
+def test_interrupted_ledger_creation_leaves_either_no_ledger_or_a_complete_one(tmp_path):
     setup = """
 from megasync.buffer import durable
 
@@ -281,7 +281,7 @@ def work(folder):
     assert Counter(case.ended for case in cases)["killed"] > 15 and {"failed", "done"} <= {c.ended for c in cases}
 
 
-async def test_tokens_of_a_version_that_was_never_published_here_keep_its_number_from_being_used(tmp_path, group):
+async def test_resume_does_not_reuse_the_number_of_an_unpublished_version_seen_in_tokens(tmp_path, group):
     """A server had version 1 already when the run was killed, before the buffer heard of it."""
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})

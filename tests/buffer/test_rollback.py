@@ -35,7 +35,7 @@ def balanced(buffer):
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_an_unfinished_group_is_admitted_again_without_another_slot(group, returned):
+def test_readmitting_an_unfinished_group_takes_no_additional_slot(group, returned):
     buffer = buffer_of(max_staleness=0, version=1)
     admit(buffer, "a")
     if returned:
@@ -45,7 +45,7 @@ def test_an_unfinished_group_is_admitted_again_without_another_slot(group, retur
 
 
 @pytest.mark.parametrize("state", ["finished", "leased", "trained", "published"])
-def test_a_group_that_was_committed_is_committed(group, state):
+def test_committing_a_group_again_is_idempotent(group, state):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     buffer.commit(group("a"))
@@ -59,7 +59,7 @@ def test_a_group_that_was_committed_is_committed(group, state):
     assert buffer.commit(group("a")) and buffer.commit(Group("a", [])) and buffer.counts() == before
 
 
-def test_a_returned_group_takes_young_responses_and_no_others(group, trajectory):
+def test_a_returned_group_accepts_only_responses_within_the_staleness_bound(group, trajectory):
     buffer = buffer_of(max_staleness=0, version=1)
     admit(buffer, "a")
     assert not buffer.commit(group("a", 0, 0))
@@ -69,7 +69,7 @@ def test_a_returned_group_takes_young_responses_and_no_others(group, trajectory)
     assert buffer.commit(group("a", 1, 1)) and buffer.reclaimable() == []
 
 
-def test_a_claimant_gets_its_group_again_and_others_the_next(group):
+def test_reclaim_returns_the_same_group_to_its_claimant_and_the_next_to_others(group):
     buffer = buffer_of(max_staleness=0, version=1)
     admit(buffer, "a", "b")
     for uid in "ab":
@@ -79,7 +79,7 @@ def test_a_claimant_gets_its_group_again_and_others_the_next(group):
     assert buffer.reclaim("x") is None
 
 
-def test_a_step_and_a_version_count_once(group):
+def test_repeated_ack_and_publish_are_idempotent(group):
     buffer = buffer_of()
     step(buffer, 1, group("a"), group("b"))
     before = buffer.counts()
@@ -95,7 +95,7 @@ def partial(*versions):
     return Partial("digest", [5] * len(versions), [-0.5] * len(versions), list(versions))
 
 
-def test_partials_stay_with_their_group_until_it_is_committed_or_dropped(group):
+def test_partials_are_kept_until_their_group_is_committed_or_dropped(group):
     buffer = buffer_of()
     admit(buffer, "a", "b")
     first, second, longer = partial(0), partial(0, 0), partial(0, 0, 0)
@@ -108,7 +108,7 @@ def test_partials_stay_with_their_group_until_it_is_committed_or_dropped(group):
     assert buffer.partials("a") == buffer.partials("b") == buffer.partials("nobody") == {}
 
 
-def test_a_new_run_finds_unfinished_groups_returned_with_their_partials(group):
+def test_take_over_returns_unfinished_groups_with_their_partials(group):
     buffer = buffer_of()
     admit(buffer, "a", "b")
     buffer.save_partials({("a", 0, 0): partial(0)})
@@ -122,7 +122,7 @@ def test_a_new_run_finds_unfinished_groups_returned_with_their_partials(group):
 # Back to a checkpoint
 
 
-def test_what_was_trained_after_the_checkpoint_is_trained_again_in_its_place(group):
+def test_groups_trained_after_the_checkpoint_are_retrained_in_the_same_order(group):
     buffer = buffer_of(max_staleness=2)
     groups = {uid: group(uid) for uid in "abcdef"}
     step(buffer, 1, groups["a"], groups["b"])
@@ -140,7 +140,7 @@ def test_what_was_trained_after_the_checkpoint_is_trained_again_in_its_place(gro
     assert buffer.counts()["trained"] == 4 and balanced(buffer)
 
 
-def test_a_batch_that_is_out_comes_back_unless_the_checkpoint_has_it(group):
+def test_rollback_returns_a_leased_batch_unless_the_checkpoint_contains_it(group):
     for checkpoint, trained in ((0, 0), (1, 2)):
         buffer = buffer_of()
         admit(buffer, "a", "b")
@@ -152,7 +152,7 @@ def test_a_batch_that_is_out_comes_back_unless_the_checkpoint_has_it(group):
         assert (counts["trained"], counts["slots"]["finished"]) == (trained, 2 - trained) and balanced(buffer)
 
 
-def test_a_trained_group_whose_payload_is_gone_is_generated_again(group):
+def test_rollback_regenerates_a_trained_group_whose_payload_was_pruned(group):
     buffer = buffer_of(max_staleness=2)
     step(buffer, 1, group("a"), group("b"))
     admit(buffer, "c")
@@ -163,14 +163,14 @@ def test_a_trained_group_whose_payload_is_gone_is_generated_again(group):
     assert [g.uid for g in buffer.lease(1, 1)] == ["a", "b"]
 
 
-def test_groups_that_come_back_too_old_are_stale_like_any_other(group):
+def test_the_stale_policy_applies_to_groups_restored_by_a_rollback(group):
     buffer = buffer_of(max_staleness=0, stale="drop")
     step(buffer, 1, group("a"), group("b"))
     buffer.rollback(0, 1, {uid: group(uid) for uid in "ab"})
     assert buffer.counts()["dropped"] == {"stale": 2} and balanced(buffer)
 
 
-def test_nobody_is_admitted_while_a_rollback_holds_more_than_the_capacity(group):
+def test_admission_is_blocked_while_a_rollback_exceeds_the_capacity(group):
     buffer = buffer_of(groups_per_step=1, max_staleness=1)
     step(buffer, 1, group("a"))
     admit(buffer, "b", "c")
@@ -183,7 +183,7 @@ def test_nobody_is_admitted_while_a_rollback_holds_more_than_the_capacity(group)
     assert buffer.admit("d")
 
 
-def test_a_rollback_leaves_a_closed_buffer_closed_and_does_the_same_again(group):
+def test_rollback_is_idempotent_and_keeps_a_closed_buffer_closed(group):
     buffer = buffer_of(max_staleness=2)
     step(buffer, 1, group("a"), group("b"))
     buffer.close("over")
@@ -192,7 +192,7 @@ def test_a_rollback_leaves_a_closed_buffer_closed_and_does_the_same_again(group)
         assert buffer.closed == "over" and buffer.counts()["slots"]["finished"] == 2 and balanced(buffer)
 
 
-def test_training_goes_back_to_checkpoints_only(group):
+def test_rollback_and_checkpointed_reject_invalid_steps(group):
     buffer = buffer_of(max_staleness=2)
     for number, uids in enumerate(("ab", "cd", "ef"), 1):
         step(buffer, number, *(group(uid, number - 1, number - 1) for uid in uids))

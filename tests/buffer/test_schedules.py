@@ -225,7 +225,7 @@ class Run:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_a_run_ends_whatever_the_servers_do(block):
+def test_a_run_completes_under_random_stalls_failures_and_stale_tokens(block):
     seen = Counter()
     for seed in range(block * 400, (block + 1) * 400):
         run = Run(seed, lag=0.2, failures=0.2, mischief=0.1).play()
@@ -238,7 +238,7 @@ def test_a_run_ends_whatever_the_servers_do(block):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_pacing_alone_keeps_every_group_within_the_bound(block):
+def test_pacing_alone_keeps_every_group_within_the_staleness_bound(block):
     """Servers that serve what is published never produce a stale group, so the check finds nothing to do."""
     reached = Counter()
     for seed in range(block * 400, (block + 1) * 400):
@@ -253,11 +253,11 @@ def test_pacing_alone_keeps_every_group_within_the_bound(block):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_the_laws_hold_at_any_rate_of_failures(seed, lag, failures):
+def test_invariants_hold_at_any_failure_rate(seed, lag, failures):
     Run(seed, lag=lag, failures=failures).play()
 
 
-def test_synchronous_batches_are_the_same_in_every_schedule():
+def test_synchronous_batches_are_independent_of_timing():
     """Law 15: with max_staleness=0 the batches depend on the prompts and on who fails, not on any timing."""
     for sync_steps in (1, 2):
         batches = set()
@@ -270,7 +270,7 @@ def test_synchronous_batches_are_the_same_in_every_schedule():
         assert batches == {tuple(str(uid) for uid in range(12))}
 
 
-def test_closing_at_any_moment_leaves_the_books_balanced():
+def test_closing_at_any_time_keeps_the_group_counts_consistent():
     for seed in range(200):
         run = Run(seed, lag=0.2, failures=0.2)
         stop_after = run.random.randint(0, 40)

@@ -28,14 +28,14 @@ def balanced(buffer):
     return counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
 
 
-def test_the_example_in_the_docstring_is_true():
+def test_the_docstring_example_passes_as_a_doctest():
     assert doctest.testmod(megasync.buffer.state, extraglobs=vars(megasync.buffer)).failed == 0
 
 
 # Slots
 
 
-def test_admission_stops_at_capacity_and_a_drop_makes_room(group):
+def test_admission_stops_at_capacity_and_a_drop_frees_a_slot(group):
     buffer = buffer_of()
     assert admit(buffer, *"abcde") == [True] * 4 + [False]
     buffer.drop("b", "failed")
@@ -43,7 +43,7 @@ def test_admission_stops_at_capacity_and_a_drop_makes_room(group):
     assert buffer.counts()["dropped"] == {"failed": 1} and balanced(buffer)
 
 
-def test_a_trained_groups_slot_is_held_until_its_weights_are_published(group):
+def test_a_trained_group_holds_its_slot_until_its_weights_are_published(group):
     buffer = buffer_of(max_staleness=0)
     admit(buffer, *"ab")
     for uid in "ab":
@@ -56,7 +56,7 @@ def test_a_trained_groups_slot_is_held_until_its_weights_are_published(group):
     assert admit(buffer, "c") == [True]
 
 
-def test_a_sync_every_few_steps_multiplies_the_slots(group):
+def test_capacity_scales_with_weight_sync_steps(group):
     buffer = buffer_of(max_staleness=0, weight_sync_steps=2)
     admit(buffer, *"abcd")
     for uid in "abcd":
@@ -73,7 +73,7 @@ def test_a_run_admits_no_more_groups_than_it_will_train(group):
     assert admit(buffer, "c", "d") == [True, False]
 
 
-def test_a_total_that_leaves_an_incomplete_last_batch_is_refused():
+def test_total_groups_must_be_a_multiple_of_groups_per_step():
     with pytest.raises(ValueError, match="total_groups=3.*groups_per_step=2"):
         buffer_of(total_groups=3)
 
@@ -81,7 +81,7 @@ def test_a_total_that_leaves_an_incomplete_last_batch_is_refused():
 # Batches
 
 
-def test_a_batch_is_the_oldest_finished_groups_in_admission_order(group):
+def test_a_batch_holds_the_oldest_finished_groups_in_admission_order(group):
     buffer = buffer_of(groups_per_step=2, max_staleness=2, window=1.0)
     admit(buffer, *"abcdef")
     for uid in "fbead":
@@ -90,7 +90,7 @@ def test_a_batch_is_the_oldest_finished_groups_in_admission_order(group):
     assert train(buffer, 2, 0) == ["d", "e"]
 
 
-def test_synchronous_batches_do_not_depend_on_who_finished_first(group):
+def test_synchronous_batches_do_not_depend_on_completion_order(group):
     for order in ("abcd", "dcba", "bdac"):
         buffer = buffer_of(max_staleness=0, weight_sync_steps=2, window=1.0)
         admit(buffer, *"abcd")
@@ -114,7 +114,7 @@ def test_strict_fifo_waits_for_the_straggler(group):
     assert train(buffer, 1, 0) == ["a"]
 
 
-def test_the_window_lets_a_few_pass_the_straggler_but_does_not_starve_it(group):
+def test_the_window_bounds_how_many_groups_overtake_a_straggler(group):
     buffer = buffer_of(groups_per_step=1, max_staleness=3, window=0.75)
     admit(buffer, *"abcd")
     for uid in "bcd":
@@ -128,7 +128,7 @@ def test_the_window_lets_a_few_pass_the_straggler_but_does_not_starve_it(group):
     assert [train(buffer, 3, 1), train(buffer, 4, 1)] == [["a"], ["d"]]
 
 
-def test_a_window_smaller_than_a_batch_still_fills_one(group):
+def test_a_window_smaller_than_a_batch_still_allows_a_full_batch(group):
     buffer = buffer_of(groups_per_step=4, max_staleness=1, window=0.01)
     admit(buffer, *"abcdefgh")
     for uid in "hgfedcba":
@@ -137,7 +137,7 @@ def test_a_window_smaller_than_a_batch_still_fills_one(group):
     assert [train(buffer, 1, 0), train(buffer, 2, 0)] == [list("abcd"), list("efgh")]
 
 
-def test_asking_again_for_a_batch_that_got_lost_gives_the_same_one(group):
+def test_repeating_a_lease_for_the_same_step_returns_the_same_batch(group):
     buffer = buffer_of()
     admit(buffer, *"abcd")
     for uid in "bcd":
@@ -152,7 +152,7 @@ def test_asking_again_for_a_batch_that_got_lost_gives_the_same_one(group):
     assert buffer.counts()["slots"]["leased"] == 2
 
 
-def test_a_batch_asked_for_again_under_a_newer_version_is_checked_again(group):
+def test_repeating_a_lease_at_a_newer_version_rechecks_staleness(group):
     buffer = buffer_of(groups_per_step=1, max_staleness=0)
     admit(buffer, "a")
     buffer.commit(group("a", 0, 0))
@@ -162,7 +162,7 @@ def test_a_batch_asked_for_again_under_a_newer_version_is_checked_again(group):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_steps_go_forward(group, step):
+def test_leasing_a_step_that_is_already_trained_is_rejected(group, step):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     buffer.commit(group("a"))
@@ -171,7 +171,7 @@ def test_steps_go_forward(group, step):
         buffer.lease(step, 0)
 
 
-def test_one_batch_is_out_at_a_time(group):
+def test_only_one_batch_can_be_leased_at_a_time(group):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     buffer.commit(group("a"))
@@ -180,12 +180,12 @@ def test_one_batch_is_out_at_a_time(group):
         buffer.lease(2, 0)
 
 
-def test_a_batch_is_leased_at_the_published_version_only(group):
+def test_a_lease_at_an_unpublished_version_is_rejected(group):
     with pytest.raises(BufferStateError, match="at version 1, but 0 is published"):
         buffer_of().lease(1, 1)
 
 
-def test_acknowledging_a_step_without_a_batch_is_refused(group):
+def test_ack_of_a_step_without_a_leased_batch_is_rejected(group):
     buffer = buffer_of(groups_per_step=1)
     with pytest.raises(BufferStateError, match="step 1 cannot be acknowledged.*no step has one"):
         buffer.ack(1)
@@ -197,7 +197,7 @@ def test_acknowledging_a_step_without_a_batch_is_refused(group):
     buffer.ack(1)
 
 
-def test_versions_go_forward():
+def test_publishing_an_older_version_is_rejected():
     with pytest.raises(BufferStateError, match="version 2 cannot be published after version 3"):
         buffer_of(version=3).publish(2)
 
@@ -205,7 +205,7 @@ def test_versions_go_forward():
 # Groups
 
 
-def test_a_group_without_survivors_is_dropped_and_gives_its_slot_back(trajectory):
+def test_a_group_with_fewer_than_two_valid_trajectories_is_dropped_and_frees_its_slot(trajectory):
     buffer = buffer_of()
     admit(buffer, *"abcd")
     assert not buffer.commit(Group("a", []))
@@ -217,7 +217,7 @@ def test_a_group_without_survivors_is_dropped_and_gives_its_slot_back(trajectory
     assert admit(buffer, *"efgh") == [True, True, True, False]
 
 
-def test_only_survivors_of_a_group_are_trained(trajectory):
+def test_invalid_trajectories_are_removed_from_a_committed_group(trajectory):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     kept = [trajectory([0]), trajectory([0, 0])]
@@ -225,12 +225,12 @@ def test_only_survivors_of_a_group_are_trained(trajectory):
     assert buffer.lease(1, 0) == [Group("a", kept)]
 
 
-def test_committing_a_group_that_was_never_admitted_is_an_error(group):
+def test_committing_a_group_that_was_never_admitted_raises(group):
     with pytest.raises(BufferStateError, match="group a cannot be committed: it is unknown"):
         buffer_of().commit(group("a"))
 
 
-def test_a_commit_after_a_drop_is_refused_without_harm(group):
+def test_a_commit_after_a_drop_is_ignored(group):
     buffer = buffer_of()
     admit(buffer, "a")
     assert buffer.drop("a", "cancelled")
@@ -239,7 +239,7 @@ def test_a_commit_after_a_drop_is_refused_without_harm(group):
     assert buffer.counts() == before
 
 
-def test_dropping_what_is_leased_trained_or_unknown_is_an_error(group):
+def test_dropping_a_leased_trained_or_unknown_group_raises(group):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     buffer.commit(group("a"))
@@ -254,7 +254,7 @@ def test_dropping_what_is_leased_trained_or_unknown_is_an_error(group):
 
 
 @pytest.mark.parametrize("ending", ["finished", "dropped", "trained"])
-def test_a_uid_is_admitted_once(group, ending):
+def test_a_uid_cannot_be_admitted_twice(group, ending):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     if ending == "dropped":
@@ -280,7 +280,7 @@ def stale_buffer(policy, *groups):
     return buffer, accepted
 
 
-def test_regenerate_sends_the_group_back_and_keeps_its_slot_and_place(group):
+def test_regenerate_policy_returns_a_stale_group_and_keeps_its_slot_and_position(group):
     buffer, accepted = stale_buffer("regenerate", group("a", 0, 1), group("b", 1, 1))
     assert accepted == [False, True] and buffer.reclaimable() == ["a"] == buffer.live_uids()[:1]
     assert not buffer.admit("c") and buffer.lease(1, 1) is None
@@ -290,13 +290,13 @@ def test_regenerate_sends_the_group_back_and_keeps_its_slot_and_place(group):
     assert buffer.counts()["regenerated"] == 1 and balanced(buffer)
 
 
-def test_drop_counts_it_and_frees_the_slot(group):
+def test_drop_policy_counts_a_stale_group_and_frees_its_slot(group):
     buffer, accepted = stale_buffer("drop", group("a", 0, 1))
     assert accepted == [False] and buffer.counts()["dropped"] == {"stale": 1} and balanced(buffer)
     assert buffer.admit("b")
 
 
-def test_mask_leaves_stale_tokens_out_of_the_loss(trajectory):
+def test_mask_policy_excludes_stale_tokens_from_the_loss(trajectory):
     old = Group("a", [trajectory([0, 1, 1]), trajectory([1, 1]), trajectory([0, 0])])
     buffer, accepted = stale_buffer("mask", old)
     (leased,) = buffer.lease(1, 1)
@@ -308,19 +308,19 @@ def test_mask_leaves_stale_tokens_out_of_the_loss(trajectory):
 
 
 @pytest.mark.parametrize("versions, reason", [([[0], [0]], "no_survivor"), ([[0], [1]], "lone_survivor")])
-def test_a_group_that_masking_leaves_without_company_is_dropped(trajectory, versions, reason):
+def test_a_group_left_with_fewer_than_two_trajectories_by_masking_is_dropped(trajectory, versions, reason):
     buffer, accepted = stale_buffer("mask", Group("a", [trajectory(v) for v in versions]))
     assert accepted == [False] and buffer.counts()["dropped"] == {reason: 1} and balanced(buffer)
 
 
-def test_tokens_that_are_not_trained_have_no_age(trajectory):
+def test_tokens_outside_the_loss_mask_do_not_count_for_staleness(trajectory):
     two = [trajectory([0, 1], mask=[0, 1]) for _ in range(2)]
     _, accepted = stale_buffer("drop", Group("a", two))
     assert accepted == [True]
 
 
 @pytest.mark.parametrize("policy", ["mask", "regenerate", "drop"])
-def test_a_group_that_grows_too_old_while_it_waits_is_found_at_publication(group, policy):
+def test_publication_applies_the_stale_policy_to_waiting_finished_groups(group, policy):
     buffer = buffer_of(groups_per_step=2, max_staleness=0, stale=policy)
     admit(buffer, *"ab")
     assert buffer.commit(group("a", 0, 0))
@@ -330,12 +330,12 @@ def test_a_group_that_grows_too_old_while_it_waits_is_found_at_publication(group
     assert counts["slots"]["returned"] == (policy == "regenerate")
 
 
-def test_an_unknown_policy_is_refused():
+def test_an_unknown_stale_policy_is_rejected():
     with pytest.raises(ValueError, match="stale='keep'"):
         buffer_of(stale="keep")
 
 
-def test_the_bound_is_reached_so_it_could_not_be_tighter(group):
+def test_the_staleness_bound_is_tight(group):
     """One group a step, two slots, a window of two: the straggler `f` is passed once more than FIFO would allow."""
     pacing = Pacing(groups_per_step=1, max_staleness=1, window_fraction=1.0)
     buffer = TrajectoryBuffer(pacing)
@@ -357,7 +357,7 @@ def test_the_bound_is_reached_so_it_could_not_be_tighter(group):
 # The end
 
 
-def test_a_closed_buffer_says_why_and_refuses_late_work(group):
+def test_a_closed_buffer_raises_its_first_reason_and_rejects_late_commits(group):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, *"ab")
     buffer.commit(group("a"))
@@ -374,7 +374,7 @@ def test_a_closed_buffer_says_why_and_refuses_late_work(group):
     assert buffer.live_uids() == ["b"] and balanced(buffer)
 
 
-def test_a_resumed_run_goes_on_counting_and_generates_what_was_live(group):
+def test_a_resumed_run_continues_its_counters_and_readmits_live_groups(group):
     buffer = buffer_of(total_groups=8)
     admit(buffer, *"abcd")
     for uid in "bc":
@@ -391,7 +391,7 @@ def test_a_resumed_run_goes_on_counting_and_generates_what_was_live(group):
     assert (counts["admitted"], counts["trained"], counts["dropped"]) == (7, 2, {"failed": 1}) and balanced(resumed)
 
 
-def test_the_clock_is_injected_and_names_the_straggler(group):
+def test_lease_blocker_reports_the_oldest_group_and_its_generation_time(group):
     now = [10.0]
     buffer = buffer_of(clock=lambda: now[0])
     admit(buffer, *"ab")
@@ -400,7 +400,7 @@ def test_the_clock_is_injected_and_names_the_straggler(group):
 
 
 @pytest.mark.parametrize("reclaim", [False, True])
-def test_a_group_that_is_generated_again_starts_its_time_anew(group, reclaim):
+def test_a_regenerated_group_restarts_its_timer(group, reclaim):
     now = [10.0]
     buffer = buffer_of(max_staleness=0, version=1, clock=lambda: now[0])
     admit(buffer, "a")

@@ -56,7 +56,7 @@ async def test_checkpoints_hold_what_a_resumed_run_needs() -> None:
     assert Progress.from_state(first).step == 2
 
 
-async def test_a_resumed_run_counts_on() -> None:
+async def test_a_resumed_run_continues_the_step_count() -> None:
     rig = Rig(progress=Progress(step=4, version=0), total_steps=6)
     progress = await rig.run()
     assert [step for step, _, _ in rig.trainer.steps] == [5, 6]
@@ -106,7 +106,7 @@ async def test_an_error_of_any_loop_ends_the_run_with_its_cause_and_the_work_sav
     assert rig.trainer.saved[-1]["step"] == rig.trainer.steps[-1][0]
 
 
-async def test_an_error_of_a_step_that_ends_the_run_leaves_its_ranks_unasked_to_save() -> None:
+async def test_a_step_error_that_ends_the_run_saves_no_checkpoint() -> None:
     rig = Rig(trainer=FakeTrainer(fail_at=3), max_restarts=0)
     with pytest.raises(TrainingError, match="rank 1 failed"):
         await rig.run()
@@ -145,14 +145,14 @@ async def test_a_full_disk_at_the_end_is_an_error_and_does_not_hide_an_earlier_o
         await Rig(trainer=FakeTrainer(disk_full=True), total_steps=1000, rollout={"fail_after": 9}).run()
 
 
-async def test_a_save_that_failed_is_not_tried_again_at_the_end() -> None:
+async def test_a_failed_save_is_not_retried_at_the_end() -> None:
     rig = Rig(trainer=FakeTrainer(disk_full=True), checkpoint_every=2)
     with pytest.raises(CheckpointError, match="no space left"):
         await rig.run()
     assert (rig.trainer.save_calls, len(rig.trainer.steps)) == (1, 2)
 
 
-async def test_a_reward_model_that_is_gone_for_good_ends_the_run_with_its_last_words() -> None:
+async def test_a_permanently_lost_reward_model_ends_the_run_with_its_error() -> None:
     models = FakeRewardModels()
     rig = Rig(reward_models=models, rollout={"stall_after": 3})
     running = asyncio.create_task(rig.run())

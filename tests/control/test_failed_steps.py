@@ -22,7 +22,7 @@ def trained(rig: Rig) -> list[str]:
     return [uid for _, _, uids in rig.trainer.steps for uid in uids]
 
 
-async def test_a_group_that_fails_its_steps_is_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_batch_that_repeatedly_fails_its_step_is_dropped_and_the_run_continues(tmp_path: Path) -> None:
     rig = Rig(trainer=FakeTrainer(poison=[POISON]), checkpoint_every=1, failed_steps=tmp_path / "failed_steps")
     progress = await rig.run()
     assert progress.step == 6
@@ -39,7 +39,7 @@ async def test_a_group_that_fails_its_steps_is_set_aside_and_the_run_goes_on(tmp
     assert told["batch"][0]["trajectories"][0]["response_ids"] == [2]
 
 
-async def test_an_error_that_passes_costs_an_attempt_and_no_group() -> None:
+async def test_a_transient_step_error_is_retried_without_dropping_a_group() -> None:
     rig = Rig(trainer=FakeTrainer(poison=[POISON], times=1), checkpoint_every=1)
     assert (await rig.run()).step == 6
     assert rig.trainer.restarts == 1, "what the ranks held after the error is of no use"
@@ -47,7 +47,7 @@ async def test_an_error_that_passes_costs_an_attempt_and_no_group() -> None:
     assert (await rig.buffer.counts())["dropped"] == {}
 
 
-async def test_an_error_that_comes_back_with_other_groups_ends_the_run() -> None:
+async def test_a_step_error_that_recurs_with_other_groups_ends_the_run() -> None:
     """Such as out of memory whatever the batch: the data set is not used up for it."""
     rig = Rig(trainer=FakeTrainer(fail_at=3), checkpoint_every=1, max_restarts=10)
     with pytest.raises(
@@ -57,14 +57,14 @@ async def test_an_error_that_comes_back_with_other_groups_ends_the_run() -> None
     assert (await rig.buffer.counts())["dropped"] == {"failed_step": 2}
 
 
-async def test_none_is_set_aside_with_zero() -> None:
+async def test_no_batch_is_dropped_if_max_failed_steps_is_zero() -> None:
     rig = Rig(trainer=FakeTrainer(fail_at=3), max_failed_steps=0)
     with pytest.raises(TrainingError, match=r"trainer\.max_failed_steps=0\): 0 forbids it"):
         await rig.run()
     assert (await rig.buffer.counts())["dropped"] == {}
 
 
-async def test_too_many_steps_that_are_not_finite_end_the_run_at_once() -> None:
+async def test_a_non_finite_error_ends_the_run_without_retries() -> None:
     class Diverged(FakeTrainer):
         async def step(self, groups, step, version):
             raise NonFiniteError("4 optimizer steps in a row had a loss or gradient that is not finite")
@@ -102,7 +102,7 @@ def ledger(tmp_path: Path) -> Path:
     [{"poison": ["0:1"]}, {"lose": {"step 1": 100}}],
     ids=["raises an error", "loses a rank"],
 )
-async def test_attempts_are_counted_over_restarts_of_the_run(ledger: Path, failure: dict) -> None:
+async def test_step_attempts_are_counted_across_restarts_of_the_run(ledger: Path, failure: dict) -> None:
     """Without a restart of ranks in the run, each failure ends it; a scheduler starts it again."""
     rig = Rig(trainer=FakeTrainer(**failure), ledger=ledger, evaluate=False, max_restarts=0)
     for attempt in (1, 2):
@@ -115,7 +115,7 @@ async def test_attempts_are_counted_over_restarts_of_the_run(ledger: Path, failu
     assert not {"0:0", "0:1"} & set(trained(rig))
 
 
-async def test_ranks_that_are_lost_in_one_step_again_and_again_are_its_failure(ledger: Path) -> None:
+async def test_repeated_rank_losses_in_one_step_count_as_failures_of_that_step(ledger: Path) -> None:
     """A batch that crashes its ranks would use up every restart of every driver."""
     trainer = FakeTrainer(lose={"step 1": 6})
     rig = Rig(trainer=trainer, ledger=ledger, evaluate=False, max_restarts=2)
@@ -126,7 +126,7 @@ async def test_ranks_that_are_lost_in_one_step_again_and_again_are_its_failure(l
     assert (await rig.buffer.counts())["dropped"] == {"failed_step": 2}
 
 
-async def test_a_run_that_cannot_go_on_eats_no_more_groups_at_each_restart(ledger: Path) -> None:
+async def test_restarts_of_a_persistently_failing_run_drop_no_further_groups(ledger: Path) -> None:
     rig = Rig(trainer=FakeTrainer(fail_at=1), ledger=ledger, evaluate=False, max_restarts=10)
     for _ in range(3):
         with pytest.raises(TrainingError, match="not the cause"):
@@ -137,7 +137,7 @@ async def test_a_run_that_cannot_go_on_eats_no_more_groups_at_each_restart(ledge
     assert (await rig.run()).step == 6, "once the cause is mended"
 
 
-def test_a_record_may_hold_numbers_that_are_not_finite_and_is_json(tmp_path: Path) -> None:
+def test_a_failed_batch_record_with_non_finite_numbers_is_valid_json(tmp_path: Path) -> None:
     answer = Trajectory([1], [2], [1], [-0.5], [0], reward=math.nan)
     write_failed_batch(tmp_path, 7, 3, [Group("2:5", [answer])], "bad")
     (path,) = tmp_path.iterdir()
@@ -145,6 +145,6 @@ def test_a_record_may_hold_numbers_that_are_not_finite_and_is_json(tmp_path: Pat
     assert path.name == "step-00000007-2-5.json" and '"NaN"' in text and "NaN," not in text
 
 
-def test_a_record_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+def test_an_unwritable_failed_batch_record_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     write_failed_batch(tmp_path / "file", 1, 0, [Group("0:0", [])], "bad")

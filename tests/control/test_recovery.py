@@ -38,7 +38,7 @@ async def test_versions_only_grow_and_none_names_two_sets_of_weights() -> None:
     assert rig.publisher.versions == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-async def test_a_version_whose_publish_broke_off_with_the_trainer_is_never_used_again() -> None:
+async def test_the_version_of_an_interrupted_publish_is_never_reused() -> None:
     # A server may hold the weights of the lost step under number 2.
     rig = Rig(trainer=FakeTrainer(lose={"check": 1}), publisher=FakePublisher(lose={2: ["a"]}))
     await rig.run()
@@ -47,7 +47,7 @@ async def test_a_version_whose_publish_broke_off_with_the_trainer_is_never_used_
     trained_once(rig, 6)
 
 
-async def test_the_metrics_say_what_was_lost() -> None:
+async def test_metrics_report_trainer_restarts_and_repeated_steps() -> None:
     rig = Rig(trainer=FakeTrainer(lose={"step 4": 1}), checkpoint_every=2)
     await rig.run()
     last = rig.observer.metrics[-1]
@@ -56,14 +56,14 @@ async def test_the_metrics_say_what_was_lost() -> None:
     assert any("attempt 1 of 3: rank 1 died during step 4" in text for text in rig.observer.messages)
 
 
-async def test_restarts_are_bounded_when_no_new_step_comes_of_them() -> None:
+async def test_consecutive_restarts_without_a_new_step_are_limited() -> None:
     rig = Rig(trainer=FakeTrainer(lose={"step 3": 100}), checkpoint_every=2, max_restarts=2)
     with pytest.raises(TrainingError, match=r"rank 1 died during step 3; .*2 times in a row.*trainer\.max_restarts=2"):
         await rig.run()
     assert rig.trainer.restarts == 2
 
 
-async def test_a_new_step_gives_all_restarts_back() -> None:
+async def test_a_new_step_resets_the_restart_budget() -> None:
     rig = Rig(trainer=FakeTrainer(lose={"step 2": 2, "step 3": 2, "step 5": 2}), checkpoint_every=2, max_restarts=2)
     assert (await rig.run()).step == 6
     assert rig.trainer.restarts == 6

@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def test_bounded_work_is_left_out_and_adds_no_progress() -> None:
+def test_bounded_work_is_excluded_from_the_stall_time_and_is_not_progress() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     assert watchdog.stalled_seconds(0) == 0.0
@@ -32,7 +32,7 @@ def test_bounded_work_is_left_out_and_adds_no_progress() -> None:
     assert watchdog.stalled_seconds(1) == 0.0
 
 
-def test_work_that_overlaps_is_left_out_once() -> None:
+def test_overlapping_bounded_work_is_excluded_only_once() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.stalled_seconds(0)
@@ -47,7 +47,7 @@ def test_work_that_overlaps_is_left_out_once() -> None:
     assert watchdog.stalled_seconds(0) == 1.0
 
 
-def test_a_finished_group_within_bounded_work_ends_the_silence_before_it() -> None:
+def test_a_group_finished_during_bounded_work_resets_the_stall_time() -> None:
     clock = Clock()
     watchdog = Watchdog(clock)
     watchdog.stalled_seconds(0)
@@ -91,7 +91,7 @@ def slow_once(call: Callable[..., Awaitable], clock: Clock, fleet: WatchedFleet)
 
 
 @pytest.mark.parametrize("part_and_call", ["trainer.step", "trainer.save", "trainer.restart", "publisher.publish"])
-async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, part_and_call: str) -> None:
+async def test_a_slow_step_save_restart_or_publish_is_not_a_stall(monkeypatch, part_and_call: str) -> None:
     monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.001)
     clock, fleet = Clock(), WatchedFleet()
     rig = Rig(
@@ -109,7 +109,7 @@ async def test_a_slow_step_save_restart_or_publish_is_no_silence(monkeypatch, pa
     assert clock.now == 1000.0
 
 
-async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None:
+async def test_a_slow_ledger_read_of_the_buffer_is_not_a_stall(monkeypatch) -> None:
     monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.001)
     clock, fleet = Clock(), WatchedFleet()
     rig = Rig(rollout={"stall_after": 0}, fleet=fleet, clock=clock, no_progress=100.0)
@@ -129,7 +129,7 @@ async def test_a_buffer_that_reads_its_ledger_is_no_silence(monkeypatch) -> None
     assert clock.now == 1000.0
 
 
-async def test_a_wait_for_servers_that_never_come_is_silence(monkeypatch) -> None:
+async def test_an_endless_wait_for_servers_is_a_stall(monkeypatch) -> None:
     """A sync without a server to go to has no deadline of its own."""
     monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.01)
     rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)

@@ -20,14 +20,14 @@ def load(source, kind="jsonl", **more):
     return load_dataset(DatasetConfig(kind, str(source), **more))
 
 
-def test_jsonl_rows_come_in_order_and_size_keeps_the_first(tmp_path):
+def test_jsonl_rows_keep_file_order_and_size_limits_them_to_the_first_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", *({"prompt": f"q{n}", "answer": n} for n in range(5)), "")
     assert [r["prompt"] for r in load(path)[0]] == ["q0", "q1", "q2", "q3", "q4"]
     assert [r["answer"] for r in load(path, size=2)[0]] == [0, 1]
     assert len(load(path, size=99)[0]) == 5
 
 
-def test_a_folder_gives_the_files_of_its_split(tmp_path):
+def test_a_folder_dataset_loads_only_the_files_of_its_split(tmp_path):
     write(tmp_path / "train-1.jsonl", {"prompt": "b"})
     write(tmp_path / "train-0.jsonl", {"prompt": "a"})
     write(tmp_path / "test.jsonl", {"prompt": "c"})
@@ -37,7 +37,7 @@ def test_a_folder_gives_the_files_of_its_split(tmp_path):
         load(tmp_path, split="dev")
 
 
-def test_an_answer_column_brings_a_reward_and_its_absence_none(tmp_path):
+def test_a_dataset_has_a_reward_function_only_with_an_answer_column(tmp_path):
     assert load(write(tmp_path / "a.jsonl", {"prompt": "q", "answer": "1"}))[1] is match_answer
     assert load(write(tmp_path / "b.jsonl", {"prompt": "q"}))[1] is None
 
@@ -52,12 +52,12 @@ def test_an_answer_column_brings_a_reward_and_its_absence_none(tmp_path):
         (["", ""], r"d\.jsonl is empty"),
     ],
 )
-def test_bad_files_are_refused_with_file_and_line(tmp_path, lines, message):
+def test_invalid_files_are_rejected_with_file_and_line(tmp_path, lines, message):
     with pytest.raises(DataError, match=message):
         load(write(tmp_path / "d.jsonl", *lines))
 
 
-def test_other_refusals(tmp_path):
+def test_invalid_dataset_sources_and_settings_are_rejected(tmp_path):
     with pytest.raises(DataError, match="nowhere.jsonl does not exist"):
         load(tmp_path / "nowhere.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}')
@@ -76,7 +76,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, kind, package)
         load(tmp_path, kind=kind)
 
 
-def test_parquet_rows(tmp_path):
+def test_parquet_files_load_as_rows(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -88,7 +88,7 @@ def test_parquet_rows(tmp_path):
         load(tmp_path / "bad.parquet", kind="parquet")
 
 
-def test_hf_rows(tmp_path, monkeypatch):
+def test_hugging_face_datasets_load_as_rows(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
@@ -121,5 +121,5 @@ def test_answers_are_compared_as_numbers_or_text(completion, answer, reward):
     assert match_answer([completion], answer=[answer], prompt=["q"]) == [reward]
 
 
-def test_nested_braces_belong_to_the_box():
+def test_a_boxed_answer_keeps_its_nested_braces():
     assert final_answer("\\boxed{a{b{c}}d} {x}") == "a{b{c}}d"

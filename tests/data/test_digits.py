@@ -17,7 +17,7 @@ def rows(task="increment", split="train", size=50, seed=0, **options):
     ("task", "prompt", "answer"),
     [("copy", ">1290=", "1290"), ("increment", "+1290=", "2301"), ("reverse", "<1290=", "0921")],
 )
-def test_what_each_task_asks_for(task, prompt, answer):
+def test_each_digit_task_has_the_expected_answer(task, prompt, answer):
     found = {r["prompt"]: r["answer"] for split in ("train", "test") for r in rows(task, split, size=None)}
     assert found[prompt] == answer
 
@@ -28,19 +28,19 @@ def test_what_each_task_asks_for(task, prompt, answer):
     seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     size=st.integers(1, 50),
 )
-def test_training_and_held_out_rows_are_disjoint_whatever_the_seeds(task, length, seeds, size):
+def test_training_and_held_out_rows_are_disjoint_for_any_seeds(task, length, seeds, size):
     train = {r["prompt"] for r in rows(task, "train", size, seeds[0], length=length)}
     test = {r["prompt"] for r in rows(task, "test", size, seeds[1], length=length)}
     assert len(train) == len(test) == size
     assert not train & test
 
 
-def test_all_rows_of_both_splits_are_all_numbers():
+def test_the_two_splits_together_cover_every_number():
     every = [r["prompt"] for split in ("train", "test") for r in rows(split=split, size=None, length=3)]
     assert sorted(every) == [f"+{n:03d}=" for n in range(1000)]
 
 
-def test_rows_depend_on_the_seed_alone():
+def test_rows_are_determined_by_the_seed():
     assert rows(seed=1) == rows(seed=1) != rows(seed=2)
 
 
@@ -61,12 +61,12 @@ def test_every_character_of_a_row_has_a_token():
         ("?301", "stop", 0.8),  # non-digit tokens occupy a position
     ],
 )
-def test_the_reward_is_the_share_of_right_positions(completion, finish, reward):
+def test_the_reward_is_the_fraction_of_correct_positions(completion, finish, reward):
     assert digit_reward([completion], answer=["2301"], finish_reasons=[finish], prompt=["x"]) == [pytest.approx(reward)]
 
 
 @given(st.text("0123456789=+?", max_size=8), st.text("0123456789", min_size=1, max_size=6), st.booleans())
-def test_only_an_exact_match_that_ends_gets_one(completion, answer, ended):
+def test_only_an_exact_match_with_a_stop_token_gets_the_full_reward(completion, answer, ended):
     (reward,) = digit_reward([completion], answer=[answer], finish_reasons=["stop" if ended else "length"])
     assert 0 <= reward <= 1
     assert (reward == 1.0) == (completion == answer and ended)
@@ -85,6 +85,6 @@ def test_only_an_exact_match_that_ends_gets_one(completion, answer, ended):
         ({"length": 6, "size": 10**6}, "too large for 6 digits"),
     ],
 )
-def test_impossible_requests_are_refused(arguments, message):
+def test_invalid_task_options_are_rejected(arguments, message):
     with pytest.raises(DataError, match=message):
         rows(**arguments)

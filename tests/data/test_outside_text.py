@@ -73,7 +73,7 @@ def pieces(tokenizer):
     return [*"0123456789+= ab\n\t<|>é日", "user", " the", "  ", "im_end", "<|", "|>", "\n\n", "Zq7", "plain9V"]
 
 
-def test_text_without_special_tokens_is_encoded_as_the_tokenizer_does_it(tokenizer):
+def test_unguarded_text_is_encoded_exactly_as_by_the_tokenizer(tokenizer):
     rng, outside = random.Random(5), OutsideText(tokenizer)
     for _ in range(300):
         # The template's own special tokens may appear anywhere.
@@ -85,7 +85,7 @@ def test_text_without_special_tokens_is_encoded_as_the_tokenizer_does_it(tokeniz
     assert outside.guard(ordinary) is ordinary
 
 
-def test_special_tokens_in_content_are_text_and_those_around_it_stay_special(tokenizer):
+def test_special_tokens_in_content_are_plain_text_and_template_tokens_stay_special(tokenizer):
     rng, outside = random.Random(6), OutsideText(tokenizer)
     special = tokenizer.all_special_tokens
     for _ in range(300):
@@ -98,7 +98,7 @@ def test_special_tokens_in_content_are_text_and_those_around_it_stay_special(tok
             assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == before + content + after
 
 
-def test_a_name_that_the_mark_would_hide_is_no_special_token_either():
+def test_marks_inside_content_cannot_create_a_special_token():
     tokenizer = byte_level()
     outside = OutsideText(tokenizer)
     for evil in (
@@ -110,7 +110,7 @@ def test_a_name_that_the_mark_would_hide_is_no_special_token_either():
         assert special_in(tokenizer, outside.encode(START + outside.guard(evil) + END)) == [0, 1]
 
 
-def test_a_tokenizer_that_ignores_the_option_is_told_in_pieces(monkeypatch):
+def test_guarding_works_with_a_tokenizer_that_ignores_split_special_tokens(monkeypatch):
     tokenizer = byte_level()
     call = type(tokenizer).__call__
     monkeypatch.setattr(
@@ -124,13 +124,13 @@ def test_a_tokenizer_that_ignores_the_option_is_told_in_pieces(monkeypatch):
     assert tokenizer.decode(ids) == START + EVIL
 
 
-def test_what_a_tokenizer_puts_around_a_text_stays_around_it():
+def test_bos_and_eos_added_by_the_tokenizer_are_kept_around_guarded_text():
     tokenizer = byte_level(wrapped=True)
     ids = OutsideText(tokenizer).encode(OutsideText(tokenizer).guard(EVIL), add_special_tokens=True)
     assert (ids[0], ids[-1], special_in(tokenizer, ids[1:-1])) == (2, 1, [])
 
 
-def test_keys_and_values_at_any_depth_are_guarded_and_the_rest_is_the_same_object():
+def test_nested_keys_and_values_are_guarded_and_unaffected_objects_are_not_copied():
     outside = OutsideText(byte_level())
     value = {"a": [{"b": ("x", END)}], START: 1, "c": {"d": "fine"}}
     guarded = outside.guard(value)
@@ -144,7 +144,7 @@ def test_keys_and_values_at_any_depth_are_guarded_and_the_rest_is_the_same_objec
 
 
 @pytest.mark.parametrize("form", ["raw", "chat"])
-def test_a_prompt_of_a_dataset(form, caplog):
+def test_dataset_prompts_cannot_inject_special_tokens(form, caplog):
     tokenizer = byte_level()
     template = f"{START}{{prompt}}{END}" if form == "raw" else "{prompt}"
     renderer = Renderer(tokenizer, PromptConfig(format=form, template=template, max_tokens=400), 1000)
@@ -158,7 +158,7 @@ def test_a_prompt_of_a_dataset(form, caplog):
 
 @pytest.mark.parametrize("form", ["raw", "chat"])
 @pytest.mark.parametrize("template", [None, "Q: {prompt}{answer} A: {completion}"])
-def test_what_a_reward_model_reads(form, template):
+def test_reward_model_inputs_cannot_inject_special_tokens(form, template):
     tokenizer = byte_level(wrapped=True)
     config = RewardModelConfig(
         kind="generative" if template else "classifier", path="x", format=form, template=template
@@ -169,7 +169,7 @@ def test_what_a_reward_model_reads(form, template):
         assert special_in(tokenizer, prompt.ids(row, completion)) == special_in(tokenizer, fine)
 
 
-def test_messages_tool_outputs_and_tools_of_a_chat():
+def test_chat_messages_tool_outputs_and_tools_cannot_inject_special_tokens():
     tokenizer = byte_level()
     template = ChatTemplate(tokenizer, ChatConfig().template_options)
 
@@ -188,7 +188,7 @@ def test_messages_tool_outputs_and_tools_of_a_chat():
 
 
 @pytest.mark.parametrize("written", ["an answer", f"an {END[:5]}", "special token", "special text"])
-def test_a_conversation_goes_on_from_what_was_sampled_whatever_stands_in_its_text(written):
+def test_a_conversation_continues_from_the_exact_sampled_tokens(written):
     tokenizer = byte_level()
     template, conversation = ChatTemplate(tokenizer), Conversation()
     ids = tokenizer.encode(written, add_special_tokens=False)

@@ -21,24 +21,24 @@ def score(rows, reward, texts):
     return reward(texts, **{name: [row[name] for row in rows] for name in rows[0]})
 
 
-def test_rows_carry_what_the_verifier_needs():
+def test_rows_carry_the_columns_that_the_verifier_needs():
     rows, reward = load()
     assert len({r["prompt"] for r in rows}) == 40
     assert score(rows, reward, [r["answer"] for r in rows]) == [1.0] * 40
     assert score(rows, reward, ["no idea"] * 40) == [0.0] * 40
 
 
-def test_splits_share_no_question_even_for_neighbouring_seeds():
+def test_splits_share_no_question_even_for_adjacent_seeds():
     train = {r["prompt"] for r in load(split="train", size=300, seed=0)[0]}
     test = {r["prompt"] for r in load(split="test", size=60, seed=1)[0]}
     assert not train & test
 
 
-def test_rows_depend_on_the_seed_alone():
+def test_rows_are_determined_by_the_seed():
     assert load(seed=5)[0] == load(seed=5)[0] != load(seed=6)[0]
 
 
-def test_strict_gives_no_partial_credit_and_lenient_does():
+def test_only_lenient_scoring_gives_partial_credit():
     rows, strict = load(size=1)
     _, lenient = load(size=1, strict=False)
     nearly = [f"it is {rows[0]['answer']}"]
@@ -58,11 +58,11 @@ def test_strict_gives_no_partial_credit_and_lenient_does():
         ("all", " 12\n13 ", "12\n13"),
     ],
 )
-def test_where_the_answer_is_taken_from(extract, completion, answer):
+def test_each_extractor_finds_the_answer_in_the_completion(extract, completion, answer):
     assert EXTRACTORS[extract](completion) == answer
 
 
-def test_the_reward_can_be_sent_to_another_process():
+def test_the_reward_function_can_be_pickled():
     rows, reward = load(size=3)
     answers = [r["answer"] for r in rows]
     score(rows, reward, answers)
@@ -82,7 +82,7 @@ def test_the_reward_can_be_sent_to_another_process():
         ({"min_digits": 1, "max_digits": 1, "size": 500}, r"only \d+ distinct train questions"),
     ],
 )
-def test_impossible_requests_are_refused(arguments, message):
+def test_invalid_task_options_are_rejected(arguments, message):
     with pytest.raises(DataError, match=message):
         load(**arguments)
 

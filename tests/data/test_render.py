@@ -20,19 +20,19 @@ def renderer(solved=(), vocab_size=16, chat_template=None, **config):
     return Renderer(tokenizer, PromptConfig(**config), vocab_size, solved)
 
 
-def test_raw_is_the_prompt_column_by_default():
+def test_raw_format_renders_the_prompt_column_by_default():
     assert renderer().text(ROWS[1]) == "+1="
     assert renderer().prompt_ids(ROWS[1]) == [12, 1, 10]
 
 
-def test_solved_examples_come_from_the_first_rows_which_are_then_not_trained_on():
+def test_few_shot_examples_come_from_the_first_rows_and_are_excluded_from_training():
     config = PromptConfig(examples=2, system="=", example_template="{prompt}{answer}<", template="{prompt}?")
     examples, rest = split_examples(ROWS, config)
     assert (examples, rest) == (ROWS[:2], ROWS[2:])
     assert Renderer(digits_tokenizer(), config, 16, examples).text(rest[0]) == "=+0=1<+1=2<+2=?"
 
 
-def test_chat_uses_the_tokenizers_template_and_the_system_message():
+def test_chat_format_uses_the_tokenizer_template_and_the_system_message():
     chat = renderer(chat_template=TEMPLATE, format="chat", system="be brief")
     assert chat.text(ROWS[0]) == "system>be brief;user>+0=;bot>"
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -40,13 +40,13 @@ def test_chat_uses_the_tokenizers_template_and_the_system_message():
     assert chat.messages(ROWS[0])[-1] == {"role": "user", "content": "+0="}
 
 
-def test_rendering_leaves_the_row_alone():
+def test_rendering_does_not_modify_the_row():
     row = {"prompt": [{"role": "user", "content": "1"}]}
     renderer(chat_template=TEMPLATE, format="chat").messages(row)[0]["content"] = "changed"
     assert row["prompt"][0]["content"] == "1"
 
 
-def test_long_prompts_are_refused_with_their_count_and_the_first():
+def test_overlong_prompts_are_rejected_with_their_count_and_the_first_row():
     rows = [{"prompt": "1"}, {"prompt": "12345"}, {"prompt": "123456"}]
     with pytest.raises(
         DataError, match=r"2 of 3 prompts are longer than data.prompt.max_tokens=4; the first is row 1 with 5"
@@ -71,6 +71,6 @@ def test_long_prompts_are_refused_with_their_count_and_the_first():
         (lambda: renderer([{"prompt": "1"}], examples=1), "row 0 has no answer"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(make, message):
+def test_invalid_prompt_settings_and_rows_are_rejected(make, message):
     with pytest.raises(DataError, match=message):
         make()

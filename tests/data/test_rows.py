@@ -15,17 +15,17 @@ ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     [ROWS, tuple(ROWS), iter(ROWS), (row for row in ROWS), {"prompt": ["a", "b"], "answer": ["1", "2"]}],
     ids=["list", "tuple", "iterator", "generator", "columns"],
 )
-def test_every_shape_gives_the_same_rows(data):
+def test_every_input_form_gives_the_same_rows(data):
     assert as_rows(data, "mine") == ROWS
 
 
-def test_the_callers_rows_are_copied():
+def test_as_rows_does_not_modify_the_callers_data():
     mine = copy.deepcopy(ROWS)
     as_rows(mine, "mine")[0]["prompt"] = "changed"
     assert mine == ROWS
 
 
-def test_a_chat_prompt_is_a_prompt():
+def test_a_prompt_may_be_a_list_of_chat_messages():
     messages = [{"role": "user", "content": "hello"}]
     assert as_rows([{"prompt": messages}], "mine")[0]["prompt"] == messages
 
@@ -45,6 +45,6 @@ def test_a_chat_prompt_is_a_prompt():
         ({"prompt": ["a"], "answer": ["1", "2"]}, "different lengths"),
     ],
 )
-def test_bad_data_is_refused_with_its_place(data, message):
+def test_invalid_rows_are_rejected_with_their_position(data, message):
     with pytest.raises(DataError, match=message):
         as_rows(data, "mine")

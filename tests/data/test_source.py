@@ -28,13 +28,13 @@ def epochs(rows, count):
 
 
 @given(rows=st.integers(1, 12), count=st.integers(1, 4), shuffle=st.booleans(), seed=st.integers(0, 5))
-def test_each_epoch_holds_each_row_once_under_uids_that_never_repeat(rows, count, shuffle, seed):
+def test_each_epoch_contains_each_row_once_under_a_unique_uid(rows, count, shuffle, seed):
     uids = take(source(rows, shuffle, seed), rows * count)
     for epoch in range(count):
         assert {uid for uid in uids[epoch * rows : (epoch + 1) * rows]} == {f"{epoch}:{row}" for row in range(rows)}
 
 
-def test_the_order_is_the_files_or_the_seeds():
+def test_prompts_follow_the_file_order_or_a_shuffle_determined_by_the_seed():
     assert take(source(4, shuffle=False), 5) == ["0:0", "0:1", "0:2", "0:3", "1:0"]
     assert take(source(50, seed=1), 50) == take(source(50, seed=1), 50) != take(source(50, seed=2), 50)
     shuffled = take(source(50), 100)
@@ -46,7 +46,7 @@ def test_the_order_is_the_files_or_the_seeds():
     actions=st.lists(st.sampled_from(["draw", "admit", "finish", "checkpoint"]), max_size=60),
     late=st.integers(0, 3),
 )
-def test_restore_and_requeue_give_every_prompt_once_after_any_prefix(rows, actions, late):
+def test_restore_and_requeue_serve_every_prompt_once_after_any_sequence_of_actions(rows, actions, late):
     """`late` prompts are drawn and admitted between the cursor's state and the list of live prompts."""
     prompts, drawn, live, trained = source(rows), [], [], []
 
@@ -79,7 +79,7 @@ def test_restore_and_requeue_give_every_prompt_once_after_any_prefix(rows, actio
     assert epochs(rows, whole - 1) <= set(served)
 
 
-def test_requeued_prompts_come_first_in_order_and_only_once():
+def test_requeued_prompts_are_served_first_in_order_and_only_once():
     prompts = source(5, shuffle=False)
     take(prompts, 3)
     for uid in ("0:0", "0:1", "0:2"):
@@ -98,14 +98,14 @@ def test_a_drawn_prompt_that_was_never_admitted_is_served_again():
     assert take(again, 3) == ["0:1", "0:2", "1:0"]
 
 
-def test_the_cursor_passes_over_a_prompt_that_was_requeued_from_ahead_of_it():
+def test_a_requeued_prompt_ahead_of_the_cursor_is_not_served_twice():
     prompts = source(3, shuffle=False)
     prompts.requeue(["0:1", "1:0"])
     assert take(prompts, 6) == ["0:1", "1:0", "0:0", "0:2", "1:1", "1:2"]
 
 
 @given(rows=st.integers(1, 7), drawn=st.integers(0, 30), cursor=st.integers(0, 10), seed=st.integers(0, 3))
-def test_what_was_admitted_is_not_served_again_and_nothing_else_is_passed_over(rows, drawn, cursor, seed):
+def test_skip_omits_exactly_the_admitted_prompts(rows, drawn, cursor, seed):
     """Restores any earlier cursor. Some of the prompts that it had drawn were admitted later, some were not."""
     prompts = source(rows, seed=seed)
     take(prompts, cursor)
@@ -128,7 +128,7 @@ def test_prompts_carry_ids_and_columns_and_can_be_fetched_again():
     assert prompts.get(prompt.uid).prompt_ids == [row]
 
 
-def test_evaluation_prompts_keep_the_rows_order():
+def test_evaluation_prompts_keep_the_order_of_the_rows():
     prompts = render_rows([{"prompt": "7"}, {"prompt": "3"}], RENDERER)
     assert [(p.uid, p.prompt_ids, p.columns) for p in prompts] == [
         ("0", [7], {"prompt": "7"}),
@@ -136,7 +136,7 @@ def test_evaluation_prompts_keep_the_rows_order():
     ]
 
 
-def test_refusals():
+def test_an_empty_source_a_mismatched_state_and_invalid_uids_are_rejected():
     with pytest.raises(DataError, match="at least one row"):
         source(0)
     with pytest.raises(DataError, match="over 4 rows, the dataset has 3"):

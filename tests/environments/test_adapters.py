@@ -20,7 +20,7 @@ def test_a_reasoning_gym_task_asks_its_question_and_judges_the_answer():
         task.reset({"prompt": "1 + 1"})
 
 
-def test_a_lake_is_crossed_by_words():
+def test_gymnasium_actions_are_parsed_from_text():
     lake = GymnasiumText("FrozenLake-v1", is_slippery=False)
     assert lake.reset({"seed": 1}) == "[S]FFF\nFHFH\nFFFH\nHFFG\n\nActions: left, down, right, up."
     assert lake.step("swim") == ("That names no action. Actions: left, down, right, up.", 0.0, False)
@@ -59,6 +59,6 @@ def test_the_action_names_fit_the_environments(name):
         ({"id": "FrozenLake-v1", "actions": ["a"]}, "has 4 actions, but actions=.* names 1"),
     ],
 )
-def test_what_cannot_be_played_is_refused(options, message):
+def test_invalid_environment_options_are_refused(options, message):
     with pytest.raises(DataError, match=message):
         GymnasiumText(**options)

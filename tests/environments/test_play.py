@@ -60,6 +60,6 @@ async def test_an_episode_without_end_is_ended():
         ({"kind": "gym"}, "'gym' does not name a function"),
     ],
 )
-def test_what_cannot_be_played_is_refused_at_start(config, message):
+def test_an_invalid_environment_configuration_is_refused_at_start(config, message):
     with pytest.raises(ConfigError, match=message):
         Play.of(EnvironmentConfig(**config), deadline=1.0)

@@ -39,7 +39,7 @@ async def play(pool, *actions):
 
 
 @pytest.mark.parametrize(("isolation", "environment"), KINDS)
-async def test_an_episode_and_the_next_one_in_the_same_environment(make_pool, isolation, environment):
+async def test_an_environment_is_reused_for_the_next_episode(make_pool, isolation, environment):
     pool = make_pool(isolation, environment)
     first, steps = await play(pool, "up", "left", "up")
     assert steps == [("1 of 2", 0.0, False), ("1 of 2", 0.0, False), ("2 of 2", 1.0, True)]
@@ -48,7 +48,7 @@ async def test_an_episode_and_the_next_one_in_the_same_environment(make_pool, is
     assert (str(os.getpid()) in first) == (isolation != "process")
 
 
-async def test_no_more_episodes_than_places(make_pool):
+async def test_concurrent_episodes_are_limited_by_the_pool_size(make_pool):
     pool = make_pool(size=2)
     under_way = most = 0
 
@@ -72,7 +72,7 @@ async def test_no_more_episodes_than_places(make_pool):
         ("sleep", "Counter: step did not answer within 0.5 s; raise timeouts.environment"),
     ],
 )
-async def test_a_call_that_fails_is_named_and_its_environment_not_lent_again(
+async def test_a_failed_call_is_reported_and_its_environment_is_not_reused(
     make_pool, isolation, environment, action, message
 ):
     pool = make_pool(isolation, environment, size=1)
@@ -94,13 +94,13 @@ async def test_a_call_that_fails_is_named_and_its_environment_not_lent_again(
     ("action", "message"),
     [("odd", r"step must return \(observation, reward, done\), not 'only text'"), ("nan", "text and a finite reward")],
 )
-async def test_what_is_no_step_is_an_error(make_pool, action, message):
+async def test_an_invalid_step_result_is_an_error(make_pool, action, message):
     with pytest.raises(DataError, match=message):
         await play(make_pool(), action)
 
 
 @pytest.mark.processes
-async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make_pool):
+async def test_a_cancelled_call_discards_its_environment_and_frees_its_slot(make_pool):
     pool = make_pool("process", size=1)
     await play(pool)
     stuck = asyncio.create_task(play(pool, "sleep"))
@@ -112,7 +112,7 @@ async def test_a_cancelled_call_gives_its_environment_up_and_its_place_back(make
     assert pool.made == 2
 
 
-async def test_a_thread_that_returns_after_all_is_no_longer_abandoned(make_pool):
+async def test_an_abandoned_thread_that_returns_late_is_no_longer_counted(make_pool):
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(envs.Counter):
@@ -136,7 +136,7 @@ async def test_a_thread_that_returns_after_all_is_no_longer_abandoned(make_pool)
     assert pool.made == 2
 
 
-async def test_an_error_of_the_workflows_own_costs_no_environment(make_pool):
+async def test_an_error_in_the_workflow_itself_does_not_discard_the_environment(make_pool):
     pool = make_pool()
     with pytest.raises(ZeroDivisionError):
         async with pool.lease() as episode:
@@ -147,6 +147,6 @@ async def test_an_error_of_the_workflows_own_costs_no_environment(make_pool):
 
 
 @pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.processes)])
-async def test_an_environment_that_cannot_be_made_says_why(make_pool, isolation):
+async def test_an_environment_that_cannot_be_created_raises_an_error_with_the_cause(make_pool, isolation):
     with pytest.raises(DataError, match="reset raised ValueError: no licence"):
         await play(make_pool(isolation, refuse=True))

@@ -126,7 +126,7 @@ async def test_a_failed_answer_is_a_wrong_one_for_pass_at_k(fake_client):
 
 
 @pytest.mark.parametrize("error", [ServerError("server is gone"), ValueError("bad row"), DataError("too long")])
-async def test_a_bad_prompt_costs_itself_only(fake_client, error, caplog):
+async def test_a_failing_prompt_does_not_affect_the_others(fake_client, error, caplog):
     def behave(ids, options):
         if ids[0] == 2:
             raise error
@@ -207,7 +207,7 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
     assert held_out == prompts(2)
 
 
-async def test_no_prompt_is_refused(fake_client):
+async def test_an_empty_held_out_set_is_refused(fake_client):
     with pytest.raises(DataError, match="has no prompts"):
         await score(fake_client(), 0)
 

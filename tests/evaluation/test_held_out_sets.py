@@ -54,7 +54,7 @@ async def scored(held_out):
     return found.reward
 
 
-def test_what_a_set_leaves_out_is_as_in_the_eval_section_and_in_training(build):
+def test_unset_options_of_a_held_out_set_default_to_the_eval_section_and_training(build):
     sets = named(build(DIGITS, "eval.repeats=2", "eval.temperatures=[0,1]", "eval.sets.more.sampling.max_new_tokens=9"))
     assert list(sets) == ["", "more"]
     assert (sets[""].repeats, sets[""].temperatures, sets[""].sampling) == (2, (0.0, 1.0), {"top_p": 0.9})
@@ -64,7 +64,7 @@ def test_what_a_set_leaves_out_is_as_in_the_eval_section_and_in_training(build):
     assert (len(own.prompts), own.temperatures, own.repeats) == (5, (0.5,), 1)
 
 
-async def test_a_set_is_scored_by_its_own_reward_else_the_runs_else_its_verifier(build):
+async def test_set_rewards_take_precedence_over_the_run_reward_and_the_verifier(build):
     sets = named(build(PLAIN, DIGITS, "eval.sets.plain.reward=math", reward=always))
     assert await scored(sets[""]) == await scored(sets["more"]) == 0.25
     assert sets["more"].rewards is sets[""].rewards, "one runner, and so one set of worker processes"
@@ -74,24 +74,24 @@ async def test_a_set_is_scored_by_its_own_reward_else_the_runs_else_its_verifier
     assert await scored(digits["plain"]) == 0.25, "the training set's, as its rows bring none"
 
 
-def test_a_set_that_nobody_would_score_is_refused_by_name(build):
+def test_a_held_out_set_without_a_reward_is_refused_by_name(build):
     with pytest.raises(ConfigError, match=r"held-out set 'plain'.*eval.sets.plain.reward"):
         build(PLAIN)
     assert len(build(PLAIN, scores_itself=True)) == 2
 
 
-def test_sets_are_picked_by_name(build):
+def test_held_out_sets_are_selected_by_name(build):
     assert [each.name for each in build(DIGITS, only=["more"])] == ["more"]
     assert [each.name for each in build(DIGITS, only=["eval"])] == [""]
     with pytest.raises(ConfigError, match="unknown held-out set 'mores'; known sets: eval, more"):
         build(DIGITS, only=["mores"])
 
 
-def test_rows_from_python_are_the_set_without_a_name(build):
+def test_rows_passed_from_python_form_the_unnamed_set(build):
     (found,) = build("data.eval=null", own_rows=[{"prompt": "a"}, {"prompt": "b"}], verifier=always)
     assert (found.name, [prompt.columns["prompt"] for prompt in found.prompts]) == ("", ["a", "b"])
 
 
-def test_reward_models_that_a_reward_from_python_replaces_are_refused(build):
+def test_configured_reward_models_are_refused_if_python_passes_a_reward(build):
     with pytest.raises(ConfigError, match=r"reward= from Python.*reward_models \(judge\)"):
         build("reward_models.judge={{kind: generative, path: m}}", reward=always)

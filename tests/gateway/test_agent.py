@@ -47,7 +47,7 @@ def returning(value):
         ({"reward": np.float32(0.5), "found": np.int64(3)}, 0.5, {"found": 3}),
     ],
 )
-async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, metrics):
+async def test_agent_return_values_become_the_reward_and_metrics(rig, value, reward, metrics):
     rig.write("x")
     (trajectory,) = await rig.play(returning(value))
     assert trajectory.reward == reward
@@ -55,13 +55,13 @@ async def test_what_an_agent_returns_is_reward_and_metrics(rig, value, reward, m
 
 
 @pytest.mark.parametrize("value", ["1", float("nan"), {"reward": "x"}, 10**400, [1.0, 2.0]])
-async def test_other_results_are_errors_that_show_them(rig, value):
+async def test_invalid_agent_return_values_raise_a_data_error(rig, value):
     rig.write("x")
     with pytest.raises(DataError, match=r"returning.*agent must return a finite reward"):
         await rig.play(returning(value))
 
 
-async def test_an_agent_that_asks_nothing_is_an_error_that_says_so(rig):
+async def test_an_agent_that_sends_no_request_raises_an_error_that_explains_the_cause(rig):
     async def agent(base_url, api_key, sample, model):
         return 1.0
 
@@ -69,7 +69,7 @@ async def test_an_agent_that_asks_nothing_is_an_error_that_says_so(rig):
         await rig.play(agent)
 
 
-async def test_what_an_agent_raises_comes_out(rig):
+async def test_exceptions_raised_by_an_agent_propagate(rig):
     async def agent(base_url, api_key, sample, model):
         raise KeyError("rope")
 
@@ -78,7 +78,7 @@ async def test_what_an_agent_raises_comes_out(rig):
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
-async def test_not_even_an_exit_ends_more_than_the_sample(rig, kind):
+async def test_an_exit_exception_in_an_agent_fails_only_its_sample(rig, kind):
     def agent(base_url, api_key, sample, model):
         raise kind("over")
 
@@ -90,7 +90,7 @@ async def test_not_even_an_exit_ends_more_than_the_sample(rig, kind):
             await rig.play(function)
 
 
-async def test_an_agent_that_cancels_itself_has_failed(rig):
+async def test_an_agent_that_cancels_itself_raises_an_error(rig):
     async def agent(base_url, api_key, sample, model):
         asyncio.current_task().cancel()
         await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_an_agent_that_cancels_itself_has_failed(rig):
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_an_agent_that_does_not_return_in_time_is_given_up(rig, is_async):
+async def test_an_agent_that_exceeds_its_deadline_fails_with_a_timeout_error(rig, is_async):
     release = threading.Event()
 
     async def waits(base_url, api_key, sample, model):
@@ -114,7 +114,7 @@ async def test_an_agent_that_does_not_return_in_time_is_given_up(rig, is_async):
     release.set()
 
 
-async def test_an_async_agent_may_block_its_loop_and_is_answered_all_the_same(rig):
+async def test_an_async_agent_that_blocks_its_event_loop_still_gets_responses(rig):
     rig.write("x")
 
     async def agent(base_url, api_key, sample, model):
@@ -124,7 +124,7 @@ async def test_an_async_agent_may_block_its_loop_and_is_answered_all_the_same(ri
     assert trajectory.reward == 1.0
 
 
-async def test_the_agent_sees_its_sample_and_the_models_name(rig):
+async def test_the_agent_receives_its_sample_and_the_model_name(rig):
     rig.write("x")
     seen = {}
 
@@ -136,7 +136,7 @@ async def test_the_agent_sees_its_sample_and_the_models_name(rig):
     assert seen == {"answer": "42", "model": "tiny"}
 
 
-async def test_sessions_of_the_same_agent_never_mix(rig):
+async def test_concurrent_sessions_of_the_same_agent_are_isolated(rig):
     count = 8
     workflow = AgentWorkflow(echo, GatewayConfig(), rig.sampling, "tiny", 20.0)
     clients = [rig.sample_client() for _ in range(count)]
@@ -162,7 +162,7 @@ async def echo(base_url, api_key, sample, model):
         return float((await client.chat.completions.create(model=model, messages=[message])).choices[0].message.content)
 
 
-async def test_a_session_ends_with_its_agent_and_with_it_what_still_runs(rig):
+async def test_a_session_ends_with_its_agent_and_aborts_in_flight_requests(rig):
     rig.write("x")
     asked = asyncio.Event()
     rig.fake.script.append(hang(asked))
@@ -189,7 +189,7 @@ async def test_a_session_ends_with_its_agent_and_with_it_what_still_runs(rig):
     await workflow.close()
 
 
-async def test_whoever_hangs_up_ends_the_generation(rig):
+async def test_a_client_disconnect_aborts_its_generation(rig):
     asked = asyncio.Event()
     rig.fake.script.append(hang(asked))
 
@@ -209,7 +209,7 @@ async def test_whoever_hangs_up_ends_the_generation(rig):
     assert rig.tokenizer.decode(trajectory.response_ids) == "y<eos>"
 
 
-async def test_a_closed_gate_holds_requests_back_until_it_opens(rig):
+async def test_a_closed_gate_holds_requests_until_it_opens(rig):
     rig.write("x")
     await rig.gate.close(1.0)
     playing = asyncio.create_task(rig.play(returning(1.0)))
@@ -220,12 +220,12 @@ async def test_a_closed_gate_holds_requests_back_until_it_opens(rig):
 
 
 @pytest.mark.parametrize("agent", [lambda base_url: None, lambda: None, lambda base_url, api_key, sample, model, x: 0])
-def test_a_function_that_is_no_agent_is_refused_at_start(agent):
+def test_a_function_with_the_wrong_agent_signature_is_rejected_at_startup(agent):
     with pytest.raises(ConfigError, match=r"must be written as `def agent\(base_url, api_key, sample, model\)`"):
         AgentWorkflow(agent, GatewayConfig(), SamplingConfig(), "tiny", 1.0)
 
 
-async def test_a_port_that_is_taken_is_refused_with_the_fix(rig):
+async def test_a_port_in_use_raises_an_error_that_states_the_fix(rig):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -234,7 +234,7 @@ async def test_a_port_that_is_taken_is_refused_with_the_fix(rig):
             await AgentWorkflow(echo, config, SamplingConfig(), "tiny", 1.0).open()
 
 
-async def test_it_binds_to_loopback_and_is_named_after_its_agent():
+async def test_the_agent_workflow_binds_to_loopback_and_is_named_after_its_agent():
     workflow = AgentWorkflow(echo, GatewayConfig(), SamplingConfig(), "tiny", 1.0)
     await asyncio.gather(workflow.open(), workflow.open())
     assert workflow._gateway.url.startswith("http://127.0.0.1:")
@@ -242,7 +242,7 @@ async def test_it_binds_to_loopback_and_is_named_after_its_agent():
     await workflow.close()
 
 
-async def test_sync_agents_are_limited_by_their_threads():
+async def test_sync_agent_concurrency_is_limited_by_the_thread_count():
     running = []
     most = []
 
@@ -258,7 +258,7 @@ async def test_sync_agents_are_limited_by_their_threads():
     await loop.close()
 
 
-async def test_a_sync_agent_that_waits_for_a_thread_is_not_late():
+async def test_waiting_for_a_thread_does_not_count_against_the_deadline_of_a_sync_agent():
     client = SimpleNamespace(conversation=SimpleNamespace(generations=[1], trajectories=lambda reward, metrics: reward))
     held = threading.Lock()
 
@@ -273,7 +273,7 @@ async def test_a_sync_agent_that_waits_for_a_thread_is_not_late():
     await workflow.close()
 
 
-async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
+async def test_closing_the_agent_loop_cancels_its_running_agents():
     ended = threading.Event()
 
     async def forever():
@@ -296,7 +296,7 @@ async def test_the_loop_of_async_agents_ends_with_what_runs_on_it():
 
 
 @pytest.mark.processes
-async def test_a_program_of_its_own_is_an_agent_too(rig):
+async def test_an_agent_can_run_as_a_separate_process(rig):
     rig.write("x")
     program = (
         "import json, os, urllib.request as u\n"

@@ -28,7 +28,7 @@ def trained(rig, trajectory):
     return rig.tokenizer.decode([token for token, mask in pairs if mask])
 
 
-async def test_an_answer_in_openais_form(rig):
+async def test_a_chat_completion_has_the_openai_response_format(rig):
     rig.write("hello")
     found, (trajectory,) = await rig.ask(logprobs=True, user="me")
     (choice,) = found.choices
@@ -41,13 +41,13 @@ async def test_an_answer_in_openais_form(rig):
     assert (trajectory.text, trajectory.reward) == ("hello", None)
 
 
-async def test_an_answer_that_was_cut_says_so(rig):
+async def test_a_truncated_completion_has_finish_reason_length(rig):
     rig.write("hel", cut=True)
     found, (trajectory,) = await rig.ask()
     assert found.choices[0].finish_reason == trajectory.finish_reason == "length"
 
 
-async def test_turns_with_tools_are_one_trajectory_of_the_tokens_that_were_sampled(rig):
+async def test_turns_with_tool_calls_form_one_trajectory_of_the_sampled_tokens(rig):
     rig.write("So " + CALL + CALL, CALL, "three")
     seen = []
 
@@ -78,7 +78,7 @@ async def test_turns_with_tools_are_one_trajectory_of_the_tokens_that_were_sampl
     assert '"name": "add"' in rig.sent(0)
 
 
-async def test_reasoning_that_the_agent_drops_stays_in_the_tokens(make_rig):
+async def test_reasoning_omitted_by_the_agent_stays_in_the_trained_tokens(make_rig):
     async with make_rig(chat=ChatConfig(reasoning_format="qwen3")) as rig:
         rig.write("<think>hm</think>four", "five")
         contents = []
@@ -96,7 +96,7 @@ async def test_reasoning_that_the_agent_drops_stays_in_the_tokens(make_rig):
         assert trajectory.metrics["turns_forked"] == 0.0
 
 
-async def test_an_answer_that_the_agent_edits_begins_a_trajectory_of_its_own(rig):
+async def test_an_assistant_message_edited_by_the_agent_starts_a_new_trajectory(rig):
     rig.write("four", "five")
 
     async def agent(base_url, api_key, sample, model):
@@ -110,7 +110,7 @@ async def test_an_answer_that_the_agent_edits_begins_a_trajectory_of_its_own(rig
     assert "FOUR" in rig.tokenizer.decode(second.prompt_ids)
 
 
-async def test_requests_at_the_same_time_are_lines_that_share_what_came_before(rig):
+async def test_concurrent_requests_become_branches_that_train_their_shared_prefix_once(rig):
     rig.write("start", "left", "right")
 
     async def agent(base_url, api_key, sample, model):
@@ -130,7 +130,7 @@ async def test_requests_at_the_same_time_are_lines_that_share_what_came_before(r
     assert {part for t in trajectories for part in trained(rig, t).split("<eos>")} == {"start", "left", "right", ""}
 
 
-async def test_sampling_is_the_configurations_and_lengths_are_the_shorter_of_both(rig):
+async def test_sampling_follows_the_configuration_and_the_shorter_token_limit_applies(rig):
     rig.write("x")
     await rig.ask(temperature=0.1, top_p=0.5, seed=3, max_tokens=7, stop="END")
     params = rig.fake.requests[-1]["sampling_params"]
@@ -143,7 +143,7 @@ async def test_sampling_is_the_configurations_and_lengths_are_the_shorter_of_bot
     assert (params["max_new_tokens"], params["stop"]) == (300, ["a", "b"])
 
 
-async def test_what_the_sample_is_played_with_holds_as_in_an_evaluation(rig):
+async def test_sampling_settings_of_the_sample_client_override_the_request(rig):
     rig.write("x")
 
     async def agent(base_url, api_key, sample, model):
@@ -154,7 +154,7 @@ async def test_what_the_sample_is_played_with_holds_as_in_an_evaluation(rig):
     assert rig.fake.requests[-1]["sampling_params"]["temperature"] == 0.0
 
 
-async def test_requests_choose_where_the_configuration_lets_them(rig):
+async def test_requests_set_sampling_parameters_if_the_configuration_allows_it(rig):
     rig.gateway.sampling = "request"
     rig.write("x")
     await rig.ask(temperature=0.1, top_p=0.5, seed=3)
@@ -162,7 +162,7 @@ async def test_requests_choose_where_the_configuration_lets_them(rig):
     assert (params["temperature"], params["top_p"], params["sampling_seed"]) == (0.1, 0.5, 3)
 
 
-async def test_a_training_request_may_choose_its_seed_but_no_other_distribution(rig):
+async def test_a_training_request_may_set_its_seed_but_not_change_the_sampling_distribution(rig):
     rig.gateway.sampling = "request"
 
     rig.write("x")
@@ -177,7 +177,7 @@ async def test_a_training_request_may_choose_its_seed_but_no_other_distribution(
     assert len(rig.fake.requests) == 1
 
 
-async def test_tools_that_may_not_be_called_are_not_shown(rig):
+async def test_tool_choice_none_leaves_tools_out_of_the_prompt(rig):
     rig.write(CALL)
     found, _ = await rig.ask(tools=[ADD], tool_choice="none")
     assert "add" not in rig.sent()
@@ -185,21 +185,21 @@ async def test_tools_that_may_not_be_called_are_not_shown(rig):
     assert found.choices[0].message.content == CALL
 
 
-async def test_a_call_that_cannot_be_read_reaches_the_agent_as_text(rig):
+async def test_a_malformed_tool_call_is_returned_as_text(rig):
     rig.write('<tool_call>{"name": </tool_call>')
     found, _ = await rig.ask(tools=[ADD])
     assert found.choices[0].message.content == '<tool_call>{"name": </tool_call>'
     assert found.choices[0].finish_reason == "stop"
 
 
-async def test_content_in_parts_and_the_newer_name_of_the_system_role_are_understood(rig):
+async def test_content_parts_and_the_developer_role_are_accepted(rig):
     rig.write("x")
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
     await rig.ask(messages=[{"role": "developer", "content": parts}, *HI])
     assert rig.sent().startswith("<bos>system: Be kind.<eos>")
 
 
-async def test_the_model_has_a_name_and_answers_to_any(rig):
+async def test_the_model_is_listed_by_name_and_accepts_any_model_name(rig):
     rig.write("x")
     names = []
 
@@ -215,7 +215,7 @@ async def test_the_model_has_a_name_and_answers_to_any(rig):
 
 @pytest.mark.parametrize("stream_interval", [0, 3])
 @pytest.mark.parametrize("text", ["hello there", "größe ☃ ünd", ""])
-async def test_a_stream_gives_the_same_text_as_an_answer(make_rig, stream_interval, text):
+async def test_a_streamed_response_has_the_same_content_as_the_completion(make_rig, stream_interval, text):
     async with make_rig(stream_interval=stream_interval) as rig:
         rig.write(text)
         chunks, trajectories = await stream(rig, stream_options={"include_usage": True}, logprobs=True)
@@ -241,7 +241,7 @@ async def stream(rig, **request):
     return chunks, await rig.play(agent)
 
 
-async def test_text_arrives_while_the_rest_is_being_sampled(make_rig):
+async def test_text_is_streamed_before_generation_finishes(make_rig):
     """The server continues only after the agent has received the first piece."""
     async with make_rig(stream_interval=3) as rig:
         seen = asyncio.Event()
@@ -271,7 +271,7 @@ async def test_text_arrives_while_the_rest_is_being_sampled(make_rig):
         assert contents == ["abc", "def"]
 
 
-async def test_calls_and_reasoning_are_streamed_as_such(make_rig):
+async def test_tool_calls_and_reasoning_are_streamed_in_their_own_fields(make_rig):
     async with make_rig(stream_interval=3, chat=ChatConfig(reasoning_format="qwen3")) as rig:
         rig.write("<think>hm</think>So " + CALL + CALL)
         chunks, _ = await stream(rig, tools=[ADD])
@@ -286,7 +286,7 @@ async def test_calls_and_reasoning_are_streamed_as_such(make_rig):
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-async def test_a_text_that_may_be_cut_by_a_stop_is_not_sent_before_its_end(make_rig):
+async def test_text_is_not_streamed_incrementally_when_stop_strings_are_set(make_rig):
     async with make_rig(stream_interval=3) as rig:
         rig.write("hello")
         chunks, _ = await stream(rig, stop=["lo"])

@@ -24,7 +24,7 @@ async def rollout(client, sample):
     return []
 
 
-def test_the_callers_agent_goes_before_the_configured_one(config):
+def test_an_agent_passed_by_the_caller_overrides_the_configured_agent(config):
     config.rollout.agent = "openai_agent:play"
     configured = _workflow(config, Custom(), byte_tokenizer())
     callers = _workflow(config, Custom(agent=own), byte_tokenizer())
@@ -32,11 +32,11 @@ def test_the_callers_agent_goes_before_the_configured_one(config):
     assert (configured.__name__, callers.__name__) == ("play", "own")
 
 
-def test_the_callers_rollout_function_goes_before_the_configured_agent(config):
+def test_a_rollout_function_passed_by_the_caller_overrides_the_configured_agent(config):
     config.rollout.agent = "openai_agent:play"
     assert _workflow(config, Custom(rollout=rollout), byte_tokenizer()) is rollout
 
 
-def test_a_model_without_a_chat_template_cannot_talk_to_agents(config):
+def test_an_agent_requires_a_model_with_a_chat_template(config):
     with pytest.raises(ConfigError, match=r"model\.path='models/tiny' has no chat template"):
         _workflow(config, Custom(agent=own), byte_tokenizer(chat_template=None))

@@ -58,7 +58,7 @@ async def refused(rig, kind, **request):
         ("stream_options", {"include_usage": True}),
     ],
 )
-async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(rig, name, value):
+async def test_unsupported_request_parameters_are_rejected_by_name(rig, name, value):
     error = await refused(rig, package.BadRequestError, **{name: value})
     assert error.param == name
     assert name in error.message
@@ -80,31 +80,31 @@ async def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(rig, name,
         ("safety_identifier", "s"),
     ],
 )
-async def test_what_makes_no_difference_is_taken(rig, name, value):
+async def test_parameters_without_effect_are_accepted(rig, name, value):
     rig.write("x")
     found, _ = await rig.ask(**{name: value})
     assert found.choices[0].message.content == "x"
 
 
 @pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
-async def test_messages_that_are_not_understood_are_refused(rig, messages, param):
+async def test_unsupported_messages_are_rejected(rig, messages, param):
     error = await refused(rig, package.BadRequestError, messages=messages)
     assert param in error.param
 
 
 @pytest.mark.parametrize("tool", [{"type": "custom", "custom": {"name": "x"}}, {"type": "function", "function": {}}])
-async def test_tools_that_are_no_functions_are_refused(rig, tool):
+async def test_tools_that_are_not_functions_are_rejected(rig, tool):
     error = await refused(rig, package.BadRequestError, tools=[tool])
     assert error.param == "tools[0]"
 
 
-async def test_a_full_context_has_openais_own_code(rig):
+async def test_a_prompt_beyond_the_context_length_has_the_openai_error_code(rig):
     error = await refused(rig, package.BadRequestError, messages=[{"role": "user", "content": "x" * 5000}])
     assert error.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_format_that_nobody_named_is_told_before_a_stream_begins(make_rig, streamed):
+async def test_a_missing_tool_format_is_reported_before_streaming_begins(make_rig, streamed):
     async with make_rig(chat=ChatConfig(tool_format=None)) as rig:
         tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
         error = await refused(rig, package.BadRequestError, tools=[tool], stream=streamed)
@@ -119,7 +119,7 @@ async def post(url, key, **options):
         return response.status, (await response.json())["error"]
 
 
-async def test_the_key_is_the_sessions_own_and_always_needed(rig):
+async def test_every_request_requires_the_api_key_of_its_session(rig):
     found = []
 
     async def agent(base_url, api_key, sample, model):
@@ -138,7 +138,7 @@ async def test_the_key_is_the_sessions_own_and_always_needed(rig):
     assert len(rig.fake.requests) == 1
 
 
-async def test_other_paths_and_bodies_are_refused_in_openais_form(rig):
+async def test_unsupported_paths_and_bodies_return_openai_style_errors(rig):
     rig.gateway.body_mb = 1
     rig.write("x")
     found = {}
@@ -163,7 +163,7 @@ async def test_other_paths_and_bodies_are_refused_in_openais_form(rig):
 
 
 @pytest.mark.parametrize("swallows", [True, False])
-async def test_a_server_that_fails_costs_the_attempt_whatever_the_agent_makes_of_it(make_rig, swallows):
+async def test_a_server_failure_fails_the_attempt_even_if_the_agent_handles_the_error(make_rig, swallows):
     async with make_rig(timeout=0.3) as rig:
         rig.fake.script += [refuse(503)] * 10
         seen = []
@@ -184,7 +184,7 @@ async def test_a_server_that_fails_costs_the_attempt_whatever_the_agent_makes_of
         assert seen == ([503, 503] if swallows else [503])
 
 
-async def test_a_stream_that_breaks_off_in_the_middle_raises_in_the_agent(make_rig):
+async def test_an_interrupted_stream_raises_an_api_error_in_the_agent(make_rig):
     async with make_rig(stream_interval=3, timeout=1.0) as rig:
         rig.fake.script += [Break(((3, 0), (3, 0))), *[refuse(400)] * 5]
         rig.fake.continuation = lambda body, count: rig.tokenizer.encode("abcdef")

@@ -15,7 +15,7 @@ async def outer(event: asyncio.Event) -> None:
     await inner(event)
 
 
-async def test_tasks_that_wait_at_the_same_place_are_one_line_with_the_chain_of_awaits() -> None:
+async def test_tasks_waiting_at_the_same_place_are_merged_into_one_line_with_the_await_chain() -> None:
     event = asyncio.Event()
     tasks = [asyncio.create_task(outer(event), name=f"group 0:{row}") for row in range(3)]
     tasks.append(asyncio.create_task(inner(event), name="watch"))
@@ -30,7 +30,7 @@ async def test_tasks_that_wait_at_the_same_place_are_one_line_with_the_chain_of_
     assert lines[1].startswith("   1 x watch: ")
 
 
-async def test_a_deep_chain_is_cut_at_its_outer_end() -> None:
+async def test_a_deep_await_chain_is_truncated_at_its_outer_end() -> None:
     event = asyncio.Event()
 
     async def deep(levels: int) -> None:

@@ -84,18 +84,18 @@ def test_unknown_values_are_not_shown_as_zero():
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_view_fits_any_terminal(width):
+def test_the_view_fits_any_terminal_width(width):
     assert all(len(row) <= width for row in rendered(SNAP, width).splitlines())
 
 
-def test_answers_with_markup_in_messages_are_shown_as_they_are():
+def test_markup_in_messages_is_shown_literally():
     snapshot = RunSnapshot(
         **{name: getattr(SNAP, name) for name in SNAP.__slots__} | {"messages": ("[red]x[/red] [/]",)}
     )
     assert "[red]x[/red] [/]" in rendered(snapshot)
 
 
-def test_without_a_terminal_there_is_one_plain_line_per_step():
+def test_without_a_terminal_the_display_prints_one_plain_line_per_step():
     target, text = console(terminal=False)
     with LiveDisplay(lambda: SNAP, console=target) as display:
         display.step()
@@ -104,7 +104,7 @@ def test_without_a_terminal_there_is_one_plain_line_per_step():
     assert "step 12/300" in line(SNAP) and "reward 0.400" in line(SNAP)
 
 
-def test_live_can_be_turned_off_on_a_terminal():
+def test_the_live_display_can_be_disabled_on_a_terminal():
     target, text = console(terminal=True)
     with LiveDisplay(lambda: SNAP, live=False, console=target) as display:
         display.step()
@@ -124,14 +124,14 @@ def test_warnings_and_errors_are_printed_in_full(terminal):
     assert not [h for h in logging.getLogger("megasync").handlers if type(h).__name__ == "_ConsoleHandler"]
 
 
-def test_an_error_in_the_run_passes_through_and_leaves_the_last_view():
+def test_an_error_in_the_run_propagates_through_the_display_and_leaves_the_last_view():
     target, text = console(terminal=True)
     with pytest.raises(RuntimeError, match="died"), LiveDisplay(lambda: SNAP, console=target):
         raise RuntimeError("a server died")
     assert "step 12 of 300" in text.getvalue()
 
 
-def test_a_sparkline_spans_its_own_range_and_keeps_gaps():
+def test_a_sparkline_scales_to_its_own_range_and_keeps_gaps():
     assert sparkline([0, 1]) == BLOCKS[0] + BLOCKS[-1]
     assert sparkline([0, None, float("nan"), 1]) == f"{BLOCKS[0]}  {BLOCKS[-1]}"
     assert sparkline([5, 5, 5]) == BLOCKS[0] * 3
@@ -139,10 +139,10 @@ def test_a_sparkline_spans_its_own_range_and_keeps_gaps():
 
 
 @given(st.lists(st.none() | st.floats(-1e300, 1e300), max_size=80))
-def test_a_sparkline_never_fails_and_never_grows(values):
+def test_a_sparkline_accepts_any_finite_values_and_has_a_bounded_width(values):
     assert len(sparkline(values)) <= 32
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.9, "59s"), (125, "2m 05s"), (11220, "3h 07m")])
-def test_durations_read_like_a_clock(seconds, text):
+def test_durations_are_formatted_as_hours_minutes_and_seconds(seconds, text):
     assert duration(seconds) == text

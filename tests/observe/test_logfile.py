@@ -24,13 +24,13 @@ def log(tmp_path, monkeypatch):
         handler.close()
 
 
-def test_records_are_in_the_file_at_once(log, tmp_path):
+def test_log_records_are_written_to_the_file_immediately(log, tmp_path):
     log("trainer-0.log")
     logging.getLogger("megasync.trainer").info("rank %d is up", 0)
     assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("INFO megasync.trainer: rank 0 is up\n")
 
 
-def test_a_full_disk_is_reported_once(log, tmp_path, capsys):
+def test_a_full_disk_is_reported_only_once_by_the_log_file(log, tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "controller.log").symlink_to("/dev/full")
     handler = log("controller.log")
@@ -48,7 +48,7 @@ def test_a_record_that_cannot_be_formatted_keeps_its_traceback(log, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_closed_log_leaves_the_logger_as_it_was(log, tmp_path):
+def test_closing_the_log_file_restores_the_logger(log, tmp_path):
     before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
     log("controller.log").close()
     assert (LOGGER.level, LOGGER.propagate, LOGGER.handlers) == before

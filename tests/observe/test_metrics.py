@@ -27,13 +27,13 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_each_line_holds_exactly_what_was_measured(tmp_path):
+def test_each_metrics_line_holds_exactly_the_logged_values(tmp_path):
     logged(tmp_path, (1, {"a": 1.5}), (2, {"b": 2}))
     lines = [strict(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines == [{"step": 1, "time": 1000.0, "a": 1.5}, {"step": 2, "time": 1000.0, "b": 2}]
 
 
-def test_reading_gives_the_union_of_keys_with_gaps(tmp_path):
+def test_read_metrics_returns_the_union_of_keys_with_none_for_gaps(tmp_path):
     logged(tmp_path, (1, {"a": 1.0}), (2, {"b": 2.0}))
     columns = read_metrics(tmp_path)
     assert columns["a"] == [1.0, None] and columns["b"] == [None, 2.0] and columns["step"] == [1, 2]
@@ -41,26 +41,26 @@ def test_reading_gives_the_union_of_keys_with_gaps(tmp_path):
 
 @settings(max_examples=30)
 @given(st.floats())
-def test_any_number_makes_a_strict_line(tmp_path_factory, value):
+def test_any_float_is_written_as_strict_json(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("run")
     logged(folder, (1, {"x": value}))
     written = strict((folder / METRICS_FILE).read_text())["x"]
     assert written == (value if math.isfinite(value) else None)
 
 
-def test_numpy_scalars_are_numbers(tmp_path):
+def test_numpy_scalars_are_written_as_numbers(tmp_path):
     logged(tmp_path, (1, {"x": np.float32(0.5), "y": np.int64(3), "z": np.float32("nan")}))
     assert strict((tmp_path / METRICS_FILE).read_text()) == {"step": 1, "time": 1000.0, "x": 0.5, "y": 3.0, "z": None}
 
 
-def test_every_line_is_on_disk_at_once(tmp_path):
+def test_each_metrics_line_is_flushed_immediately(tmp_path):
     metrics = MetricsLog(tmp_path, tensorboard=False)
     metrics.log(1, {"a": 1})
     assert len(read_metrics(tmp_path)["step"]) == 1
     metrics.close()
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
+def test_metrics_of_a_resumed_run_replace_those_of_repeated_steps(tmp_path):
     logged(tmp_path, (1, {"loss": 1.0}), (2, {"loss": 2.0}), (2, {"eval/score": 0.5}), (3, {"loss": 3.0}))
     logged(tmp_path, (2, {"loss": 20.0}), (3, {"loss": 30.0}))
     columns = read_metrics(tmp_path)
@@ -69,7 +69,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_does_again(tmp_path):
     assert columns["eval/score"] == [None, 0.5, None, None]
 
 
-def test_a_torn_last_line_is_dropped_and_said(tmp_path, caplog):
+def test_a_truncated_last_line_is_dropped_with_a_warning(tmp_path, caplog):
     logged(tmp_path, (1, {"a": 1}))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "a"')
@@ -80,7 +80,7 @@ def test_a_torn_last_line_is_dropped_and_said(tmp_path, caplog):
     assert read_metrics(tmp_path)["a"] == [1, 2]
 
 
-def test_damage_in_the_middle_is_an_error(tmp_path):
+def test_a_corrupted_line_before_the_last_raises_with_its_line_number(tmp_path):
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
@@ -92,18 +92,18 @@ def scalars(run_dir, key):
     return [(event.step, round(event.value, 3)) for event in events.Scalars(key)]
 
 
-def test_tensorboard_gets_the_finite_numbers(tmp_path):
+def test_tensorboard_receives_only_finite_values(tmp_path):
     logged(tmp_path, (1, {"a": 0.5, "b": math.nan}), (2, {"a": 0.25, "b": 1}), tensorboard=True)
     assert scalars(tmp_path, "a") == [(1, 0.5), (2, 0.25)]
     assert scalars(tmp_path, "b") == [(2, 1.0)]
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_discards_the_steps_that_a_resumed_run_repeats(tmp_path):
     logged(tmp_path, (1, {"a": 1}), (2, {"a": 2}), (3, {"a": 3}), tensorboard=True)
     logged(tmp_path, (2, {"a": 20}), tensorboard=True)
     assert scalars(tmp_path, "a") == [(1, 1.0), (2, 20.0)]
 
 
-def test_a_run_that_measured_nothing_has_no_file(tmp_path):
+def test_a_run_without_metrics_writes_no_file(tmp_path):
     logged(tmp_path)
     assert read_metrics(tmp_path) == {} and not (tmp_path / METRICS_FILE).exists()

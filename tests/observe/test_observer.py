@@ -45,7 +45,7 @@ def observer(tmp_path, clock):
     return RunObserver(config, tmp_path, console=Console(file=StringIO()), clock=clock)
 
 
-def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
+def test_the_live_view_can_be_rendered_before_the_first_step(tmp_path):
     config = load_config(
         {"model": {"path": "m"}, "data": {"train": {"kind": "digits", "source": "copy"}}}, ["name=test"]
     )
@@ -56,7 +56,7 @@ def test_a_live_view_can_be_drawn_from_the_first_moment_on(tmp_path):
     assert "starting" in console.file.getvalue()
 
 
-def test_after_a_rewind_repeated_steps_replace_earlier_metrics(observer, clock, tmp_path):
+def test_steps_repeated_after_a_rewind_replace_earlier_metrics(observer, clock, tmp_path):
     with observer:
         for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3)):
             clock.now += 10
@@ -77,7 +77,7 @@ def test_after_a_rewind_repeated_steps_replace_earlier_metrics(observer, clock, 
     assert columns[names.SCORE].count(0.7) == 0
 
 
-def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
+def test_a_step_updates_the_snapshot_and_the_metrics_file(observer, clock, tmp_path):
     with observer:
         clock.now += 60  # starting up
         observer.step(1, 1, METRICS)
@@ -93,13 +93,13 @@ def test_a_step_is_in_the_snapshot_and_in_the_file(observer, clock, tmp_path):
     assert columns[names.TRAINED_RATE] == [None, 20.0] and columns["version"] == [1, 2]
 
 
-def test_nothing_is_known_before_the_first_step(observer):
+def test_speed_rewards_and_scores_are_unknown_before_the_first_step(observer):
     snap = observer.snapshot()
     assert (snap.step_seconds, snap.eta_seconds, snap.trained_rate, snap.sampled_rate) == (None,) * 4
     assert snap.rewards == () and snap.scores == ()
 
 
-def test_speed_follows_the_latest_steps(observer, clock):
+def test_step_time_and_token_rate_are_measured_over_the_latest_steps(observer, clock):
     for step in range(1, 2 * SPEED_STEPS):
         clock.now += 10 if step < SPEED_STEPS else 1
         observer.step(step, step, METRICS)
@@ -117,7 +117,7 @@ def test_an_activity_lasts_until_the_next_one(observer, clock):
     assert found == {"trainer": ("training", 4.0), "servers": ("paused", 1.0)}
 
 
-def test_an_evaluation_may_be_of_an_earlier_step(observer, tmp_path):
+def test_an_evaluation_may_refer_to_an_earlier_step(observer, tmp_path):
     observer.step(5, 5, METRICS)
     observer.evaluation(4, 4, {names.SCORE: 0.75, f"{names.HELD_OUT_PREFIX}0": 0.75})
     snap = observer.snapshot()
@@ -132,7 +132,7 @@ def test_only_the_latest_messages_are_kept(observer):
     assert observer.snapshot().messages[-1] == "message 8" and len(observer.snapshot().messages) < 9
 
 
-def test_the_curve_is_drawn_when_the_run_ends(observer, tmp_path):
+def test_the_curve_is_plotted_when_the_run_ends(observer, tmp_path):
     with observer:
         observer.step(1, 1, METRICS)
     assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
@@ -149,14 +149,14 @@ def test_a_failed_write_is_reported_once_and_training_continues(observer, tmp_pa
     assert observer.snapshot().step == 3
 
 
-def test_a_bug_in_observing_keeps_its_traceback_and_training_continues(observer, monkeypatch, caplog):
+def test_an_observer_bug_is_logged_with_its_traceback_and_training_continues(observer, monkeypatch, caplog):
     monkeypatch.delattr(MetricsLog, "_open")
     with caplog.at_level(logging.WARNING):
         observer.step(1, 1, METRICS)
     assert "AttributeError" in caplog.text and "Traceback" in caplog.text
 
 
-def test_an_error_of_the_run_passes_through(observer, tmp_path):
+def test_an_error_in_the_run_propagates_through_the_observer(observer, tmp_path):
     with pytest.raises(RuntimeError, match="server"), observer:
         observer.step(1, 1, METRICS)
         raise RuntimeError("a server died")
@@ -166,11 +166,11 @@ def test_an_error_of_the_run_passes_through(observer, tmp_path):
 # Curve
 
 
-def test_a_curve_without_measurements_is_no_file(tmp_path):
+def test_no_curve_is_written_without_metrics(tmp_path):
     assert plot_curve(tmp_path, "empty") is None and not list(tmp_path.iterdir())
 
 
-def test_a_curve_is_drawn_from_whatever_was_measured(tmp_path):
+def test_the_curve_is_plotted_from_sparse_metrics(tmp_path):
     metrics = MetricsLog(tmp_path, tensorboard=False)
     metrics.log(1, {names.REWARD: float("nan")})
     metrics.log(2, {"eval/score@0": 0.5, "eval/score@1": 0.25})
@@ -178,7 +178,7 @@ def test_a_curve_is_drawn_from_whatever_was_measured(tmp_path):
     assert plot_curve(tmp_path, "sparse") == tmp_path / CURVE_FILE
 
 
-def test_points_skip_gaps_and_are_in_order():
+def test_curve_points_skip_gaps_and_are_sorted_by_step():
     columns = {"step": [3, 1, 2], "x": [0.3, 0.1, None]}
     assert points(columns, "step", "x") == [(1, 0.1), (3, 0.3)]
     assert points(columns, "step", "absent") == []
@@ -187,12 +187,12 @@ def test_points_skip_gaps_and_are_in_order():
 # Samples
 
 
-def test_the_configured_number_of_answers_is_kept(observer, tmp_path):
+def test_only_the_configured_number_of_samples_is_saved(observer, tmp_path):
     observer.answers(0, 0, [(f"p{n}", "t", 0.0) for n in range(5)])
     assert [answer.prompt for answer in read_answers(tmp_path)] == ["p0", "p1"]
 
 
-def test_a_torn_answer_is_dropped_and_the_next_one_is_whole(tmp_path):
+def test_a_truncated_sample_is_dropped_and_the_next_one_is_written_intact(tmp_path):
     append_answers(tmp_path, 0, 0, [("p\u2028q", "ü", 0.0)])
     whole = (tmp_path / SAMPLES_FILE).read_bytes()
     (tmp_path / SAMPLES_FILE).write_bytes(whole + whole[: whole.index("ü".encode()) + 1])
@@ -201,7 +201,7 @@ def test_a_torn_answer_is_dropped_and_the_next_one_is_whole(tmp_path):
     assert [(answer.step, answer.prompt) for answer in read_answers(tmp_path)] == [(0, "p\u2028q"), (4, "p\u2028q")]
 
 
-def test_first_and_last_answers_to_a_prompt_are_paired(tmp_path):
+def test_the_first_and_last_responses_to_a_prompt_are_paired(tmp_path):
     append_answers(tmp_path, 0, 0, [("a", "early", 0.0), ("only once", "x", None)])
     append_answers(tmp_path, 5, 5, [("a", "middle", 0.5)])
     append_answers(tmp_path, 9, 9, [("a", "late", 1.0)])
@@ -209,7 +209,7 @@ def test_first_and_last_answers_to_a_prompt_are_paired(tmp_path):
     assert (before.text, after.text, before.step, after.step) == ("early", "late", 0, 9)
 
 
-def test_the_table_shows_any_text_without_obeying_it(tmp_path):
+def test_the_samples_table_escapes_markup_and_control_sequences(tmp_path):
     append_answers(tmp_path, 0, 0, [("[bold]p", "\x1b[2Jcleared", 0.0), ("ünï", "x" * 1000, None)])
     append_answers(tmp_path, 3, 3, [("[bold]p", "fine\nlines", 1.0), ("ünï", "y", 0.5)])
     text = StringIO()
@@ -219,11 +219,11 @@ def test_the_table_shows_any_text_without_obeying_it(tmp_path):
     assert shown.count("x") < 1000
 
 
-def test_a_run_without_answers_has_nothing_to_show(tmp_path: Path):
+def test_a_run_without_samples_has_no_pairs_to_compare(tmp_path: Path):
     assert before_and_after(read_answers(tmp_path)) == []
 
 
-def test_held_out_sets_with_names_are_shown_beside_the_score(observer, tmp_path):
+def test_named_held_out_sets_are_shown_next_to_the_main_score(observer, tmp_path):
     with observer:
         observer.evaluation(
             0, 0, {names.SCORE: 0.5, "eval/hard/score": 0.25, "eval/hard/score@0": 0.25, "eval/seconds": 3.0}
@@ -236,7 +236,7 @@ def test_held_out_sets_with_names_are_shown_beside_the_score(observer, tmp_path)
     assert "hard" in console.file.getvalue() and "0.250" in console.file.getvalue()
 
 
-def test_the_curve_has_a_line_for_each_set_and_temperature():
+def test_the_curve_has_one_line_per_held_out_set_and_temperature():
     keys = ["eval/score", "eval/score@0.6", "eval/hard/score", "eval/hard/score@1", "eval/hard/reward@1", "eval/failed"]
     assert {key: name for key in keys if (name := held_out_name(key))} == {
         "eval/score@0.6": "held-out, temperature 0.6",

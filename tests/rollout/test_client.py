@@ -95,7 +95,7 @@ async def test_an_abort_that_used_up_the_budget_ends_with_length_and_asks_for_no
     assert len(fake.requests) == 1
 
 
-async def test_a_server_that_aborts_everything_is_not_asked_in_a_tight_loop(fake):
+async def test_requests_to_a_server_that_aborts_everything_back_off(fake):
     fake.script += [finish(0, "abort", [])] * 10_000
     client = make_client(fake, timeout=0.5)
     with pytest.raises(ServerError, match=r"timeouts.request"):
@@ -140,7 +140,7 @@ async def test_an_id_outside_the_vocabulary_never_reaches_a_server(fake, client,
 
 
 @pytest.mark.parametrize("bad", [[], [1.0], ["1"], [None]])
-async def test_a_prompt_that_is_no_list_of_ids_is_refused(fake, client, bad):
+async def test_a_prompt_that_is_not_a_list_of_token_ids_is_refused(fake, client, bad):
     with pytest.raises(DataError):
         await client.generate(bad)
     assert not fake.requests
@@ -188,7 +188,7 @@ async def test_sampling_parameters_are_checked(fake, client, change, message):
 
 
 @pytest.mark.parametrize("failure", [refuse(502), refuse(503), refuse(504), DROP])
-async def test_failures_that_pass_are_retried_and_nothing_is_aborted(fake, client, failure):
+async def test_transient_failures_are_retried_without_abort_requests(fake, client, failure):
     fake.script += [failure, failure]
     got = await client.generate([1])
     assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
@@ -203,7 +203,7 @@ async def test_a_retry_keeps_the_partial_tokens(fake, client):
     assert got.versions == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
-async def test_retries_go_on_until_the_requests_own_deadline(fake):
+async def test_retries_continue_until_the_request_deadline(fake):
     client = make_client(fake, timeout=0.5)
     fake.script += [refuse(503, "all workers are gone")] * 10_000
     with pytest.raises(
@@ -224,7 +224,7 @@ async def test_no_listener_is_a_server_error(fake):
 # Streams
 
 
-async def test_a_server_that_dies_in_the_middle_costs_only_what_it_had_not_sent(fake):
+async def test_tokens_streamed_before_a_server_died_are_kept(fake):
     client = make_client(fake, stream_interval=3)
     fake.script += [Break(((1, 4), (2, 4))), Break(((2, 5),))]
     got = await client.generate([1])
@@ -237,7 +237,7 @@ async def test_a_server_that_dies_in_the_middle_costs_only_what_it_had_not_sent(
     await client.close()
 
 
-async def test_tokens_around_an_update_of_a_server_that_died_look_older_never_younger(fake):
+async def test_tokens_of_a_dead_server_are_never_labelled_with_a_too_new_version(fake):
     client = make_client(fake, stream_interval=3)
     # The piece of three was sent after the update; which of its tokens came before it is not known.
     fake.script += [Break(((1, 4), (3, 5), (2, 5)))]
@@ -254,7 +254,7 @@ async def test_the_end_of_a_stream_says_exactly_which_token_has_which_version(fa
     await client.close()
 
 
-async def test_a_stream_that_ends_politely_before_its_request_is_continued_too(fake):
+async def test_a_stream_that_closes_cleanly_before_completion_is_continued(fake):
     async def half(fake, body):
         piece = fake.piece(body, fake.continuation(body, 2), 0)
         return web.Response(text=event(piece) + "data: [DONE]\n\n", content_type="text/event-stream")
@@ -280,7 +280,7 @@ async def test_an_error_inside_a_stream_is_what_its_code_says(fake, code, error)
     await client.close()
 
 
-async def test_a_connection_serves_one_stream_after_the_other(fake):
+async def test_consecutive_streams_reuse_one_connection(fake):
     client = make_client(fake, stream_interval=3)
     for start in range(5):
         await client.generate([start])
@@ -291,7 +291,7 @@ async def test_a_connection_serves_one_stream_after_the_other(fake):
 # What is there already
 
 
-async def test_a_generation_goes_on_from_what_is_kept_and_grows_in_view(fake, client):
+async def test_a_generation_continues_from_a_kept_partial_response_and_updates_it(fake, client):
     kept = PartialResponse([2, 3], [-0.1, -0.2], [7, 7])
     fake.script += [finish(3, "abort")]
     got = await client.generate([1], keep=lambda prompt: kept)
@@ -301,12 +301,12 @@ async def test_a_generation_goes_on_from_what_is_kept_and_grows_in_view(fake, cl
     assert got.logprobs[:2] == [-0.1, -0.2]
 
 
-async def test_what_is_kept_may_be_a_whole_response(fake, client):
+async def test_a_kept_response_that_is_complete_sends_no_request(fake, client):
     got = await client.generate([1], keep=lambda prompt: PartialResponse([2] * 8, [-0.1] * 8, [7] * 8))
     assert (len(got.token_ids), got.finish_reason, fake.requests) == (8, "length", [])
 
 
-async def test_a_failed_generation_leaves_what_it_had(fake):
+async def test_a_failed_generation_keeps_its_partial_tokens(fake):
     client = make_client(fake, stream_interval=3, timeout=0.3)
     kept = PartialResponse()
     fake.script += [Break(((1, 4), (2, 4))), *[refuse(503)] * 10_000]
@@ -479,7 +479,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lying", LIES.values(), ids=LIES)
-async def test_an_answer_that_makes_no_sense_is_counted_and_asked_for_again_elsewhere(fake, client, lying):
+async def test_an_invalid_answer_is_counted_and_retried_on_another_server(fake, client, lying):
     client.newest_version = lambda: 0
     fake.script += [finish(3, "abort"), lying]
     got = await client.generate([1], routing_key="group")
@@ -507,7 +507,7 @@ async def test_a_version_that_is_published_while_a_request_runs_is_known_at_its_
     assert client.metrics() == {"rollout/invalid_answers": 0.0}
 
 
-async def test_pieces_of_a_stream_whose_end_makes_no_sense_are_forgotten(fake):
+async def test_chunks_of_a_stream_with_an_invalid_end_are_discarded(fake):
     async def half_true(fake, body):
         good = fake.piece(body, fake.continuation(body, 3), 0)
         bad = fake.piece(body, [7], 0, {"finish_reason": {"type": "stop"}, "weight_versions": []})
@@ -521,7 +521,7 @@ async def test_pieces_of_a_stream_whose_end_makes_no_sense_are_forgotten(fake):
     await client.close()
 
 
-async def test_servers_that_never_make_sense_are_a_failure_of_the_servers(fake):
+async def test_persistently_invalid_answers_raise_a_server_error(fake):
     client = make_client(fake, timeout=0.3)
     fake.script += [says(b"{}")] * 10_000
     with pytest.raises(ServerError, match=r"\(timeouts.request\).*failed attempts: invalid answer: no meta_info"):
@@ -529,7 +529,7 @@ async def test_servers_that_never_make_sense_are_a_failure_of_the_servers(fake):
     await client.close()
 
 
-async def test_a_refusal_without_an_end_is_not_read_to_it(fake, client):
+async def test_an_endless_error_response_is_not_read_completely(fake, client):
     async def refused(fake, body):
         response = web.StreamResponse(status=400)
         await response.prepare(fake.http)
@@ -541,7 +541,7 @@ async def test_a_refusal_without_an_end_is_not_read_to_it(fake, client):
     assert client.metrics() == {"rollout/invalid_answers": 1.0}
 
 
-async def test_a_redirection_is_not_followed(fake, client):
+async def test_redirects_are_not_followed(fake, client):
     fake.script += [lambda fake, body: _moved()]
     with pytest.raises(ServerError, match="status 302"):
         await client.generate([1])
@@ -553,7 +553,7 @@ async def _moved():
 
 
 @pytest.mark.parametrize("answer", ["{}", "[]", "a page", '{"meta_info": {"input_token_logprobs": [[null, 1]]}}'])
-async def test_scores_that_make_no_sense_are_a_failure_of_the_server(fake, client, answer):
+async def test_invalid_scores_raise_an_invalid_answer_error(fake, client, answer):
     fake.script += [says(answer.encode())]
     with pytest.raises(InvalidAnswer, match=f"{fake.url}/generate"):
         await client.score(client.servers[0], [1, 2])

@@ -8,7 +8,7 @@ from megasync.errors import DataError
 from megasync.rollout.drops import FIRST_GROUPS, WINDOW, DropLimit, Dropped
 
 
-def test_a_run_whose_first_groups_all_fail_ends_with_the_causes():
+def test_a_run_ends_with_the_causes_if_all_of_its_first_groups_fail():
     limit = DropLimit(0.5)
     for _ in range(FIRST_GROUPS - 1):
         limit.failed("0:1", Dropped("reward_error", "division by zero"))
@@ -18,7 +18,7 @@ def test_a_run_whose_first_groups_all_fail_ends_with_the_causes():
         limit.failed("0:8", Dropped("reward_error", "division by zero"))
 
 
-def test_one_success_among_the_first_is_enough_to_go_on():
+def test_one_early_success_defers_the_check_to_the_full_window():
     limit = DropLimit(0.5)
     limit.passed()
     for _ in range(WINDOW - 2):
@@ -27,7 +27,7 @@ def test_one_success_among_the_first_is_enough_to_go_on():
         limit.failed("0:2", Dropped("unscored", ""))
 
 
-def test_the_summary_has_a_line_for_each_reason_with_an_example():
+def test_the_summary_lists_each_drop_reason_with_an_example():
     limit = DropLimit(0.5)
     for number in range(FIRST_GROUPS - 1):
         limit.failed(f"0:{number}", Dropped(("no_response", "reward_error")[number % 2], f"problem {number}"))
@@ -40,7 +40,7 @@ def test_the_summary_has_a_line_for_each_reason_with_an_example():
 
 
 @given(st.lists(st.booleans(), max_size=300), st.sampled_from([0.1, 0.5, 1.0]))
-def test_it_ends_exactly_when_the_share_is_over_the_limit_or_all_of_the_first_failed(outcomes, share):
+def test_the_run_ends_only_above_the_drop_share_or_if_all_first_groups_fail(outcomes, share):
     limit = DropLimit(share)
     for seen, failed in enumerate(outcomes, 1):
         last = outcomes[max(0, seen - WINDOW) : seen]

@@ -65,7 +65,7 @@ def resumed(partials: PartialResponses) -> PartialResponses:
     return later
 
 
-async def test_an_answer_that_could_not_be_parsed_is_the_same_answer_at_the_next_attempt(fake, client):
+async def test_a_response_whose_parsing_failed_is_reused_by_the_next_attempt(fake, client):
     partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     fake.parser_status = 503
@@ -80,7 +80,7 @@ async def test_an_answer_that_could_not_be_parsed_is_the_same_answer_at_the_next
     assert again.conversation.trajectories()[0].response_ids == reply.generation.token_ids
 
 
-async def test_a_parser_that_is_going_away_is_asked_elsewhere(fake, client):
+async def test_parsing_falls_back_to_another_server_if_one_is_unavailable(fake, client):
     async with FakeSGLang(vocab=300) as leaving:
         leaving.parser_status = 503
         control = ServerControl(leaving.url)
@@ -90,7 +90,7 @@ async def test_a_parser_that_is_going_away_is_asked_elsewhere(fake, client):
         await control.close()
 
 
-async def test_an_answer_that_is_saved_while_it_is_parsed_is_complete_in_the_resumed_run(fake, client):
+async def test_a_response_saved_during_parsing_is_complete_in_the_resumed_run(fake, client):
     partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     fake.parser_status = 503
@@ -107,7 +107,7 @@ async def test_an_answer_that_is_saved_while_it_is_parsed_is_complete_in_the_res
     assert reply.text == fake.words(reply.generation.token_ids)
 
 
-async def test_finished_turns_are_replayed_and_the_growing_one_goes_on(fake, client):
+async def test_finished_turns_are_replayed_and_the_unfinished_turn_continues(fake, client):
     partials = PartialResponses()
     first = sample(client, partials)
     fake.script += [finish(3, "stop"), finish(2, "abort"), *[refuse(503)] * 10_000]
@@ -128,7 +128,7 @@ async def test_finished_turns_are_replayed_and_the_growing_one_goes_on(fake, cli
 @pytest.mark.parametrize(
     "change", [{"max_new_tokens": 2}, {"max_new_tokens": 20}, {"stop": ["x"]}, {"temperature": 0.5}]
 )
-async def test_another_request_begins_anew_and_a_budget_is_kept(fake, client, change):
+async def test_a_changed_request_is_generated_from_scratch_with_its_own_budget(fake, client, change):
     partials = PartialResponses()
     fake.script += [finish(3, "stop")]
     await sample(client, partials).generate([1])
@@ -137,7 +137,7 @@ async def test_another_request_begins_anew_and_a_budget_is_kept(fake, client, ch
     assert len(got.token_ids) == change.get("max_new_tokens", 8)
 
 
-async def test_an_answer_that_used_up_its_budget_stays_cut(fake, client):
+async def test_a_response_that_exhausted_its_budget_stays_truncated_after_a_resume(fake, client):
     partials = PartialResponses()
     await sample(client, partials).generate([1])
     got = await sample(client, resumed(partials)).generate([1])
@@ -156,13 +156,13 @@ def ends(ids: list[int], reason: str = "abort", text: str = ""):
     return behave
 
 
-async def test_an_abort_in_the_very_step_that_samples_the_end_does_not_hide_it(fake, client):
+async def test_an_abort_in_the_step_that_samples_eos_is_reported_as_stop(fake, client):
     fake.script += [finish(2, "abort"), ends([9, EOS])]
     got = await client.generate([1])
     assert (got.token_ids, got.finish_reason, len(fake.requests)) == ([2, 3, 9, EOS], "stop", 2)
 
 
-async def test_an_abort_at_a_stop_token_or_text_of_the_request_does_not_hide_it_either(fake, client):
+async def test_an_abort_at_a_stop_token_or_stop_string_is_reported_as_stop(fake, client):
     fake.script += [ends([9, 7])]
     assert (await client.generate([1], stop_token_ids=[7])).finish_reason == "stop"
     fake.script += [ends([9, 8], text="so END.")]
@@ -171,7 +171,7 @@ async def test_an_abort_at_a_stop_token_or_text_of_the_request_does_not_hide_it_
     assert len(fake.requests) == 2
 
 
-async def test_where_the_end_is_ignored_an_abort_behind_it_is_an_abort(fake, client):
+async def test_an_abort_after_eos_continues_the_request_with_ignore_eos(fake, client):
     fake.script += [ends([9, EOS])]
     got = await client.generate([1], ignore_eos=True)
     assert (len(got.token_ids), got.finish_reason, len(fake.requests)) == (8, "length", 2)

@@ -18,7 +18,7 @@ loads = st.builds(
 
 
 @given(st.lists(st.tuples(st.lists(loads, max_size=5), st.integers(0, 5000)), max_size=50))
-def test_every_server_may_always_have_a_request(steps):
+def test_the_cap_allows_at_least_one_request_per_server(steps):
     cap = InflightCap(servers=2, high_usage=0.9)
     for reports, inflight in steps:
         before = cap.limit
@@ -27,7 +27,7 @@ def test_every_server_may_always_have_a_request(steps):
             assert cap.limit == before
 
 
-def test_it_doubles_until_the_first_pressure_and_then_grows_by_steps():
+def test_the_cap_doubles_until_the_first_pressure_and_then_grows_linearly():
     cap = InflightCap(servers=2, high_usage=0.9)
     assert cap.limit == 2 * FIRST_REQUESTS
     assert cap.update([ROOM, ROOM], 128) == 256
@@ -35,19 +35,19 @@ def test_it_doubles_until_the_first_pressure_and_then_grows_by_steps():
     assert cap.update([ROOM, ROOM], 160) == 160 + 2 * INCREASE
 
 
-def test_it_does_not_grow_when_it_is_not_what_holds_requests_back():
+def test_the_cap_does_not_grow_while_it_is_not_the_bottleneck():
     cap = InflightCap(servers=1, high_usage=0.9)
     assert cap.update([ROOM], 10) == FIRST_REQUESTS
 
 
-def test_a_lasting_pressure_lowers_the_cap_again_only_when_requests_have_come_down_to_it():
+def test_sustained_pressure_lowers_the_cap_again_only_after_inflight_requests_reach_it():
     cap = InflightCap(servers=1, high_usage=0.9)
     # Long requests: 50 are still under way at each look.
     assert [cap.update([FULL], 50) for _ in range(4)] == [40, 40, 40, 40]
     assert cap.update([FULL], 40) == 32
 
 
-def test_queues_and_retractions_are_pressure_but_a_burst_and_a_pause_are_not():
+def test_queues_and_retractions_count_as_pressure_but_bursts_and_pauses_do_not():
     def after(load):
         cap = InflightCap(servers=1, high_usage=0.9)
         return cap.update([load], FIRST_REQUESTS)
@@ -58,13 +58,13 @@ def test_queues_and_retractions_are_pressure_but_a_burst_and_a_pause_are_not():
     assert after(ServerLoad(0.5, running=0, waiting=64)) > FIRST_REQUESTS
 
 
-def test_it_follows_the_number_of_servers():
+def test_the_cap_scales_with_the_number_of_servers():
     cap = InflightCap(servers=2, high_usage=0.9)
     assert cap.update([ROOM] * 3, 10) == 3 * FIRST_REQUESTS
     assert cap.update([ROOM], 10) == FIRST_REQUESTS
 
 
-def test_a_servers_report_sums_its_ranks():
+def test_a_server_load_report_aggregates_its_ranks():
     rank = {"token_usage": 0.5, "num_running_reqs": 3, "num_waiting_reqs": 2}
     fuller = rank | {"token_usage": 0.75, "queues": {"retracted": 1}}
     assert ServerLoad.parse({"loads": [rank, fuller]}) == ServerLoad(0.75, 6, 4, 1)

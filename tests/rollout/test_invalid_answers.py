@@ -170,7 +170,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-async def test_no_other_error_comes_out_of_a_reader_than_the_one_for_servers(liar, tmp_path, read):
+async def test_readers_raise_only_server_errors_on_invalid_answers(liar, tmp_path, read):
     for body in BODIES:
         liar.body = body
         try:
@@ -181,14 +181,14 @@ async def test_no_other_error_comes_out_of_a_reader_than_the_one_for_servers(lia
         assert body.startswith((b"{}", b'{"nnodes"', b'{"')), body
 
 
-async def test_an_answer_that_is_too_long_is_not_read_to_its_end(liar, monkeypatch):
+async def test_reading_stops_when_an_answer_exceeds_the_size_limit(liar, monkeypatch):
     monkeypatch.setattr(control_module, "_MOST_BYTES", 1000)
     liar.body = b"[" + b"1," * 1000 + b"1]"
     with pytest.raises(InvalidAnswer, match=f"GET {liar.url}/model_info: it has more than 1000 bytes"):
         await liar.control.weight_version()
 
 
-async def test_a_server_whose_parsers_answer_nonsense_is_passed_over(liar):
+async def test_a_server_with_invalid_parser_answers_is_skipped(liar):
     async with Liar() as honest:
         liar.body, honest.body = b'{"calls": 1}', b'{"calls": [{"name": "f", "parameters": "{}"}], "normal_text": ""}'
         parser = ReplyParser(lambda: [liar.control, honest.control], 10.0)
@@ -235,14 +235,14 @@ async def stream_of(pieces):
         await runner.cleanup()
 
 
-async def test_a_stream_that_goes_on_without_tokens_is_refused_and_asked_for_again():
+async def test_a_stream_of_empty_chunks_is_rejected_and_retried():
     got, invalid, requests = await stream_of([[3], *[[]] * EMPTY_PIECES])
     assert (got.token_ids, invalid, len(requests)) == ([4, 5], 1.0, 2)
     # Nothing of the stream without an end is used.
     assert requests[1]["input_ids"] == [1]
 
 
-async def test_a_stream_may_have_a_few_empty_pieces_at_a_time():
+async def test_a_few_consecutive_empty_chunks_are_accepted():
     few = [[]] * (EMPTY_PIECES - 1)
     got, invalid, requests = await stream_of([*few, [3], *few, [4]])
     assert (got.token_ids, invalid, len(requests)) == ([3, 4], 0.0, 1)

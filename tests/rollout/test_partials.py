@@ -15,7 +15,7 @@ def grow(parts: PartialResponse, *ids: int) -> None:
     parts.versions += [1] * len(ids)
 
 
-def test_only_what_has_changed_since_the_last_save_is_unsaved():
+def test_only_responses_changed_since_the_last_save_are_unsaved():
     partials = PartialResponses()
     first, second = (partials.sample("0:1", index).begin(0, "a") for index in (0, 1))
     assert unsaved(partials) == {}
@@ -30,7 +30,7 @@ def test_only_what_has_changed_since_the_last_save_is_unsaved():
     assert [p.finish_reason for p in unsaved(partials).values()] == ["length"]
 
 
-def test_a_response_that_replaces_another_is_unsaved_even_if_it_is_no_longer():
+def test_a_replaced_response_is_unsaved_even_if_it_is_shorter():
     partials = PartialResponses()
     sample = partials.sample("0:1", 0)
     grow(sample.begin(0, "a"), 5, 6)
@@ -39,7 +39,7 @@ def test_a_response_that_replaces_another_is_unsaved_even_if_it_is_no_longer():
     assert [(p.request_digest, p.token_ids) for p in unsaved(partials).values()] == [("b", [7])]
 
 
-def test_a_copy_is_saved_not_the_growing_response():
+def test_saving_takes_a_copy_of_the_unfinished_response():
     partials = PartialResponses()
     parts = partials.sample("0:1", 0).begin(0, "a")
     grow(parts, 5)
@@ -48,7 +48,7 @@ def test_a_copy_is_saved_not_the_growing_response():
     assert (saved.token_ids, saved.request_digest, saved.finish_reason) == ([5], "a", "abort")
 
 
-def test_a_finished_turn_is_given_again_as_finished_until_its_sample_fails_by_itself():
+def test_a_finished_turn_is_reused_until_its_own_sample_fails():
     partials = PartialResponses()
     sample = partials.sample("0:1", 0)
     done, growing = sample.begin(0, "a"), sample.begin(1, "b")
@@ -65,7 +65,7 @@ def test_a_finished_turn_is_given_again_as_finished_until_its_sample_fails_by_it
     assert partials.sample("0:1", 1).begin(0, "a") is other
 
 
-def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
+def test_an_attempt_with_the_same_request_continues_the_previous_partial_response():
     partials = PartialResponses()
     grow(partials.sample("0:1", 0).begin(0, "a"), 5)
     assert partials.sample("0:1", 0).begin(0, "a").token_ids == [5]
@@ -73,7 +73,7 @@ def test_an_attempt_goes_on_where_the_last_one_failed_if_it_asks_the_same():
     assert partials.sample("0:1", 1).begin(0, "a").token_ids == []
 
 
-def test_what_was_saved_is_put_back_and_counts_as_saved():
+def test_restored_responses_count_as_saved():
     partials, later = PartialResponses(), PartialResponses()
     growing, done = (partials.sample("0:1", 2).begin(turn, "a") for turn in (1, 0))
     grow(growing, 5, 6)
@@ -92,7 +92,7 @@ def test_what_was_saved_is_put_back_and_counts_as_saved():
     assert later.sample("0:1", 2).begin(1, "a").token_ids == []
 
 
-def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_again(monkeypatch):
+def test_unsaved_responses_come_in_batches_and_a_failed_batch_is_repeated(monkeypatch):
     monkeypatch.setattr(partials_module, "BATCH_TOKENS", 4)
     partials = PartialResponses()
     for uid in range(4):
@@ -110,7 +110,7 @@ def test_what_is_saved_comes_in_pieces_and_a_piece_that_was_not_saved_comes_agai
     assert unsaved(partials) == {}
 
 
-def test_groups_may_end_between_two_pieces(monkeypatch):
+def test_groups_that_end_between_two_batches_are_skipped(monkeypatch):
     monkeypatch.setattr(partials_module, "BATCH_TOKENS", 1)
     partials = PartialResponses()
     for uid in range(3):
@@ -124,7 +124,7 @@ def test_groups_may_end_between_two_pieces(monkeypatch):
     assert list(unsaved(partials)) == [("0:4", 0, 0)]
 
 
-def test_a_request_is_another_with_another_prompt_or_parameter():
+def test_the_request_digest_depends_on_the_prompt_and_every_parameter():
     params = {"temperature": 1.0, "max_new_tokens": 8, "stop": ["x"]}
     changed = [{"temperature": 0.5}, {"max_new_tokens": 7}, {"stop": []}]
     digests = [request_digest([1, 2], params), request_digest([1, 2, 3], params)]

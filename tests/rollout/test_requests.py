@@ -34,7 +34,7 @@ async def test_a_closed_gate_lets_running_requests_finish_and_starts_none():
     assert log[2:] == ["second started", "second done"]
 
 
-async def test_the_gate_gives_up_after_its_deadline_and_says_how_many_still_run():
+async def test_closing_the_gate_times_out_and_reports_the_requests_in_flight():
     gate = RequestGate()
     async with gate.request(), gate.request():
         with pytest.raises(ServerError, match="2 requests still ran"):
@@ -121,7 +121,7 @@ async def test_a_lower_limit_leaves_running_requests_alone_and_a_higher_one_lets
     assert gate.inflight == 0
 
 
-async def test_whoever_gives_up_waiting_keeps_no_place():
+async def test_a_cancelled_waiter_does_not_hold_a_slot():
     gate, release = RequestGate(), asyncio.Event()
     gate.set_limit(1)
 

@@ -166,7 +166,7 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
     await rewards.close()
 
 
-async def test_a_group_that_cannot_be_recorded_is_dropped_and_the_others_go_on(tmp_path):
+async def test_an_unrecordable_group_is_dropped_and_the_others_continue(tmp_path):
     ledger = tmp_path / "ledger.db"
     begin_ledger(ledger, 0, 0, {}, {})
 

@@ -128,7 +128,7 @@ async def test_cancelling_the_run_from_outside_cleans_up_too(make_bench):
 # Failures
 
 
-async def test_one_bad_row_is_dropped_with_its_reason_and_the_run_goes_on(make_bench, caplog):
+async def test_one_bad_row_is_dropped_with_its_reason_and_the_run_continues(make_bench, caplog):
     def reward(completions, *, answer, **columns):
         if answer[0]["value"] == 2:
             raise ValueError("odd row")
@@ -169,7 +169,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_the_cause(make_bench
     assert bench.client.running == 0
 
 
-async def test_a_workflow_that_returns_nonsense_ends_the_run_with_the_cause(make_bench):
+async def test_an_invalid_workflow_result_ends_the_run_with_the_cause(make_bench):
     async def nonsense(client, sample):
         return "an answer"
 
@@ -191,7 +191,7 @@ async def test_a_failed_sample_leaves_the_rest_of_its_group(make_bench):
     assert sorted(len(group.trajectories) for group in bench.buffer.committed.values()) == [2, 3]
 
 
-async def test_servers_that_fail_for_a_moment_cost_nothing(make_bench):
+async def test_transient_server_failures_drop_no_prompt(make_bench):
     failures = iter([ServerError("connection refused")] * 2)
 
     def behave(ids, options):
@@ -205,7 +205,7 @@ async def test_servers_that_fail_for_a_moment_cost_nothing(make_bench):
     assert not bench.buffer.dropped
 
 
-async def test_servers_that_are_gone_cost_time_but_no_prompt_however_long(make_bench):
+async def test_a_long_server_outage_drops_no_prompt(make_bench):
     calls = []
 
     def behave(ids, options):
@@ -221,7 +221,7 @@ async def test_servers_that_are_gone_cost_time_but_no_prompt_however_long(make_b
     assert bench.rollouter.metrics()["rollout/server_failures"] == 200.0
 
 
-async def test_a_server_failure_that_a_workflow_wrapped_is_still_one(make_bench):
+async def test_a_server_error_wrapped_by_a_workflow_is_still_a_server_error(make_bench):
     failures = iter([ServerError("connection refused")] * 3)
 
     async def wrapping(client, sample):
@@ -251,7 +251,7 @@ async def test_a_workflow_that_raises_is_tried_as_often_as_allowed_then_its_prom
 
 
 @pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf")])
-async def test_a_response_whose_logprobs_cannot_be_trained_costs_itself_only(make_bench, logprob):
+async def test_only_the_response_with_invalid_logprobs_is_discarded(make_bench, logprob):
     given = []
 
     async def workflow(client, sample):
@@ -267,7 +267,7 @@ async def test_a_response_whose_logprobs_cannot_be_trained_costs_itself_only(mak
 
 
 @pytest.mark.parametrize("where", ["workflow", "reward"])
-async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other(make_bench, where):
+async def test_an_unrequested_cancellation_counts_as_an_ordinary_failure(make_bench, where):
     async def cancelled(*args, **columns):
         shared = asyncio.ensure_future(asyncio.sleep(600))
         shared.cancel()
@@ -279,7 +279,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure_like_any_other(
     assert set(bench.buffer.dropped.values()) == {"no_response" if where == "workflow" else "reward_error"}
 
 
-async def test_a_sample_that_fails_once_is_only_tried_again_itself(make_bench):
+async def test_only_the_failed_sample_of_a_group_is_retried(make_bench):
     calls = []
 
     def behave(ids, options):
@@ -354,7 +354,7 @@ async def test_unfinished_responses_are_saved_at_the_end_and_finished_ones_are_n
     assert {tuple(p.versions) for p in bench.buffer.saved.values()} == {(3, 3, 3, 3)}
 
 
-async def test_a_new_life_goes_on_from_what_was_saved_where_the_prompt_is_the_same(make_bench):
+async def test_a_resumed_run_continues_saved_responses_with_an_unchanged_prompt(make_bench):
     first = make_bench(capacity=1, behave=grows(4, last=0), save_seconds=600.0)
     run = asyncio.create_task(first.rollouter.run())
     await until(lambda: first.client.running == 2)
@@ -439,7 +439,7 @@ async def test_which_groups_are_committed(make_bench, rewards, relative, drop_un
         assert len(bench.buffer.committed[f"0:{first[0]}"].trajectories) == kept
 
 
-async def test_uniform_groups_are_no_failure_however_many(make_bench):
+async def test_uniform_groups_do_not_count_as_failures(make_bench):
     def reward(completions, *, prompt, **columns):
         return [0.0, 1.0] if int(prompt[0]) >= 150 else [0.0, 0.0]
 
@@ -575,7 +575,7 @@ async def test_metrics_of_a_run(make_bench):
 @pytest.mark.parametrize(
     ("error", "asked"), [(ServerError("the parser's server went away"), 2), (RuntimeError("of the workflow"), 3)]
 )
-async def test_an_answer_outlives_a_failure_of_the_servers_but_not_one_of_its_own_sample(make_bench, error, asked):
+async def test_a_finished_response_survives_a_server_error_but_not_a_sample_error(make_bench, error, asked):
     """The same answer would fail the sample again and again."""
     sampled, failures = [], iter([error])
 
@@ -606,9 +606,7 @@ async def test_every_request_of_a_workflow_is_sampled_as_it_is_trained(make_benc
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["declined", "accepted"])
-async def test_a_group_that_comes_back_while_its_commit_is_under_way_is_never_worked_on_twice_at_once(
-    make_bench, taken
-):
+async def test_a_group_returned_during_its_own_commit_is_not_generated_concurrently(make_bench, taken):
     """As when the answer to a commit that was declined is lost, and the commit is sent again."""
     bench = make_bench(total=1, size=1, capacity=1)
     commit, commits = bench.buffer.commit, 0

@@ -27,17 +27,17 @@ BASE = base_params(SamplingConfig(temperature=0.8))
         ("min_new_tokens", 2),
     ],
 )
-def test_another_distribution_is_refused_by_name_and_value(name, value):
+def test_parameters_that_change_the_sampling_distribution_are_refused(name, value):
     with pytest.raises(DataError, match=rf"{name}={value}.*the trainer scores.*eval.sampling"):
         check_trained(merge_params(BASE, {name: value}), BASE["temperature"])
 
 
-def test_what_only_ends_a_response_may_be_asked_for():
+def test_stop_conditions_are_allowed_in_training_rollouts():
     asked = {"max_new_tokens": 3, "stop": ["x"], "stop_token_ids": [5], "ignore_eos": True, "temperature": 0.8}
     check_trained(merge_params(BASE, asked), BASE["temperature"])
 
 
-def test_every_parameter_that_is_sent_is_known_to_bend_the_distribution_or_not():
+def test_every_sampling_parameter_is_classified_by_its_effect_on_the_distribution():
     """A new one has to be looked at."""
     only_ends = {"max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim"}
     only_text = {"skip_special_tokens", "spaces_between_special_tokens"}
@@ -48,7 +48,7 @@ def test_every_parameter_that_is_sent_is_known_to_bend_the_distribution_or_not()
 
 
 @pytest.mark.parametrize("trained", [True, False])
-async def test_only_training_rollouts_say_that_they_are_trained(fake_client, trained):
+async def test_only_training_rollouts_set_the_trained_flag(fake_client, trained):
     client = fake_client()
     sample = SampleClient(client, RequestGate(), routing_key="0:1", trained=trained)
     await sample.generate([1])

@@ -34,35 +34,35 @@ def rewards(group):
 # Over-long responses
 
 
-def test_masked_ones_leave_loss_and_baseline():
+def test_masked_overlong_responses_are_excluded_from_loss_and_baseline():
     group, counts = select([[whole(1.0)], [cut(1.0)], [whole(0.0)]], overlong="mask")
     assert (rewards(group), counts) == ([1.0, 0.0], {"responses_overlong": 1})
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_a_group_that_has_too_few_others_is_dropped_without_blame(kept):
+def test_a_group_with_too_few_complete_responses_is_dropped_as_overlong(kept):
     group, counts = select([[cut(1.0)]] * (3 - kept) + [[whole(0.0)]] * kept, overlong="mask")
     assert (group, counts) == (Dropped("overlong"), {"responses_overlong": 3 - kept})
 
 
-def test_a_reward_that_scores_nothing_is_not_excused_by_long_responses():
+def test_an_unscored_group_is_reported_as_unscored_even_with_overlong_responses():
     group, _ = select([[cut(None)], [whole(None)]], overlong="mask")
     assert group.reason == "unscored"
 
 
-def test_punished_ones_lose_reward_in_proportion():
+def test_the_overlong_penalty_is_proportional_to_the_excess_length():
     samples = [[whole(1.0, tokens)] for tokens in (4, 5, 6, 8)]
     group, counts = select(samples, count=4, overlong="punish", overlong_tokens=4, overlong_penalty=2.0)
     assert (rewards(group), counts) == ([1.0, 0.5, 0.0, -1.0], {"responses_overlong": 3})
 
 
-def test_kept_ones_are_left_alone():
+def test_overlong_responses_are_kept_unchanged_by_default():
     samples = [[cut(1.0)], [whole(0.0, 8)]]
     assert select(samples) == ([cut(1.0), whole(0.0, 8)], {})
 
 
 @given(st.integers(0, 200), st.integers(1, 100), st.data())
-def test_the_punishment_grows_from_nothing_to_all(length, longest, data):
+def test_the_overlong_penalty_grows_monotonically_from_zero_to_one(length, longest, data):
     margin = data.draw(st.integers(1, longest))
     share = overlong_share(length, longest, margin)
     assert 0.0 <= share <= 1.0
@@ -75,7 +75,7 @@ def test_the_punishment_grows_from_nothing_to_all(length, longest, data):
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=7), st.data())
-def test_no_other_choice_has_a_larger_variance(values, data):
+def test_widest_spread_selects_the_subset_with_maximal_variance(values, data):
     count = data.draw(st.integers(1, len(values)))
     chosen = widest_spread(values, count)
     assert chosen == sorted(set(chosen)) and len(chosen) == count
@@ -83,13 +83,13 @@ def test_no_other_choice_has_a_larger_variance(values, data):
     assert statistics.pvariance([values[index] for index in chosen]) == pytest.approx(best)
 
 
-def test_spread_is_over_samples_and_keeps_all_turns_of_one():
+def test_spread_selection_compares_samples_and_keeps_all_turns_of_each():
     samples = [[whole(0.5)], [whole(1.0), whole(1.0)], [whole(None)], [whole(0.0)], [whole(0.5)]]
     group, counts = select(samples, keep="spread", extra_samples=3)
     assert (rewards(group), counts) == ([1.0, 1.0, 0.0], {"samples_unused": 2})
 
 
-def test_how_many_samples_are_started_and_awaited():
+def test_the_number_of_samples_started_and_awaited_depends_on_the_selection_rule():
     first = Selection(GroupConfig(extra_samples=3), 4, 8)
     spread = Selection(GroupConfig(extra_samples=3, keep="spread"), 4, 8)
     assert (first.samples_started, first.samples_awaited) == (7, 4)
@@ -119,7 +119,7 @@ RULES = st.fixed_dictionaries(
 
 
 @given(st.lists(SAMPLE, max_size=6), RULES, st.booleans())
-def test_what_comes_out_can_be_trained_or_has_a_reason(samples, rules, relative):
+def test_selection_returns_a_trainable_group_or_a_drop_reason(samples, rules, relative):
     group, counts = select(samples, relative=relative, **rules)
     assert all(count > 0 for count in counts.values())
     if isinstance(group, Dropped):

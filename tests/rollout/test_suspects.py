@@ -182,7 +182,9 @@ class Fleet:
     chance_deaths=st.integers(0, 6),
     seed=st.integers(0, 2**32),
 )
-def test_all_killers_are_found_no_bystander_is_and_few_servers_die(servers, groups, poison, chance_deaths, seed):
+def test_exactly_the_poison_prompts_are_identified_within_a_bound_on_server_deaths(
+    servers, groups, poison, chance_deaths, seed
+):
     rng = Random(seed)
     killers = set(rng.sample([f"{n}" for n in range(groups)], min(poison, groups)))
     # Chance deaths alone may use up the restarts of one server.
@@ -195,7 +197,7 @@ def test_all_killers_are_found_no_bystander_is_and_few_servers_die(servers, grou
 
 @settings(deadline=None, max_examples=200)
 @given(servers=st.integers(1, 6), groups=st.integers(1, 64), poison=st.integers(1, 6), seed=st.integers(0, 2**32))
-def test_killers_use_up_no_servers_restarts(servers, groups, poison, seed):
+def test_poison_prompts_do_not_exhaust_the_restart_budget_of_any_server(servers, groups, poison, seed):
     """The default budget is 5 in 600 s; each tick here is a second, so all that happens falls into one window."""
     rng = Random(seed)
     killers = set(rng.sample([f"{n}" for n in range(groups)], min(poison, groups)))
@@ -207,14 +209,14 @@ def test_killers_use_up_no_servers_restarts(servers, groups, poison, seed):
 # One rule each
 
 
-def test_one_death_in_the_crowd_makes_nobody_a_suspect(clock):
+def test_a_single_death_with_concurrent_requests_quarantines_no_prompt(clock):
     suspects = Suspects(clock)
     die_in_crowd(suspects, clock, ["a", "b"])
     assert suspects.status("a") is SuspectStatus.FREE
     assert suspects.count(SuspectStatus.FREE) == 2
 
 
-def test_what_completes_after_a_death_is_free_of_it(clock):
+def test_a_completed_request_clears_its_prompt_of_earlier_deaths(clock):
     suspects = Suspects(clock)
     die_in_crowd(suspects, clock, ["a", "b"])
     suspects.completed("a")
@@ -222,7 +224,7 @@ def test_what_completes_after_a_death_is_free_of_it(clock):
     assert (suspects.status("a"), suspects.status("b")) == (SuspectStatus.FREE, SuspectStatus.QUARANTINED)
 
 
-def test_a_cut_without_a_death_counts_for_nothing(clock):
+def test_a_broken_connection_without_a_server_death_is_not_counted(clock):
     suspects = Suspects(clock)
     for _ in range(5):
         suspects.cut("a", clock.now)
@@ -232,7 +234,7 @@ def test_a_cut_without_a_death_counts_for_nothing(clock):
     assert suspects.count(SuspectStatus.FREE) == 0
 
 
-def test_a_death_explains_one_cut_of_a_prompt_however_many_requests_it_had_there(clock):
+def test_a_server_death_counts_once_per_prompt_regardless_of_its_requests(clock):
     suspects = Suspects(clock)
     sent = clock.now
     clock.now += 5
@@ -246,7 +248,7 @@ def test_a_death_explains_one_cut_of_a_prompt_however_many_requests_it_had_there
     assert suspects.status("a") is SuspectStatus.FREE
 
 
-def test_requests_sent_after_a_death_are_not_its_victims(clock):
+def test_requests_sent_after_a_server_death_are_not_attributed_to_it(clock):
     suspects = Suspects(clock)
     suspects.died(0)
     clock.now += 1
@@ -255,7 +257,7 @@ def test_requests_sent_after_a_death_are_not_its_victims(clock):
     assert suspects.count(SuspectStatus.FREE) == 0
 
 
-def test_a_server_that_hangs_is_declared_dead_before_its_requests_are_cut(clock):
+def test_a_request_cut_after_its_hung_server_was_declared_dead_is_matched_to_the_death(clock):
     suspects = Suspects(clock)
     sent = clock.now
     clock.now += 200
@@ -265,7 +267,7 @@ def test_a_server_that_hangs_is_declared_dead_before_its_requests_are_cut(clock)
     assert suspects.count(SuspectStatus.FREE) == 1
 
 
-def test_deaths_in_a_weight_sync_are_held_against_nobody(clock):
+def test_deaths_during_a_weight_sync_are_not_attributed_to_any_prompt(clock):
     suspects = Suspects(clock)
     for _ in range(5):
         sent, clock.now = clock.now, clock.now + 5
@@ -279,7 +281,7 @@ def test_deaths_in_a_weight_sync_are_held_against_nobody(clock):
     assert suspects.status("a") is SuspectStatus.QUARANTINED
 
 
-def test_a_trial_that_kills_is_halved_down_to_the_one_who_does(clock):
+def test_trials_bisect_the_suspects_until_the_poison_prompt_is_isolated(clock):
     suspects = Suspects(clock)
     keys = [f"{n}" for n in range(8)]
     quarantine(suspects, clock, keys)
@@ -301,7 +303,7 @@ def test_a_trial_that_kills_is_halved_down_to_the_one_who_does(clock):
     assert {suspects.status(key) for key in ("0", "1", "2", "3")} == {SuspectStatus.FREE}
 
 
-def test_the_second_death_alone_is_looked_for_at_another_server(clock):
+def test_a_prompt_that_killed_a_server_alone_is_retried_on_a_different_server(clock):
     suspects = Suspects(clock)
     quarantine(suspects, clock, ["a"])
     assert suspects.avoid(["a"]) == set()
@@ -311,7 +313,7 @@ def test_the_second_death_alone_is_looked_for_at_another_server(clock):
     assert suspects.status("a") is SuspectStatus.QUARANTINED
 
 
-def test_a_poison_prompt_excuses_the_servers_that_it_killed_once_each(clock):
+def test_each_server_killed_by_a_poison_prompt_is_excused_only_once(clock):
     suspects = Suspects(clock)
     for slot in (0, 1):
         die_in_crowd(suspects, clock, ["a", "b"], slot)
@@ -322,7 +324,7 @@ def test_a_poison_prompt_excuses_the_servers_that_it_killed_once_each(clock):
         assert suspects.died(2).excused == excused
 
 
-def test_who_survives_a_trial_starts_anew(clock):
+def test_completing_a_trial_resets_the_death_count_of_a_prompt(clock):
     suspects = Suspects(clock)
     quarantine(suspects, clock, ["a"])
     suspects.begin_trial(["a"], 0)
@@ -334,7 +336,7 @@ def test_who_survives_a_trial_starts_anew(clock):
     assert suspects.status("a") is SuspectStatus.FREE
 
 
-def test_an_old_death_is_forgotten(clock):
+def test_deaths_expire_after_the_retention_time(clock):
     suspects = Suspects(clock)
     die_in_crowd(suspects, clock, ["a"])
     clock.now += REMEMBER_SECONDS

@@ -40,7 +40,7 @@ def test_timers_fire_in_the_order_of_their_times() -> None:
     assert run(race()) == [1.0, 2.0, 3.0]
 
 
-def test_a_wait_that_nobody_can_end_is_refused_and_says_who_waits() -> None:
+def test_a_deadlock_is_reported_with_the_waiting_tasks() -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
@@ -48,7 +48,7 @@ def test_a_wait_that_nobody_can_end_is_refused_and_says_who_waits() -> None:
         run(forever())
 
 
-def test_work_without_end_at_one_moment_is_refused() -> None:
+def test_a_livelock_is_detected() -> None:
     async def spin() -> None:
         while True:
             await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from megasync.sim.world import RESUMABLE
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
 
-def test_no_schedule_breaks_a_law_and_every_run_ends() -> None:
+def test_every_schedule_satisfies_the_invariants_and_terminates() -> None:
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for seed in range(SEEDS):
@@ -36,7 +36,7 @@ def test_what_a_resumed_schedule_changes_may_change() -> None:
 
 
 @pytest.mark.processes
-def test_a_seed_is_the_same_run_again_in_any_process() -> None:
+def test_a_seed_reproduces_the_same_run_in_any_process() -> None:
     seed = next(seed for seed in range(100) if len(simulate(seed).faults) > 5)
     here = simulate(seed).history
     code = f"from megasync.sim import simulate; print('\\n'.join(simulate({seed}).history))"
