@@ -58,10 +58,11 @@ STAND_INS = ("sgl_kernel", "torchvision", "triton")
 def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]:
     """All findings, in the order of `CHECKS`; with a `config` also those of `run_doctor`.
 
-    `host` is the address whose ports are tried if no `config` names one.
+    `host` is the address whose ports are tried if no `config` names one. verl, which takes seconds to import, is
+    examined without a `config` only: megasync's own runs do not use it.
     """
     found = [finding for check in CHECKS for finding in check()]
-    return [*found, *(check_ports(host) if config is None else examine_for(config))]
+    return [*found, *(examine_for(config) if config else [*check_verl(), *check_ports(host)])]
 
 
 def check_python() -> Iterator[Finding]:
@@ -315,5 +316,4 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_memory,
     check_disk,
     check_plugins,
-    check_verl,
 )

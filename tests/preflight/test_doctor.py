@@ -17,6 +17,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from megasync import device
+from megasync.config import Config
 from megasync.preflight import doctor
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports
 from megasync.preflight.render import findings_table
@@ -261,3 +262,11 @@ def test_a_plugin_that_cannot_be_loaded_is_a_failure(monkeypatch):
     monkeypatch.setattr(doctor, "entry_points", lambda group: [Broken()] if group == doctor.SERVER_PLUGINS else [])
     finding = next(iter(doctor.check_plugins()))
     assert finding.status == FAILURE and "no module named gone" in finding.detail and finding.fix
+
+
+@pytest.mark.parametrize("config", [None, Config()], ids=["the machine", "a run"])
+def test_verl_is_examined_without_a_run_only(monkeypatch, config):
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor, "check_verl", lambda: [Finding(doctor.VERL_SUBJECT, OK, "examined")])
+    subjects = {finding.subject for finding in doctor.examine(config)}
+    assert (doctor.VERL_SUBJECT in subjects) is (config is None)
