@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
 
 def _read_parquet(config: DatasetConfig) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports] - an extra
     except ModuleNotFoundError as error:
         raise _missing("parquet", error) from error
     for path in _files(config, ".parquet"):
@@ -81,20 +82,17 @@ def _read_parquet(config: DatasetConfig) -> Iterator[dict[str, Any]]:
 
 def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     try:
-        import datasets
+        # By name, because the type checker takes this module for it where the package is not installed.
+        datasets: Any = import_module("datasets")
     except ModuleNotFoundError as error:
         raise _missing("hf", error) from error
     folder = Path(config.source)
-    # The package declares a union of four kinds of datasets; one split of one is an iterable of rows.
-    rows: Any
     try:
         if (folder / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(config.source)[config.split]
-        elif (folder / "state.json").is_file():
-            rows = datasets.load_from_disk(config.source)
-        else:
-            rows = datasets.load_dataset(config.source, split=config.split, **config.options)
-        return rows
+            return datasets.load_from_disk(config.source)[config.split]
+        if (folder / "state.json").is_file():
+            return datasets.load_from_disk(config.source)
+        return datasets.load_dataset(config.source, split=config.split, **config.options)
     except Exception as error:  # the package raises errors of a dozen libraries; the cause is chained
         raise DataError(f"hf:{config.source} (split {config.split}): {type(error).__name__}: {error}") from error
 

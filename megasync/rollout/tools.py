@@ -93,7 +93,7 @@ def as_tool(function: Callable[..., Any] | Tool) -> Tool:
 
 @functools.lru_cache(maxsize=256)
 def _tool(function: Callable[..., Any]) -> Tool:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema = get_json_schema(function)
