@@ -122,7 +122,15 @@ def test_quickstart_and_test_scripts_forward_their_arguments(checkout):
     ]
     workers = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
     assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == f"{workers} -k x\n"
-    assert bash(checkout / ".ci" / "run").stdout == f"{workers}\n"
+
+
+def test_continuous_integration_checks_lint_and_types_before_the_tests(checkout):
+    program(checkout / "launch" / "lint.sh", "echo lint")
+    program(checkout / "launch" / "test.sh", 'echo "test $*"')
+    assert bash(checkout / ".ci" / "run").stdout == "lint\ntest \n"
+    program(checkout / "launch" / "lint.sh", "exit 1")
+    failed = bash(checkout / ".ci" / "run")
+    assert (failed.returncode, failed.stdout) == (1, "")
 
 
 def test_a_single_machine_is_checked_for_its_configuration_before_training(checkout):
