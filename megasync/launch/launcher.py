@@ -190,8 +190,10 @@ class Launcher:
         stack.push_async_callback(node.end, END_SECONDS)
         events = (self._head_ready.wait(), node.wait(), self._stopping.wait())
         waits = [asyncio.create_task(event) for event in events]
-        await asyncio.wait(waits, timeout=HEAD_SECONDS + END_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        await cancel_and_wait(*waits)
+        try:
+            await asyncio.wait(waits, timeout=HEAD_SECONDS + END_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(*waits)
         if not self._head_ready.is_set():
             if self._stopping.is_set():
                 raise MegasyncError("stopped while the Ray head was starting")
