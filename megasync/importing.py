@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +51,31 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{reference!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def load_callable(
+    reference: str, options: Mapping[str, Any] | None = None, written: str | None = None
+) -> Callable[..., Any]:
+    """The function named by "package.module:function", or an instance of the class named so, made with `options`.
+
+    Errors show `written`, by default the reference. Raises ConfigError, also for options that the class does not accept
+    and for options of a function.
+    """
+    loaded, shown, given = load_function(reference), written or reference, dict(options or {})
+    if not inspect.isclass(loaded):
+        if given:
+            raise ConfigError(
+                f"{shown!r} is a function, which takes no options ({given}); name a class whose instances are called"
+            )
+        return loaded
+    made: Any = loaded
+    try:
+        instance = made(**given)
+    except TypeError as error:
+        raise ConfigError(f"{shown!r} does not accept its options {given}: {error}") from error
+    if not callable(instance):
+        raise ConfigError(f"the instances of {shown!r} cannot be called; give the class a method __call__")
+    return instance
 
 
 def name_of(function: Callable[..., Any]) -> str:

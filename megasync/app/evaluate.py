@@ -176,7 +176,7 @@ async def _watch_servers(servers: InferenceServers) -> None:
     """Lets restarted servers serve: they hold the weights already. Raises when too few servers are left."""
     while True:
         await servers.fleet.watch()
-        await servers.reward_models.watch()
+        await servers.frozen_models.watch()
         if joiners := servers.fleet.joiners():
             await servers.fleet.joined([control.url for control in joiners])
         await asyncio.sleep(WATCH_SECONDS)

@@ -133,7 +133,7 @@ class Run:
             buffer=started.buffer,
             rollouter=self._build_rollouter(config, started, seed),
             fleet=fleet,
-            reward_models=started.servers.reward_models,
+            frozen_models=started.servers.frozen_models,
             evaluate=self._build_evaluation(config, client, observer, seed) if self._workload.eval_sets else None,
             cursor=self._workload.source.state,
             observer=observer,

@@ -1,4 +1,4 @@
-"""The serving side of a run or an evaluation: devices, rollout servers, reward models, and the client of the servers.
+"""The serving side of a run or an evaluation: devices, rollout servers, frozen models, and the client of the servers.
 
 Whatever is opened is pushed on the caller's exit stack immediately.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megasync.app.workload import Task
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.reward_servers import RewardServers
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
@@ -50,10 +50,10 @@ async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class InferenceServers:
-    """The rollout servers and reward models of one run or evaluation."""
+    """The rollout servers and frozen models of one run or evaluation."""
 
     fleet: Fleet
-    reward_models: RewardServers
+    frozen_models: FrozenServers
     keys: Keys
     # Isolates prompts that kill the fleet's servers.
     quarantine: Quarantine
@@ -66,25 +66,25 @@ class InferenceServers:
         keys = Keys.draw(config.cluster)
         fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
         stack.push_async_callback(fleet.stop)
-        reward_models = RewardServers(config, run_dir, device, pools, keys, task.scoring.models)
-        stack.push_async_callback(reward_models.stop)
+        frozen_models = FrozenServers(config, run_dir, device, pools, keys, task.frozen_clients)
+        stack.push_async_callback(frozen_models.stop)
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
         fleet.on_departure(quarantine.left)
         stack.push_async_callback(quarantine.close)
-        return cls(fleet, reward_models, keys, quarantine)
+        return cls(fleet, frozen_models, keys, quarantine)
 
     async def start(self) -> None:
-        """Starts all servers. Reward models that share devices with the rollout servers start after those.
+        """Starts all servers. Frozen models that share devices with the rollout servers start after those.
 
         Raises MegasyncError.
         """
-        await gather_or_cancel(self._start_rollout_pool(), self.reward_models.start_own())
+        await gather_or_cancel(self._start_rollout_pool(), self.frozen_models.start_own())
 
     async def _start_rollout_pool(self) -> None:
         await self.fleet.start()
-        await self.reward_models.start_shared(self.fleet.visible_devices)
+        await self.frozen_models.start_shared(self.fleet.visible_devices)
 
     def client(
         self, stack: AsyncExitStack, config: Config, task: Task, controls: Sequence[ServerControl]
@@ -99,6 +99,7 @@ class InferenceServers:
             trust=router_trust(config.cluster),
             quarantine=self.quarantine,
             on_invalid_answer=self.fleet.check_all,
+            auxiliary=task.auxiliary,
         )
         stack.push_async_callback(client.close)
         self.fleet.follow(client.add_server, client.remove_server, known=controls)

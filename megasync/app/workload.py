@@ -20,10 +20,12 @@ from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets
 from megasync.gateway import AgentWorkflow
-from megasync.importing import load_function
+from megasync.importing import load_callable, load_function
 from megasync.layout.model_files import read_hf_config
 from megasync.rewards import RewardRunner
+from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
+from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
 
@@ -53,6 +55,8 @@ class Task:
     eval_sets: list[HeldOutSet]
     workflow: Callable
     scoring: Scoring
+    # Models that the workflow asks, by name; their servers are added later.
+    auxiliary: Mapping[str, AuxiliaryModel]
     # Tokens that end any response.
     stop_ids: frozenset[int] = frozenset()
 
@@ -62,10 +66,18 @@ class Task:
             await self.workflow.open()
 
     async def close(self) -> None:
-        """Closes what the rollout function and the rewards keep open: environments, an agent's gateway, processes."""
-        if isinstance(self.workflow, (Play, AgentWorkflow)):
-            await self.workflow.close()
+        """Closes what the rollout function and the rewards keep open: environments, an agent's gateway, connections,
+        processes.
+        """
+        if (close := getattr(self.workflow, "close", None)) is not None:
+            await close()
         await self.scoring.close()
+
+    @property
+    def frozen_clients(self) -> dict[str, ModelReward | AuxiliaryModel]:
+        """What sends requests to the servers of each frozen model, by the model's configuration key."""
+        rewards = {f"reward_models.{name}": model for name, model in self.scoring.models.items()}
+        return rewards | {f"auxiliary_models.{name}": model for name, model in self.auxiliary.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +119,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         rewards=scoring.runner(reward),
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
+        auxiliary=load_auxiliary_models(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
     )
 
@@ -135,6 +148,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         eval_sets=sets,
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
+        auxiliary=load_auxiliary_models(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
     )
 
@@ -185,14 +199,14 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
     if custom.rollout is None and config.rollout.environment is not None:
         return Play.of(config.rollout.environment, config.timeouts.environment)
     workflow = custom.rollout or _configured_workflow(config.rollout)
-    if not inspect.iscoroutinefunction(workflow):
+    if not (inspect.iscoroutinefunction(workflow) or inspect.iscoroutinefunction(type(workflow).__call__)):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
     return workflow
 
 
 def _configured_workflow(rollout: RolloutConfig) -> Callable:
     if rollout.workflow:
-        return load_function(rollout.workflow)
+        return load_callable(rollout.workflow, rollout.workflow_options)
     tools = rollout.tools
     if not tools.functions:
         return single_turn

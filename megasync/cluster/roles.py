@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megasync.buffer import AsyncBuffer
 from megasync.errors import ConfigError
 from megasync.serving.router import Router
-from megasync.serving.server import RewardModelServer, SGLangServer
+from megasync.serving.server import FrozenModelServer, SGLangServer
 from megasync.trainer.rank import TrainerRank
 
 
@@ -41,7 +41,7 @@ ROLES = {
         ),
         Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail", "visible_devices")),
         # In the pool of its model, or on the devices of a server of the rollout pool.
-        Role("reward_model", None, RewardModelServer, ("start", "stop", "alive", "tail")),
+        Role("frozen_model", None, FrozenModelServer, ("start", "stop", "alive", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),
         Role(
             "buffer",

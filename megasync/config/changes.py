@@ -70,6 +70,7 @@ FREE = frozenset(
         "sync",
         "eval",
         "reward_models",
+        "auxiliary_models",
         "checkpoint",
         # A run may resume on another cluster. Ranks on another kind of device refuse the checkpoint.
         "cluster",

@@ -55,9 +55,9 @@ RELATIONS = (
     Relation(
         ((2.0, REQUEST), (REWARD,)),
         NO_PROGRESS,
-        "no group finishes before its requests and the reward model's",
-        "with reward_models",
-        lambda config: bool(config.reward_models),
+        "no group finishes before its requests and those to the other model",
+        "with reward_models or auxiliary_models",
+        lambda config: bool(config.reward_models or config.auxiliary_models),
     ),
     Relation(
         ((REQUEST,), ("rollout.tools.timeout",), (REWARD,)),

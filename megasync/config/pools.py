@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasync.config.schema import Config
+from megasync.config.schema import Config, FrozenModelConfig
 from megasync.errors import ConfigError
 
 # Pools for which the launcher can reserve nodes. A reserved node has the Ray resource `node_resource(pool)`. Each
@@ -47,9 +47,16 @@ class PoolSpec:
         return [{"CPU": per_node} for _ in range(self.nodes)]
 
 
-def reward_pool(name: str) -> str:
-    """Name of the dedicated pool of a reward model with `pool: own`."""
-    return f"reward-{name}"
+def frozen_models(config: Config) -> dict[str, FrozenModelConfig]:
+    """Reward models and auxiliary models by their configuration keys, such as `reward_models.judge`."""
+    sections = ("reward_models", "auxiliary_models")
+    return {f"{section}.{name}": model for section in sections for name, model in getattr(config, section).items()}
+
+
+def frozen_pool(key: str) -> str:
+    """Name of the dedicated pool of a frozen model with `pool: own`, such as `reward-judge`."""
+    section, _, name = key.partition(".")
+    return f"{section.removesuffix('_models')}-{name}"
 
 
 def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
@@ -62,8 +69,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     pools = [_trainer_pool(config)] if training else []
     pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
     pools += [
-        _server_pool(reward_pool(name), f"reward_models.{name}", model.servers, model.tensor_parallel, per_node)
-        for name, model in config.reward_models.items()
+        _server_pool(frozen_pool(key), key, model.servers, model.tensor_parallel, per_node)
+        for key, model in frozen_models(config).items()
         if model.pool == "own"
     ]
     return {pool.name: pool for pool in pools}

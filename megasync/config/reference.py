@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -65,8 +65,9 @@ def rewritten(page: str) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment above each key of a section, by key."""
-    commented = COMMENTED.findall(inspect.getsource(cls))
+    """The comment above each key of a section, by key, those of its base classes included."""
+    sources = "".join(inspect.getsource(base) for base in cls.__mro__ if is_dataclass(base))
+    commented = COMMENTED.findall(sources)
     return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in commented}
 
 

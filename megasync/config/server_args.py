@@ -60,7 +60,7 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--stream-interval": "rollout.stream_interval",
     "--incremental-streaming-output": "rollout.stream_interval",
 }
-OF_REWARD_MODELS: dict[str, str | None] = {
+OF_FROZEN_MODELS: dict[str, str | None] = {
     "--model-path": "{servers}.path",
     "--model": "{servers}.path",
     "--dtype": "{servers}.dtype",

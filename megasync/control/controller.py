@@ -83,7 +83,7 @@ class Controller:
         self._buffer = parts.buffer
         self._rollouter = parts.rollouter
         self._fleet = parts.fleet
-        self._reward_models = parts.reward_models
+        self._frozen_models = parts.frozen_models
         self._evaluate = parts.evaluate
         self._cursor = parts.cursor
         self._observer = parts.observer
@@ -255,8 +255,8 @@ class Controller:
         totals = {key: counts[key] for key in ("admitted", "trained", "live", "regenerated", "masked_tokens")}
         totals["dropped"] = sum(counts["dropped"].values())
         metrics |= {f"groups/{key}": float(number) for key, number in totals.items()}
-        if self._reward_models is not None:
-            metrics |= self._reward_models.metrics()
+        if self._frozen_models is not None:
+            metrics |= self._frozen_models.metrics()
         return metrics
 
     def _due(self, every: int) -> bool:
@@ -345,8 +345,8 @@ class Controller:
 
     async def _watch_servers(self) -> None:
         await self._fleet.watch()
-        if self._reward_models is not None:
-            await self._reward_models.watch()
+        if self._frozen_models is not None:
+            await self._frozen_models.watch()
 
     async def _show_rollout(self) -> None:
         self._observer.buffer((await self._buffer.counts())["slots"])

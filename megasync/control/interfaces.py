@@ -129,8 +129,8 @@ class TrainingBuffer(Protocol):
     async def waiting(self) -> dict[str, str]: ...
 
 
-class RewardModels(Protocol):
-    """Reward-model servers. They restart on their own and take no part in weight syncs."""
+class FrozenModels(Protocol):
+    """Servers of reward and auxiliary models. They restart on their own and take no part in weight syncs."""
 
     def metrics(self) -> dict[str, float]: ...
 
@@ -165,4 +165,4 @@ class ControlledParts:
     observer: Observer
     cursor: Callable[[], dict[str, Any]]
     evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None
-    reward_models: RewardModels | None = None
+    frozen_models: FrozenModels | None = None

@@ -20,15 +20,15 @@ from megasync.importing import quick_imports
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder. Raises DataError."""
+def load_tokenizer(path: str, key: str = "model.path") -> Any:
+    """The tokenizer of the model folder that the configuration's `key` names. Raises DataError."""
     with quick_imports():
         from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a damaged file raises whatever its parser does
-        raise DataError(f"model.path={path!r} has no tokenizer that can be loaded: {error}") from error
+        raise DataError(f"{key}={path!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def split_examples(

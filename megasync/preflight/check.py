@@ -23,7 +23,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import check_model_folder, check_values, find_hf_config, read_hf_config
 from megasync.layout.topology import Topology
 from megasync.preflight.check_evaluation import check_evaluation
-from megasync.preflight.check_reward_models import check_reward_models
+from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.trainer.architecture import check_architecture, check_experts
 
@@ -58,7 +58,7 @@ def check_config(
     if training:
         check_deadlines(config, own_agent)
     _check_servers(config)
-    check_reward_models(config, planning)
+    check_frozen_models(config, planning)
     _check_trainer(config)
     _check_cluster(config, training)
     check_access(config.cluster, planning=planning)

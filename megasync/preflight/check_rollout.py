@@ -17,6 +17,8 @@ def check_chat(config: Config) -> None:
     """Raises ConfigError for the first contradiction."""
     rollout, prompt = config.rollout, config.data.prompt
     check_formats(rollout.chat)
+    if rollout.workflow is None:
+        refuse_unused(rollout, "rollout", ("workflow_options",), "without rollout.workflow; name the class there")
     tools = rollout.tools
     if not tools.functions:
         reason = "without rollout.tools.functions; name the tools there"

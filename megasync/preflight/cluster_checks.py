@@ -60,9 +60,14 @@ def _from_anywhere(config: Config) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
 
-    reward_models = {name: replace(model, path=absolute(model.path)) for name, model in config.reward_models.items()}
+    reward, auxiliary = (
+        {name: replace(model, path=absolute(model.path)) for name, model in models.items()}
+        for models in (config.reward_models, config.auxiliary_models)
+    )
     model = replace(config.model, path=absolute(config.model.path))
-    return replace(config, model=model, reward_models=reward_models, run_root=absolute(config.run_root))
+    return replace(
+        config, model=model, reward_models=reward, auxiliary_models=auxiliary, run_root=absolute(config.run_root)
+    )
 
 
 def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:

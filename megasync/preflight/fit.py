@@ -12,7 +12,7 @@ from itertools import product
 from math import log2
 
 from megasync.config.limits import as_typed, value_of
-from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.pools import frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
 from megasync.preflight.check import check_config, model_layout
@@ -41,7 +41,7 @@ def refusals(
     config: Config,
     stages: tuple[RankMemory, ...],
     server: ServerMemory,
-    reward_models: Mapping[str, ServerMemory],
+    frozen: Mapping[str, ServerMemory],
     device_bytes: int,
 ) -> tuple[str, ...]:
     """What does not fit, with the keys that determine it."""
@@ -64,11 +64,10 @@ def refusals(
             f"{config.rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB; set sync.arena=host, or lower "
             "mem_fraction"
         )
-    for name, memory in reward_models.items():
+    for key, memory in frozen.items():
         if memory.kv_tokens == 0:
-            key = f"reward_models.{name}"
             found.append(
-                f"{key}.mem_fraction={config.reward_models[name].mem_fraction:g} leaves no room beside weights of "
+                f"{key}.mem_fraction={frozen_models(config)[key].mem_fraction:g} leaves no room beside weights of "
                 f"{memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
             )
     return tuple(found)
@@ -77,7 +76,7 @@ def refusals(
 def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ...] | None:
     """Overrides, such as `trainer.tensor_parallel=8`, with which everything fits; None if no candidate does.
 
-    `bucket` is the largest message of a weight sync, in bytes. Reward models are not changed.
+    `bucket` is the largest message of a weight sync, in bytes. Frozen models are not changed.
     """
     servers = [fleet for fleet in _server_pools(config) if _servers_fit(config, *fleet, device_bytes)]
     if not servers:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 
-from megasync.config.schema import Config, RewardModelConfig, RolloutConfig, SyncConfig
+from megasync.config.schema import Config, FrozenModelConfig, RolloutConfig, SyncConfig
 from megasync.layout.layout import Layout
-from megasync.rewards.model_folder import read_reward_model
+from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
 
 # Megatron always keeps gradients in float32, and Adam keeps two float32 moments per parameter.
@@ -236,15 +236,15 @@ def _arena(sync: SyncConfig, weights: int) -> int:
     return weights if sync.arena_mb is None else sync.arena_mb * 2**20
 
 
-def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
-    """Memory of a reward model's server, from its config.json and the size of its files, whatever its family.
+def frozen_memory(key: str, model: FrozenModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
+    """Memory of a frozen model's server, from its config.json and the size of its files, whatever its family.
 
-    None if the folder is not on this machine. `dtype` is the policy's, the default for the reward model.
+    None if the folder is not on this machine. `dtype` is the policy's, the default for the model.
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
         return None
-    values = read_reward_model(key, model)
+    values = read_frozen_model(key, model)
     item = ITEM_BYTES[model.dtype or dtype]
     stored = ITEM_BYTES.get(str(values.get("dtype") or values.get("torch_dtype")), item)
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * item // stored
@@ -257,7 +257,7 @@ def reward_memory(key: str, model: RewardModelConfig, dtype: str, device_bytes: 
 
 def _kv_cache(
     key: str,
-    servers: RolloutConfig | RewardModelConfig,
+    servers: RolloutConfig | FrozenModelConfig,
     weights: int,
     per_token: int,
     device_bytes: int | None,

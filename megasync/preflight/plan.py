@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 
 from megasync.config.pacing import Pacing
-from megasync.config.pools import PoolSpec, nodes_needed, pool_specs, reward_pool
-from megasync.config.schema import Config
+from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs
+from megasync.config.schema import Config, RewardModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords
@@ -21,8 +21,8 @@ from megasync.preflight.fit import nearest_fit, refusals
 from megasync.preflight.memory import (
     RankMemory,
     ServerMemory,
+    frozen_memory,
     longest_sequence,
-    reward_memory,
     server_memory,
     stage_memory,
 )
@@ -43,15 +43,19 @@ class PlannedPool:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRewardModel:
-    """A reward model's servers: in their own pool, or on the devices of the first servers of the rollout pool."""
+class PlannedModel:
+    """A frozen model's servers: in their own pool, or on the devices of the first servers of the rollout pool."""
 
-    name: str
+    key: str
     kind: str
     path: str
     pool: PlannedPool
     shared: bool
     memory: ServerMemory | None
+
+    @property
+    def name(self) -> str:
+        return self.key.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Plan:
     nodes: int
     trainer: PlannedPool
     rollout: PlannedPool
-    reward_models: tuple[PlannedRewardModel, ...]
+    frozen_models: tuple[PlannedModel, ...]
     ranks: tuple[PlannedRank, ...]
     # The messages of a sync of the full weights, if they are sent as whole tensors.
     broadcast: BroadcastPlan
@@ -127,7 +131,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     if config.cluster.device != "cpu" and device_bytes is None:
         device_bytes = DEFAULT_DEVICE_BYTES
     nodes, pools = _place(config)
-    reward_models = tuple(_reward_model(config, name, pools, device_bytes) for name in config.reward_models)
+    frozen = tuple(_frozen_model(config, key, pools, device_bytes) for key in frozen_models(config))
     broadcast = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     stages = range(layout.topology.pipeline)
     largest = [max(bucket.nbytes for bucket in broadcast.of_stage(stage)) for stage in stages]
@@ -136,7 +140,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     refused: tuple[str, ...] = ()
     nearest = None
     if device_bytes is not None:
-        known = {model.name: model.memory for model in reward_models if model.memory is not None}
+        known = {model.key: model.memory for model in frozen if model.memory is not None}
         refused = refusals(config, memory, server, known, device_bytes)
         nearest = nearest_fit(config, max(largest), device_bytes) if refused else None
     return Plan(
@@ -146,7 +150,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         nodes=nodes,
         trainer=pools["trainer"],
         rollout=pools["rollout"],
-        reward_models=reward_models,
+        frozen_models=frozen,
         ranks=tuple(_rank(rank, pools["trainer"], layout) for rank in range(layout.topology.world)),
         broadcast=broadcast,
         stages=memory,
@@ -168,17 +172,16 @@ def _place(config: Config) -> tuple[int, dict[str, PlannedPool]]:
     return nodes, pools
 
 
-def _reward_model(
-    config: Config, name: str, pools: dict[str, PlannedPool], device_bytes: int | None
-) -> PlannedRewardModel:
-    model = config.reward_models[name]
+def _frozen_model(config: Config, key: str, pools: dict[str, PlannedPool], device_bytes: int | None) -> PlannedModel:
+    model = frozen_models(config)[key]
     shared = model.pool == "rollout"
-    pool = pools["rollout" if shared else reward_pool(name)]
+    pool = pools["rollout" if shared else frozen_pool(key)]
     if shared:
         spec = replace(pool.spec, slots=model.servers, devices=model.tensor_parallel)
         pool = PlannedPool(spec, pool.nodes[: spec.nodes])
-    memory = reward_memory(f"reward_models.{name}", model, config.model.dtype, device_bytes)
-    return PlannedRewardModel(name, model.kind, model.path, pool, shared, memory)
+    memory = frozen_memory(key, model, config.model.dtype, device_bytes)
+    kind = model.kind if isinstance(model, RewardModelConfig) else "auxiliary"
+    return PlannedModel(key, kind, model.path, pool, shared, memory)
 
 
 def _rank(rank: int, pool: PlannedPool, layout: Layout) -> PlannedRank:

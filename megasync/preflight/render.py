@@ -105,7 +105,7 @@ def _pools(plan: Plan) -> Table:
         table.add_column(column)
     table.add_row(*_pool_row("trainer", "rank(s)", plan.trainer))
     table.add_row(*_pool_row("rollout", "server(s)", plan.rollout))
-    for model in plan.reward_models:
+    for model in plan.frozen_models:
         name = f"rollout, for {model.name}" if model.shared else model.pool.spec.name
         table.add_row(*_pool_row(name, f"{model.kind} server(s)", model.pool, shared=model.shared))
     return table
@@ -120,8 +120,8 @@ def _pool_row(name: str, what: str, pool: PlannedPool, shared: bool = False) -> 
 def _nodes(plan: Plan) -> Table:
     """The owner of each device, node by node. Which device of its node a process gets is up to Ray."""
     owners = [("t", "trainer rank", plan.trainer), ("s", "server", plan.rollout)]
-    judges = [model for model in plan.reward_models if not model.shared]
-    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(judges)]
+    own = [model for model in plan.frozen_models if not model.shared]
+    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(own)]
     title = ", ".join(f"{sign} {what}" for sign, what, _ in owners)
     table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
@@ -188,7 +188,7 @@ def _memory(plan: Plan) -> Table:
 def _server(plan: Plan) -> Table:
     table = Table(title="Memory of a server rank", title_justify="left")
     # The owner is obvious if there is only one kind of server.
-    of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.reward_models)]
+    of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.frozen_models)]
     if len(of) > 1:
         table.add_column("of")
     for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):

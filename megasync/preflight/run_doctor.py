@@ -13,7 +13,7 @@ from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import check_limits
-from megasync.config.pools import pool_specs
+from megasync.config.pools import frozen_models, pool_specs
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
@@ -39,7 +39,7 @@ def examine_for(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield _refused(error)
         return
-    found = [*check_model(config), *check_reward_models(config), *check_run_folder(config), *check_keys(config)]
+    found = [*check_model(config), *check_frozen_models(config), *check_run_folder(config), *check_keys(config)]
     yield from found
     if all(finding.status == OK for finding in found):  # else it would repeat them
         yield from check_contradictions(config)
@@ -89,13 +89,13 @@ def check_model(config: Config) -> Iterator[Finding]:
     yield Finding("model", OK, f"{config.model.path}, {len(layout.hf_tensors)} tensors and a tokenizer")
 
 
-def check_reward_models(config: Config) -> Iterator[Finding]:
-    """Checks that the weights of each reward model can be opened. SGLang checks their layouts."""
+def check_frozen_models(config: Config) -> Iterator[Finding]:
+    """Checks that the weights of each reward and auxiliary model can be opened. SGLang checks their layouts."""
     from safetensors import SafetensorError, safe_open
 
-    for name, model in config.reward_models.items():
-        subject, tensors = f"reward model {name}", 0
-        fix = f"copy the model again, or set reward_models.{name}.path to another folder"
+    for key, model in frozen_models(config).items():
+        subject, tensors = key, 0
+        fix = f"copy the model again, or set {key}.path to another folder"
         files, file = sorted(Path(model.path).expanduser().glob("*.safetensors")), None
         try:
             for file in files:

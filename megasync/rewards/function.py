@@ -10,7 +10,7 @@ from typing import Any
 
 from megasync.config.builtin import REWARDS
 from megasync.errors import ConfigError
-from megasync.importing import load_function
+from megasync.importing import load_callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,7 @@ def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Cal
 
     Raises ConfigError.
     """
-    loaded = load_function(REWARDS.get(reference, reference))
-    if inspect.isclass(loaded):
-        reward_class: Any = loaded
-        try:
-            return reward_class(**(options or {}))
-        except TypeError as error:
-            raise ConfigError(
-                f"the reward {reference!r} does not accept its options {dict(options or {})}: {error}"
-            ) from error
-    if options:
-        raise ConfigError(
-            f"the reward {reference!r} is a function, which takes no options ({dict(options)}); name a class whose "
-            f"instances are called as f(completions, **columns)"
-        )
-    return loaded
+    return load_callable(REWARDS.get(reference, reference), options, reference)
 
 
 def reward_functions(

@@ -13,11 +13,11 @@ from typing import Any
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError
-from megasync.rewards.model_client import RewardModelClient
-from megasync.rewards.model_folder import read_reward_model
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.score_reader import ScoreReader, score_reader
 from megasync.serving.control import ServerControl
+from megasync.serving.frozen_client import FrozenModelClient
+from megasync.serving.frozen_folder import read_frozen_model
 
 
 class ModelReward:
@@ -27,7 +27,7 @@ class ModelReward:
     keeps_own_deadlines = True
 
     def __init__(
-        self, name: str, prompt: ModelPrompt, reader: ScoreReader, client: RewardModelClient, context_length: int
+        self, name: str, prompt: ModelPrompt, reader: ScoreReader, client: FrozenModelClient, context_length: int
     ) -> None:
         self.__name__ = name
         self.client = client
@@ -75,6 +75,6 @@ def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> M
         tokenizer = AutoTokenizer.from_pretrained(Path(config.path).expanduser(), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}.path={config.path!r} has no loadable tokenizer: {error}") from error
-    limit = config.context_length or read_reward_model(key, config)["max_position_embeddings"]
-    client = RewardModelClient(name, config.max_inflight, timeout)
+    limit = config.context_length or read_frozen_model(key, config)["max_position_embeddings"]
+    client = FrozenModelClient(f"reward model {name!r}", config.max_inflight, timeout)
     return ModelReward(name, ModelPrompt(key, config, tokenizer), score_reader(key, config, tokenizer), client, limit)

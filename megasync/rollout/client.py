@@ -19,7 +19,7 @@ import logging
 import operator
 import random
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from megasync.concurrency.tasks import Backoff
 from megasync.config import Config
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, ServerError
+from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation, Reply
@@ -124,12 +125,13 @@ class RolloutClient:
         trust: ssl.SSLContext | None = None,
         quarantine: Quarantine | None = None,
         on_invalid_answer: Callable[[], None] = lambda: None,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         """`servers` parse the answers of `chat`; `add_server` and `remove_server` change them.
 
         `api_key` authorises generation, if the servers require it; `trust` verifies a router that serves https.
         `quarantine` tracks prompts, by routing key, that may kill servers. `on_invalid_answer` is called for each
-        invalid answer.
+        invalid answer. `auxiliary` are the models that `ask` can name.
         """
         self.url = router_url.rstrip("/")
         self.servers = list(servers)
@@ -145,6 +147,7 @@ class RolloutClient:
         self._trust = trust
         self._quarantine = quarantine
         self._on_invalid_answer = on_invalid_answer
+        self._auxiliary = dict(auxiliary or {})
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._invalid_answers = 0
@@ -238,6 +241,16 @@ class RolloutClient:
         messages, and what `generate` raises.
         """
         return await self._chats().answer(self.generate, conversation or Conversation(), messages, tools, **options)
+
+    async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str:
+        """The answer of one of `auxiliary_models` to chat messages; see `AuxiliaryModel.chat`.
+
+        Raises DataError for a model that the configuration does not name.
+        """
+        if model not in self._auxiliary:
+            known = ", ".join(self._auxiliary) or "none"
+            raise DataError(f"there is no auxiliary model {model!r}; auxiliary_models has {known}")
+        return await self._auxiliary[model].chat(messages, **sampling)
 
     @property
     def sets_reasoning_apart(self) -> bool:

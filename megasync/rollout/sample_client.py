@@ -25,6 +25,7 @@ class Client(Protocol):
     def metrics(self) -> dict[str, float]: ...
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation: ...
     async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Reply: ...
+    async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str: ...
 
 
 class SampleClient:
@@ -70,6 +71,13 @@ class SampleClient:
         Messages that continue those of an earlier reply continue its trajectory.
         """
         return await self._send(self._client.chat, messages, {"conversation": self.conversation} | options)
+
+    async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str:
+        """The answer of one of `auxiliary_models`, which is not part of the sample's trajectory.
+
+        See `AuxiliaryModel.chat`.
+        """
+        return await self._client.ask(model, messages, **sampling)
 
     @property
     def tokenizer(self) -> Any:

@@ -1,4 +1,4 @@
-"""SGLang servers, for the rollout and for reward models: their command line, environment and life.
+"""SGLang servers, for the rollout and for frozen models: their command line, environment and life.
 
 A server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only.
 With an admin key, every route is closed that `server_guard` does not open. The server reads its keys from a pipe, and
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.config.schema import RewardModelConfig, RolloutConfig
+from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.errors import HttpStatusError, ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE
@@ -257,22 +257,22 @@ class SGLangServer(Service):
         )
 
 
-class RewardModelServer(SGLangServer):
-    """A server of a reward model: a classifier scores texts at `/classify`, a judge writes at `/generate`.
+class FrozenModelServer(SGLangServer):
+    """A server of a frozen model: a classifier scores texts at `/classify`, all others write at `/generate`.
 
     Its weights never change.
 
     Args:
-        spec: from `reward_server_spec`.
+        spec: from `frozen_server_spec`.
         gpus: in the format of CUDA_VISIBLE_DEVICES, those of the rollout server that it shares devices with; empty
             where it has devices of its own.
     """
 
-    name = "reward model server"
+    name = "frozen model server"
 
     def __init__(
         self,
-        model: RewardModelConfig,
+        model: FrozenModelConfig,
         spec: ServerSpec,
         host: str,
         port: int,
@@ -282,7 +282,7 @@ class RewardModelServer(SGLangServer):
         gpus: str = "",
     ) -> None:
         super().__init__(spec, host, port, log_path, api_key, generation_key)
-        self._classifier = model.kind == "classifier"
+        self._classifier = isinstance(model, RewardModelConfig) and model.kind == "classifier"
         self._gpus = gpus
 
     def arguments(self) -> dict[str, object]:
@@ -297,10 +297,10 @@ class RewardModelServer(SGLangServer):
         return env
 
 
-def reward_server_spec(
-    model: RewardModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0
+def frozen_server_spec(
+    model: FrozenModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0
 ) -> ServerSpec:
-    """How a reward model is served. `mem_fraction` is a share of the memory that is free when the server starts."""
+    """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts."""
     serving = RolloutConfig(
         tensor_parallel=model.tensor_parallel,
         mem_fraction=mem_fraction,

@@ -8,7 +8,7 @@ import pytest
 from megasync.config import reference
 from megasync.config.load import entry_of, schema_keys, section_of
 from megasync.config.reference import MARK, PAGE, Section, comments, rewritten
-from megasync.config.schema import Config, EvalSetConfig, RewardConfig, RewardModelConfig
+from megasync.config.schema import AuxiliaryModelConfig, Config, EvalSetConfig, RewardConfig, RewardModelConfig
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -21,7 +21,12 @@ def test_the_page_is_up_to_date():
 def test_every_key_has_a_row():
     rows = set(re.findall(r"^\| `([\w.<>]+)` \|", TEXT.partition(MARK)[2], re.MULTILINE))
     keys = {key for key, hint in schema_keys() if section_of(hint) is None and not key.startswith("data.eval.")}
-    named = {"eval.sets": EvalSetConfig, "reward_models": RewardModelConfig, "rollout.rewards": RewardConfig}
+    named = {
+        "auxiliary_models": AuxiliaryModelConfig,
+        "eval.sets": EvalSetConfig,
+        "reward_models": RewardModelConfig,
+        "rollout.rewards": RewardConfig,
+    }
     assert {key for key, hint in schema_keys() if entry_of(hint)} == set(named)
     for prefix, cls in named.items():
         below = schema_keys(cls, f"{prefix}.<name>.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_rig import FakePublisher, FakeRewardModels, FakeTrainer, Rig
+from controller_rig import FakeFrozenModels, FakePublisher, FakeTrainer, Rig
 
 from megasync.control.progress import Progress
 from megasync.errors import CheckpointError, DataError, MegasyncError, ServerError, TrainingError
@@ -153,8 +153,8 @@ async def test_a_failed_save_is_not_retried_at_the_end() -> None:
 
 
 async def test_a_permanently_lost_reward_model_ends_the_run_with_its_error() -> None:
-    models = FakeRewardModels()
-    rig = Rig(reward_models=models, rollout={"stall_after": 3})
+    models = FakeFrozenModels()
+    rig = Rig(frozen_models=models, rollout={"stall_after": 3})
     running = asyncio.create_task(rig.run())
     while not rig.observer.steps:
         await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from megasync.config.schema import Config, RewardModelConfig
-from megasync.config.server_args import OF_REWARD_MODELS, OF_ROLLOUT, RESERVED
+from megasync.config.server_args import OF_FROZEN_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
 from megasync.layout.model_files import FETCHABLE
 from megasync.preflight.check import check_config
@@ -177,7 +177,7 @@ def test_reserved_server_arguments_point_to_keys_that_exist():
     keys = {key for key, _ in schema_keys()}
     assert {key.format(servers="rollout") for key in (RESERVED | OF_ROLLOUT).values() if key} <= keys
     own = {f"servers.{item.name}" for item in fields(RewardModelConfig)}
-    reserved = {key.format(servers="servers") for key in (RESERVED | OF_REWARD_MODELS).values() if key}
+    reserved = {key.format(servers="servers") for key in (RESERVED | OF_FROZEN_MODELS).values() if key}
     assert {key for key in reserved if key.startswith("servers.")} <= own
 
 

@@ -122,7 +122,7 @@ def test_a_missing_reward_model(examine):
     def judged(config):
         config.reward_models["judge"] = RewardModelConfig(kind="generative", path="/absent")
 
-    found = only(examine(change=judged), "reward model judge")
+    found = only(examine(change=judged), "reward_models.judge")
     assert "reward_models.judge.path" in found.fix
 
 

@@ -14,11 +14,11 @@ from trajectories import trajectory
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, DataError, HttpStatusError, InvalidAnswer, ServerError
 from megasync.rewards import RewardFunction, RewardRunner
-from megasync.rewards import model_client as module
-from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability, score_reader
+from megasync.serving import frozen_client as module
+from megasync.serving.frozen_client import FrozenModelClient
 
 TOKENIZER = byte_tokenizer()
 
@@ -54,19 +54,19 @@ def length(path, body):
 
 
 def client_of(*servers, max_inflight=8, timeout=30.0):
-    client = RewardModelClient("grader", max_inflight, timeout)
+    client = FrozenModelClient("reward model 'grader'", max_inflight, timeout)
     for server in servers:
         client.add_server(server)
     return client
 
 
 def reward_of(client, context_length=1000, **settings):
-    config = RewardModelConfig("classifier", "m", **settings)
+    config = RewardModelConfig("m", kind="classifier", **settings)
     return ModelReward("grader", ModelPrompt("key", config, TOKENIZER), ClassifierScore(0), client, context_length)
 
 
 def read(text, **settings):
-    return WrittenNumber(RewardModelConfig("generative", "m", **settings)).read({"text": text})
+    return WrittenNumber(RewardModelConfig("m", kind="generative", **settings)).read({"text": text})
 
 
 def text_of(row, completion, **settings):
@@ -94,7 +94,7 @@ def test_the_pattern_selects_the_number_and_the_scale_normalizes_it():
 
 @given(yes=st.floats(-50, 0), no=st.floats(-50, 0))
 def test_a_yes_or_no_score_is_the_probability_of_yes(yes, no):
-    config = RewardModelConfig("generative", "m", read="yes_no", yes_token="Y", no_token="N")
+    config = RewardModelConfig("m", kind="generative", read="yes_no", yes_token="Y", no_token="N")
     verdict = score_reader("key", config, TOKENIZER)
     y, n = (TOKENIZER(word)["input_ids"][0] for word in "YN")
     answer = {"meta_info": {"output_token_ids_logprobs": [[[yes, y, None], [no, n, None]]]}}
@@ -103,13 +103,13 @@ def test_a_yes_or_no_score_is_the_probability_of_yes(yes, no):
 
 
 def test_a_word_of_several_tokens_is_refused():
-    config = RewardModelConfig("generative", "m", read="yes_no")
+    config = RewardModelConfig("m", kind="generative", read="yes_no")
     with pytest.raises(ConfigError, match=r"reward_models.j.yes_token='Yes' is 3 tokens"):
         score_reader("reward_models.j", config, TOKENIZER)
 
 
 @pytest.mark.parametrize(
-    "verdict", [ClassifierScore(1), WrittenNumber(RewardModelConfig("generative", "m")), YesProbability(3, 4)]
+    "verdict", [ClassifierScore(1), WrittenNumber(RewardModelConfig("m", kind="generative")), YesProbability(3, 4)]
 )
 @pytest.mark.parametrize(
     "answer",
@@ -162,7 +162,7 @@ def test_a_judge_gets_its_template_filled_with_the_columns():
 
 def test_chat_format_requires_a_chat_template():
     with pytest.raises(ConfigError, match=r"key.format=chat.*set key.format=raw"):
-        ModelPrompt("key", RewardModelConfig("classifier", "m"), byte_tokenizer(chat_template=None))
+        ModelPrompt("key", RewardModelConfig("m", kind="classifier"), byte_tokenizer(chat_template=None))
 
 
 async def test_a_response_that_is_too_long_is_counted_and_not_scored():

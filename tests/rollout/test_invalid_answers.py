@@ -10,8 +10,6 @@ from aiohttp import web
 
 from megasync.config.schema import RewardModelConfig, SamplingConfig
 from megasync.errors import InvalidAnswer, ServerError
-from megasync.rewards import model_client
-from megasync.rewards.model_client import RewardModelClient
 from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability
 from megasync.rollout import client as client_module
 from megasync.rollout import reply_parser
@@ -20,8 +18,10 @@ from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import EMPTY_PIECES
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.serving import control as control_module
+from megasync.serving import frozen_client
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
+from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.router import Router, RouterMembers
 from megasync.sync.disk.sync import DiskServer
 
@@ -32,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
-    monkeypatch.setattr(model_client, "_FAILURE_WAIT", (0.005, 0.02))
+    monkeypatch.setattr(frozen_client, "_FAILURE_WAIT", (0.005, 0.02))
     monkeypatch.setattr(reply_parser, "_ROUND_SECONDS", 0.01)
 
 
@@ -106,7 +106,7 @@ def parse(tools, reasoning):
 
 def reward(verdict):
     async def ask(liar, tmp_path):
-        client = RewardModelClient("grader", 1, SECONDS)
+        client = FrozenModelClient("reward model 'grader'", 1, SECONDS)
         client.add_server(liar.control)
         await client.ask(verdict.path, verdict.body([1]), verdict.read)
 
@@ -127,7 +127,7 @@ READERS = {
     "plugin's layout": lambda liar, tmp_path: EngineControl(liar.control).trace([("w", (4, 3))]),
     "kind of a server": lambda liar, tmp_path: DiskServer(liar.control, "abort", 5.0).ask_kind(),
     "classifier": reward(ClassifierScore(1)),
-    "number": reward(WrittenNumber(RewardModelConfig("generative", "m"))),
+    "number": reward(WrittenNumber(RewardModelConfig("m", kind="generative"))),
     "yes or no": reward(YesProbability(3, 4)),
 }
 

@@ -11,7 +11,7 @@ from tiny_models import byte_tokenizer
 
 from megasync.app.workload import _configured_workflow
 from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
-from megasync.errors import ContextLengthExceeded, DataError, ServerError
+from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tool_agent import tool_agent
@@ -115,6 +115,9 @@ async def test_the_configuration_names_the_tools_and_their_limits(fake, tmp_path
     assert f"tool: {'x' * 10}\n[20 more characters]" in rig.tokenizer.decode(trajectory.response_ids)
     assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (2.0, 1.0)
     assert _configured_workflow(RolloutConfig()) is single_turn
+    given = RolloutConfig(workflow="collections:Counter", workflow_options={"a": 1})
+    with pytest.raises(ConfigError, match="instances of 'collections:Counter' cannot be called"):
+        _configured_workflow(given)
 
 
 async def test_a_full_context_ends_the_sample_with_what_there_is(fake):

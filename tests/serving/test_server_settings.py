@@ -11,10 +11,10 @@ import pytest
 from megasync.config.schema import RewardModelConfig, RolloutConfig
 from megasync.serving.server import (
     MODEL_PACKAGE,
-    RewardModelServer,
+    FrozenModelServer,
     ServerSpec,
     SGLangServer,
-    reward_server_spec,
+    frozen_server_spec,
     stand_ins_path,
 )
 from megasync.serving.server_guard import KEYS_VARIABLE
@@ -51,8 +51,8 @@ def test_keys_are_passed_through_the_pipe_only(device, kind):
         server = make(device=device, **keys)
     else:
         model = RewardModelConfig(path="/models/m", kind=kind)
-        spec = reward_server_spec(model, "float32", device, mem_fraction=0.3)
-        server = RewardModelServer(model, spec, "127.0.0.1", 30001, "log", **keys)
+        spec = frozen_server_spec(model, "float32", device, mem_fraction=0.3)
+        server = FrozenModelServer(model, spec, "127.0.0.1", 30001, "log", **keys)
     assert json.loads(server.secrets()) == {"admin": "admin-key", "generation": "generation-key"}
     assert server.environment()[KEYS_VARIABLE] == "stdin"
     for place in (server.command(), [f"{name}={value}" for name, value in server.environment().items()]):

@@ -169,7 +169,7 @@ class FakeServer:
     url: str
 
 
-class FakeRewardModels:
+class FakeFrozenModels:
     """Once `dead` is set, `watch` raises it."""
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class Rig:
         ledger: Path | None = None,
         rollout: dict | None = None,
         progress: Progress | None = None,
-        reward_models: FakeRewardModels | None = None,
+        frozen_models: FakeFrozenModels | None = None,
         fleet: FakeFleet | None = None,
         clock: Callable[[], float] = time.monotonic,
         **schedule: object,
@@ -351,7 +351,7 @@ class Rig:
             buffer=self.buffer,
             rollouter=self.rollouter,
             fleet=self.fleet,
-            reward_models=reward_models,
+            frozen_models=frozen_models,
             evaluate=held_out if evaluate else None,
             cursor=lambda: {"position": 7},
             observer=self.observer,

@@ -8,7 +8,13 @@ limit (`megasync.config.limits`). Nothing here imports torch or Ray.
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig
 from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig, ObserveConfig
-from megasync.config.schema.rewards import GroupConfig, RewardConfig, RewardModelConfig
+from megasync.config.schema.rewards import (
+    AuxiliaryModelConfig,
+    FrozenModelConfig,
+    GroupConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from megasync.config.schema.rollout import (
     AUTO,
     ChatConfig,
@@ -31,6 +37,7 @@ from megasync.config.schema.training import (
 __all__ = [
     "AUTO",
     "AlgorithmConfig",
+    "AuxiliaryModelConfig",
     "ChatConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -41,6 +48,7 @@ __all__ = [
     "EvalConfig",
     "EvalSamplingConfig",
     "EvalSetConfig",
+    "FrozenModelConfig",
     "GatewayConfig",
     "GroupConfig",
     "HealthConfig",

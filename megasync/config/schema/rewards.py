@@ -45,11 +45,9 @@ class GroupConfig:
 
 
 @dataclass
-class RewardModelConfig:
-    """A model on its own servers that scores responses (docs/rewards.md#reward-models). It is never trained."""
+class FrozenModelConfig:
+    """A model that is served beside the policy and never trained: the keys that reward and auxiliary models share."""
 
-    # classifier (a sequence-classification or reward head) or generative (a judge that writes).
-    kind: str = limited(MISSING, Choice("classifier", "generative"))
     # Hugging Face folder: config.json, safetensors, tokenizer.
     path: str = limited(MISSING, PATH)
     # float32 or bfloat16; null takes `model.dtype`.
@@ -63,8 +61,8 @@ class RewardModelConfig:
     # Fraction of a device's memory for weights and KV cache. With pool=rollout this, `rollout.mem_fraction` and those
     # of other models there must sum to less than 1.
     mem_fraction: float = limited(0.8, PROPER_FRACTION)
-    # Maximum length of the text and its answer, in tokens; null takes the model's own limit. Longer texts are not
-    # scored.
+    # Maximum length of the text and its answer, in tokens; null takes the model's own limit. A reward model gives no
+    # score for a longer text, and an auxiliary model refuses it.
     context_length: int | None = limited(None, AT_LEAST_ONE)
     # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
@@ -72,8 +70,26 @@ class RewardModelConfig:
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)
     # Additional SGLang command line arguments.
     server_args: dict[str, Any] = field(default_factory=dict)
-    # Maximum number of responses in scoring; others are queued.
+    # Maximum number of concurrent requests; others are queued.
     max_inflight: int = limited(64, AT_LEAST_ONE)
+
+
+@dataclass
+class AuxiliaryModelConfig(FrozenModelConfig):
+    """A model on its own servers that workflows ask by name, such as a refiner: docs/workflows.md#auxiliary-models."""
+
+    # Maximum length of an answer, in tokens, unless the workflow asks for another.
+    max_new_tokens: int = limited(256, AT_LEAST_ONE)
+    # Sampling temperature, unless the workflow asks for another.
+    temperature: float = limited(0.0, NOT_NEGATIVE)
+
+
+@dataclass
+class RewardModelConfig(FrozenModelConfig):
+    """A model on its own servers that scores responses (docs/rewards.md#reward-models). It is never trained."""
+
+    # classifier (a sequence-classification or reward head) or generative (a judge that writes).
+    kind: str = limited(MISSING, Choice("classifier", "generative"))
     # chat: messages through the model's chat template. raw: plain text.
     format: str = limited("chat", Choice("chat", "raw"))
     # chat: a system message.

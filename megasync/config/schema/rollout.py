@@ -150,6 +150,8 @@ class RolloutConfig:
     # `package.module:function` with the signature `async def rollout(client, sample)`; null is a single turn, or the
     # tool agent if `rollout.tools` has functions.
     workflow: str | None = limited(None, FUNCTION)
+    # Constructor arguments, if `workflow` names a class; its instance is the rollout function.
+    workflow_options: dict[str, Any] = field(default_factory=dict)
     # An agent that uses the OpenAI API instead, as `package.module:function`:
     # `def agent(base_url, api_key, sample, model)`, sync or async. docs/gateway.md
     agent: str | None = limited(None, FUNCTION)

@@ -8,7 +8,7 @@ from megasync.config.limits import PATH, RUN_NAME, SEED, limited
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, ModelConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
-from megasync.config.schema.rewards import RewardModelConfig
+from megasync.config.schema.rewards import AuxiliaryModelConfig, RewardModelConfig
 from megasync.config.schema.rollout import RolloutConfig
 from megasync.config.schema.training import AlgorithmConfig, CheckpointConfig, ScheduleConfig, TrainerConfig
 
@@ -33,6 +33,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     # Models that score responses, by names of your choice.
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    # Models that workflows ask, such as a refiner of search results, by names of your choice.
+    auxiliary_models: dict[str, AuxiliaryModelConfig] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)

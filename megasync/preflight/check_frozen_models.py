@@ -1,4 +1,4 @@
-"""Refuses reward models that could not start or that no reward uses; a part of `check`.
+"""Refuses reward and auxiliary models that could not start, and reward models that no reward uses; a part of `check`.
 
 It also checks each model's folder: that the model is of the configured kind and can be split as configured.
 """
@@ -9,12 +9,14 @@ import math
 import re
 import string
 from pathlib import Path
+from typing import Any
 
 from megasync.config.limits import refuse_unused
-from megasync.config.schema import Config, RewardModelConfig
-from megasync.config.server_args import OF_REWARD_MODELS, check_server_args
+from megasync.config.pools import frozen_models
+from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig
+from megasync.config.server_args import OF_FROZEN_MODELS, check_server_args
 from megasync.errors import ConfigError
-from megasync.rewards.model_folder import read_reward_model
+from megasync.serving.frozen_folder import read_frozen_model
 
 # Classes for which SGLang returns scores of a text instead of tokens.
 CLASSIFIERS = (
@@ -29,24 +31,25 @@ _OF_NUMBER = ("pattern", "low", "high", "max_new_tokens", "temperature")
 _OF_YES_NO = ("yes_token", "no_token")
 
 
-def check_reward_models(config: Config, planning: bool) -> None:
+def check_frozen_models(config: Config, planning: bool) -> None:
     """Raises ConfigError for the first contradiction. With `planning` the folders may be missing."""
     asked = {reward.model: name for name, reward in config.rollout.rewards.items() if reward.model is not None}
     for model, reward in asked.items():
         if model not in config.reward_models:
             known = ", ".join(config.reward_models) or "none"
             raise ConfigError(f"rollout.rewards.{reward}.model={model!r} is not among reward_models ({known})")
-    for name, model in config.reward_models.items():
-        key = f"reward_models.{name}"
+    for key, model in frozen_models(config).items():
+        name = key.partition(".")[2]
         if not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(f"{key}: a reward model's name may have letters, digits, '_' and '-' only")
-        if name not in asked:
-            raise ConfigError(
-                f"{key} would be started but never used; name it in a reward, such as rollout.rewards.{name}.model="
-                f"{name}, or remove it"
-            )
-        _check_reading(key, model)
-        check_server_args(key, model.server_args, OF_REWARD_MODELS)
+            raise ConfigError(f"{key}: a model's name may have letters, digits, '_' and '-' only")
+        if isinstance(model, RewardModelConfig):
+            if name not in asked:
+                raise ConfigError(
+                    f"{key} would be started but never used; name it in a reward, such as rollout.rewards.{name}.model="
+                    f"{name}, or remove it"
+                )
+            _check_reading(key, model)
+        check_server_args(key, model.server_args, OF_FROZEN_MODELS)
         if model.pool == "rollout":
             _check_shared(key, model, config)
         _check_folder(key, model, planning)
@@ -90,7 +93,7 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
         raise ConfigError(f"{key}.low={model.low:g} must be below {key}.high={model.high:g}")
 
 
-def _check_shared(key: str, model: RewardModelConfig, config: Config) -> None:
+def _check_shared(key: str, model: FrozenModelConfig, config: Config) -> None:
     """Checks that each server fits on the devices of the rollout server that it shares them with."""
     rollout = config.rollout
     for name in ("servers", "tensor_parallel"):
@@ -103,40 +106,35 @@ def _check_shared(key: str, model: RewardModelConfig, config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    shared = {name: model for name, model in config.reward_models.items() if model.pool == "rollout"}
+    shared = {key: model for key, model in frozen_models(config).items() if model.pool == "rollout"}
     total = config.rollout.mem_fraction + sum(model.mem_fraction for model in shared.values())
     if shared and total >= 1:
-        parts = " + ".join(f"reward_models.{name}.mem_fraction={m.mem_fraction:g}" for name, m in shared.items())
+        parts = " + ".join(f"{key}.mem_fraction={m.mem_fraction:g}" for key, m in shared.items())
         raise ConfigError(
             f"rollout.mem_fraction={config.rollout.mem_fraction:g} + {parts} are shares of the same devices and sum to "
             f"{total:g}; they must sum to less than 1"
         )
 
 
-def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
+def _check_folder(key: str, model: FrozenModelConfig, planning: bool) -> None:
     folder = Path(model.path).expanduser()
     if planning and not folder.is_dir():
         return
-    values = read_reward_model(key, model)
+    values = read_frozen_model(key, model)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}.path={model.path!r} has a config.json but no *.safetensors weights; add them")
     architectures = values.get("architectures") or []
     classes = ", ".join(architectures) or "no named class"
     classifies = any(name in CLASSIFIERS for name in architectures)
-    if model.kind == "classifier" and not classifies:
+    scores = isinstance(model, RewardModelConfig)
+    if scores and model.kind == "classifier":
+        _check_classifier(key, model, values, classes, classifies)
+    elif not any(name.endswith("ForCausalLM") for name in architectures):
+        said = f"{key}.kind=generative, but {key}" if scores else key
         raise ConfigError(
-            f"{key}.kind=classifier, but {key}.path={model.path!r} contains {classes}; SGLang classifies with "
-            f"{', '.join(CLASSIFIERS)}. Set kind=generative for a model that generates text"
+            f"{said}.path={model.path!r} contains {classes}, which generates no text"
+            + ("; set kind=classifier" if classifies and scores else "")
         )
-    if model.kind == "generative" and not any(name.endswith("ForCausalLM") for name in architectures):
-        raise ConfigError(
-            f"{key}.kind=generative, but {key}.path={model.path!r} contains {classes}, which generates no text"
-            + ("; set kind=classifier" if classifies else "")
-        )
-    default = 1 if "RewardModel" in str(architectures) else 2
-    labels = len(values.get("id2label") or {}) or values.get("num_labels", default)
-    if model.kind == "classifier" and model.label >= labels:
-        raise ConfigError(f"{key}.label={model.label} exceeds the {labels} output(s) of {key}.path={model.path!r}")
     if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:
         raise ConfigError(f"{key}.path={model.path!r} has a config.json without {', '.join(missing)}; it is incomplete")
     heads, tensor = values["num_attention_heads"], model.tensor_parallel
@@ -145,3 +143,17 @@ def _check_folder(key: str, model: RewardModelConfig, planning: bool) -> None:
     limit = values["max_position_embeddings"]
     if (model.context_length or 0) > limit:
         raise ConfigError(f"{key}.context_length={model.context_length} exceeds the model's {limit}; lower it")
+
+
+def _check_classifier(
+    key: str, model: RewardModelConfig, values: dict[str, Any], classes: str, classifies: bool
+) -> None:
+    if not classifies:
+        raise ConfigError(
+            f"{key}.kind=classifier, but {key}.path={model.path!r} contains {classes}; SGLang classifies with "
+            f"{', '.join(CLASSIFIERS)}. Set kind=generative for a model that generates text"
+        )
+    default = 1 if "RewardModel" in str(values["architectures"]) else 2
+    labels = len(values.get("id2label") or {}) or values.get("num_labels", default)
+    if model.label >= labels:
+        raise ConfigError(f"{key}.label={model.label} exceeds the {labels} output(s) of {key}.path={model.path!r}")

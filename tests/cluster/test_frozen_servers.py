@@ -1,4 +1,5 @@
-"""Reward models on real servers: a classifier in a pool of its own, and a judge on the devices of the rollout pool."""
+"""Frozen models on real servers: a classifier in a pool of its own, a judge on the devices of the rollout pool, and an
+auxiliary model."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ import torch
 from tiny_models import make_tiny_classifier, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.reward_servers import RewardServers
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import pool_specs
-from megasync.config.schema import HealthConfig, RewardModelConfig
+from megasync.config.schema import AuxiliaryModelConfig, HealthConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
+from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,8 +39,9 @@ COMPLETIONS = ["It is 5.", "blue", "I would rather not say which one I like best
 @dataclass
 class Rig:
     config: Config
-    servers: RewardServers
+    servers: FrozenServers
     rewards: dict[str, ModelReward]
+    refiner: AuxiliaryModel
     pools: Pools
 
 
@@ -54,11 +57,11 @@ async def rig(tmp_path_factory):
     )
     config.reward_models = {
         "grader": RewardModelConfig(
-            "classifier", str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL
+            kind="classifier", path=str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL
         ),
         "judge": RewardModelConfig(
-            "generative",
-            str(make_tiny_model(folder / "judge", "qwen3", seed=5)),
+            kind="generative",
+            path=str(make_tiny_model(folder / "judge", "qwen3", seed=5)),
             pool="rollout",
             read="yes_no",
             yes_token="Y",
@@ -67,14 +70,20 @@ async def rig(tmp_path_factory):
             **SMALL,
         ),
     }
+    config.auxiliary_models = {
+        "refiner": AuxiliaryModelConfig(str(make_tiny_model(folder / "refiner", "qwen3", seed=6)), **SMALL)
+    }
     rewards = {name: load_model_reward(name, model, PATIENCE) for name, model in config.reward_models.items()}
     specs = pool_specs(config, training=False)
-    assert set(specs) == {"rollout", "reward-grader"}
-    cluster = RayCluster(config, devices_needed=2)
+    assert set(specs) == {"rollout", "reward-grader", "auxiliary-refiner"}
+    cluster = RayCluster(config, devices_needed=3)
     cluster.connect()
     pools = Pools(specs, "cpu")
-    servers = RewardServers(
-        config, folder, resolve_device("cpu"), pools, Keys("admin-key-of-this-test", "router-key"), rewards
+    refiner = load_auxiliary_models(config)["refiner"]
+    clients = {f"reward_models.{name}": reward for name, reward in rewards.items()}
+    clients["auxiliary_models.refiner"] = refiner
+    servers = FrozenServers(
+        config, folder, resolve_device("cpu"), pools, Keys("admin-key-of-this-test", "router-key"), clients
     )
     try:
         await pools.create(60)
@@ -83,7 +92,7 @@ async def rig(tmp_path_factory):
             raise AssertionError("GPUs requested on a CPU")
 
         await asyncio.gather(servers.start_own(), servers.start_shared(no_gpus))
-        yield Rig(config, servers, rewards, pools)
+        yield Rig(config, servers, rewards, refiner, pools)
     finally:
         await servers.stop()
         pools.remove()
@@ -124,8 +133,8 @@ async def test_a_judges_yes_is_weighed_against_its_no_as_by_hugging_face(rig):
 
 async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_none_and_are_counted(rig):
     settings = RewardModelConfig(
-        "generative",
         rig.config.reward_models["judge"].path,
+        kind="generative",
         pattern="never written",
         max_new_tokens=4,
         context_length=400,
@@ -136,9 +145,20 @@ async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_no
     assert (judge.metrics()["unread"], judge.metrics()["too_long"]) == (1.0, 1.0)
 
 
+async def test_an_auxiliary_model_writes_what_hugging_face_writes(rig):
+    path = rig.config.auxiliary_models["refiner"].path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    messages = [{"role": "user", "content": "Which river?"}]
+    ids = chat_ids(path, messages, True)
+    with torch.no_grad():
+        written = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+    assert await rig.refiner.chat(messages, max_new_tokens=8) == expected
+
+
 async def test_requests_survive_a_killed_server(rig):
     before = await rig.rewards["grader"](COMPLETIONS, **ROWS)
-    victim(rig, "grader").kill()
+    victim(rig, "reward_models.grader").kill()
     assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(
         before, abs=1e-4
     )
@@ -148,23 +168,32 @@ async def test_requests_survive_a_killed_server(rig):
     assert metrics["reward_models/judge/restarts"] == 0.0
 
 
+async def test_an_auxiliary_model_comes_back_after_its_server_is_killed(rig):
+    messages = [{"role": "user", "content": "Which river?"}]
+    before = await rig.refiner.chat(messages, max_new_tokens=4)
+    victim(rig, "auxiliary_models.refiner").kill()
+    assert await asyncio.wait_for(rig.refiner.chat(messages, max_new_tokens=4), PATIENCE) == before
+    metrics = rig.servers.metrics()
+    assert metrics["auxiliary_models/refiner/restarts"] == 1.0
+
+
 async def test_a_model_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
-    (slot,) = rig.servers._slots["judge"]
+    (slot,) = rig.servers._slots["reward_models.judge"]
     monkeypatch.setattr(slot.health._restarts, "limit", 0)
-    victim(rig, "judge").kill()
-    with pytest.raises(ServerError, match=r"(?s)'judge' has no server left.*process has ended"):
+    victim(rig, "reward_models.judge").kill()
+    with pytest.raises(ServerError, match=r"(?s)reward_models.judge has no server left.*process has ended"):
         async with asyncio.timeout(PATIENCE):
             while True:
                 await rig.servers.watch()
                 await asyncio.sleep(0.1)
 
 
-def victim(rig: Rig, name: str) -> psutil.Process:
+def victim(rig: Rig, key: str) -> psutil.Process:
     """The model's server itself: the supervisor's child."""
-    (slot,) = rig.servers._slots[name]
+    (slot,) = rig.servers._slots[key]
     port = str(urlsplit(slot.url).port)
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if port in words and any(word.endswith("supervisor.py") for word in words):
             return process.children()[0]
-    raise AssertionError(f"no server of {name} at port {port}")
+    raise AssertionError(f"no server of {key} at port {port}")

@@ -1,4 +1,4 @@
-"""Reward models that cannot start, or that no reward uses, are refused before a run starts."""
+"""Frozen models that cannot start, or that no reward uses, are refused before a run starts."""
 
 import json
 from io import StringIO
@@ -67,15 +67,15 @@ def test_each_kind_may_have_its_own_pool_or_share_one(judged, grader, judge):
         (row,) = [line for line in text.getvalue().splitlines() if f"{kind} server(s)" in line]
         assert (f"reward-{name}" if pool == "own" else f"rollout, for {name}") in row
         assert ("shared" in row) == (pool == "rollout")
-    assert {model.name: model.shared for model in plan.reward_models} == {
+    assert {model.name: model.shared for model in plan.frozen_models} == {
         "grader": grader == "rollout",
         "judge": judge == "rollout",
     }
-    apart = [model.name for model in plan.reward_models if not model.shared]
+    apart = [model.name for model in plan.frozen_models if not model.shared]
     drawn = " ".join(text.getvalue().split())
     for number, name in enumerate(apart):
         assert f"m{number}. server of {name}" in drawn and f"│ m{number}.0 " in drawn
-    for model in plan.reward_models:
+    for model in plan.frozen_models:
         assert model.memory.kv_tokens > 0
         assert (model.pool.spec.name == "rollout") == model.shared
 
@@ -86,12 +86,33 @@ def test_reward_pools_take_their_own_devices(judged):
     assert pool_specs(config)["reward-grader"].total_devices == 8
     plan = resolve_plan(config)
     assert plan.nodes == nodes_needed(pool_specs(config), 8) == 4
-    assert [model.pool.nodes for model in plan.reward_models] == [(2,), (3,)]
+    assert [model.pool.nodes for model in plan.frozen_models] == [(2,), (3,)]
+
+
+def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, folders):
+    config = judged(f"auxiliary_models.judge={{path: {folders[1]}, servers: 2}}")
+    check_config(config)
+    assert pool_specs(config)["auxiliary-judge"].total_devices == 2
+    plan = resolve_plan(config)
+    assert [(model.key, model.kind) for model in plan.frozen_models] == [
+        ("reward_models.grader", "classifier"),
+        ("reward_models.judge", "generative"),
+        ("auxiliary_models.judge", "auxiliary"),
+    ]
+    text = StringIO()
+    Console(file=text, width=120).print(plan_tables(plan))
+    (row,) = [line for line in text.getvalue().splitlines() if "auxiliary server(s)" in line]
+    assert "auxiliary-judge" in row and "2 auxiliary server(s)" in row
+    config.auxiliary_models["judge"].path = folders[0]
+    assert "auxiliary_models.judge.path=" in (said := refused(config)) and "generates no text" in said
+    config.auxiliary_models["judge"].path = "/absent"
+    assert "auxiliary_models.judge.path='/absent' has no readable config.json" in refused(config)
 
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        (["rollout.workflow_options={a: 1}"], ["rollout.workflow_options", "without rollout.workflow"]),
         (["rollout.rewards.grader.model=greeder"], ["rollout.rewards.grader.model='greeder'", "grader, judge"]),
         (["rollout.rewards.judge.model=grader"], ["reward_models.judge", "never used"]),
         (["rollout.rewards.judge.function=math"], ["rollout.rewards.judge.model=judge", "function=math", "exclude"]),
@@ -149,7 +170,7 @@ def test_a_contradiction_is_refused_with_its_keys(judged, overrides, named):
 def test_a_plan_does_not_need_the_folder_of_a_reward_model(judged):
     config = judged("reward_models.judge.path=/absent")
     check_config(config, planning=True)
-    assert [model.memory is None for model in resolve_plan(config).reward_models] == [False, True]
+    assert [model.memory is None for model in resolve_plan(config).frozen_models] == [False, True]
 
 
 def test_a_mem_fraction_that_is_too_small_for_the_weights_is_refused(judged, folders):

@@ -1,7 +1,7 @@
-"""Sends requests to the servers of one reward model: bounded, to the least busy server, and to another when one fails.
+"""Sends requests to the servers of one frozen model: bounded, to the least busy server, and to another if one fails.
 
 Invariant: a server failure reaches the caller only as a ServerError, after `timeout` seconds of retries. It never looks
-like a fault of the text to be scored.
+like a fault of the text in the request.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _FAILURE_WAIT = (0.2, 5.0)
 _BAD_REQUEST = frozenset({400, 413, 422})
 
 
-class RewardModelClient:
-    """Balances requests over the servers of one reward model. Requests wait while there is no server."""
+class FrozenModelClient:
+    """Balances requests over the servers of one reward or auxiliary model. Requests wait while there is no server.
+
+    `name` appears in messages, such as "reward model 'judge'".
+    """
 
     def __init__(self, name: str, max_inflight: int, timeout: float) -> None:
         """`timeout` is in seconds, per request; it excludes the wait for one of `max_inflight` slots."""
@@ -68,7 +71,7 @@ class RewardModelClient:
             except TimeoutError:
                 last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
                 raise ServerError(
-                    f"reward model {self._name!r} gave no answer within {self._timeout:g} s (timeouts.request); "
+                    f"{self._name} gave no answer within {self._timeout:g} s (timeouts.request); "
                     f"{len(self._running)} of its servers are up{last}"
                 ) from None
         self._requests += 1
@@ -87,7 +90,7 @@ class RewardModelClient:
                 return read(await server.post(path, body, timeout=self._timeout))
             except HttpStatusError as refused:
                 if refused.status in _BAD_REQUEST:
-                    raise DataError(f"reward model {self._name!r} refused a request: {refused}") from refused
+                    raise DataError(f"{self._name} refused a request: {refused}") from refused
                 failures.append(str(refused))
             except ServerError as error:
                 failures.append(str(error))
@@ -96,5 +99,5 @@ class RewardModelClient:
                     self._running[server] -= 1
             failed = server
             self._retries += 1
-            log.debug("reward model %s: %s", self._name, failures[-1])
+            log.debug("%s: %s", self._name, failures[-1])
             await asyncio.sleep(backoff.next())

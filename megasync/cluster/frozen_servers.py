@@ -1,4 +1,4 @@
-"""The servers of all reward models.
+"""The servers of all frozen models: reward models and auxiliary models.
 
 A model with `pool: own` has a pool of its own. With `pool: rollout`, its server n shares the devices of rollout server
 n. Each server is a slot as in the fleet, watched and restarted in the same way. Its weights never change, so it serves
@@ -23,12 +23,12 @@ from megasync.cluster.server_slot import ServerProcess, ServerSlot, raise_superv
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
-from megasync.config.pools import reward_pool
+from megasync.config.pools import frozen_models, frozen_pool
 from megasync.device import Device
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
-from megasync.serving.server import reward_server_spec
+from megasync.serving.server import frozen_server_spec
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 DevicesOf = Callable[[int], Awaitable[str]]
 
 
-class RewardClient(Protocol):
+class ModelClient(Protocol):
     """Sends requests to a model's servers."""
 
     def add_server(self, server: ServerControl) -> None: ...
@@ -44,8 +44,11 @@ class RewardClient(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-class RewardServers:
-    """Starts, supervises and stops the servers; notifies `clients`, by model, of those that come up and go."""
+class FrozenServers:
+    """Starts, supervises and stops the servers; notifies `clients` of those that come up and go.
+
+    Models, and their clients, are named by their configuration keys, such as `auxiliary_models.refiner`.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class RewardServers:
         device: Device,
         pools: Pools,
         keys: Keys,
-        clients: Mapping[str, RewardClient],
+        clients: Mapping[str, ModelClient],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -64,8 +67,9 @@ class RewardServers:
         self._keys = keys
         self._clients = clients
         self._clock = clock
-        self._slots: dict[str, list[ServerSlot]] = {name: [] for name in config.reward_models}
-        self._restarts = dict.fromkeys(config.reward_models, 0)
+        self._models = frozen_models(config)
+        self._slots: dict[str, list[ServerSlot]] = {key: [] for key in self._models}
+        self._restarts = dict.fromkeys(self._models, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._last_retired: dict[str, str] = {}
 
@@ -80,21 +84,19 @@ class RewardServers:
     async def watch(self) -> None:
         """Raises ServerError when a model has no server left and none can be restarted."""
         raise_supervision_error(self._tasks)
-        for name, slots in self._slots.items():
-            if name in self._last_retired and not slots:
-                raise ServerError(
-                    f"reward model {name!r} has no server left (rollout.health.restarts). {self._last_retired[name]}"
-                )
+        for key, slots in self._slots.items():
+            if key in self._last_retired and not slots:
+                raise ServerError(f"{key} has no server left (rollout.health.restarts). {self._last_retired[key]}")
 
     def metrics(self) -> dict[str, float]:
         """Per model: servers that are up, restarts, and the client's counters."""
         metrics: dict[str, float] = {}
-        for name, slots in self._slots.items():
+        for key, slots in self._slots.items():
             values = {
                 "servers": float(sum(slot.health.up for slot in slots)),
-                "restarts": float(self._restarts[name]),
-            } | self._clients[name].metrics()
-            metrics |= {f"reward_models/{name}/{key}": value for key, value in values.items()}
+                "restarts": float(self._restarts[key]),
+            } | self._clients[key].metrics()
+            metrics |= {f"{key.replace('.', '/')}/{name}": value for name, value in values.items()}
         return metrics
 
     async def stop(self) -> None:
@@ -103,79 +105,79 @@ class RewardServers:
         finally:
             self._tasks.clear()
             await asyncio.gather(*(slot.close() for slots in self._slots.values() for slot in slots))
-            self._slots = {name: [] for name in self._slots}
+            self._slots = {key: [] for key in self._slots}
 
     async def _start(self, pool: str, devices_of: DevicesOf | None) -> None:
         # Models that share memory start one after the other: each gets a share of what the earlier ones left free.
         for batch in self._batches(pool):
             slots = []
-            for name, index in batch:
-                gpus = await self._gpus(name, index, devices_of)
-                slots.append((name, self._new_slot(name, index, gpus)))
+            for key, index in batch:
+                gpus = await self._gpus(key, index, devices_of)
+                slots.append((key, self._new_slot(key, index, gpus)))
             await gather_or_cancel(*(slot.start() for _, slot in slots))
-            for name, slot in slots:
-                log.info("Reward model %s: server at %s", name, slot.url)
-                self._tasks.append(asyncio.create_task(slot.run(), name=f"reward model {name} {slot.index}"))
+            for key, slot in slots:
+                log.info("%s: server at %s", key, slot.url)
+                self._tasks.append(asyncio.create_task(slot.run(), name=f"{key} {slot.index}"))
 
     def _batches(self, pool: str) -> list[list[tuple[str, int]]]:
-        """(model, number) of the servers, in batches that start concurrently."""
-        models = {name: model for name, model in self._config.reward_models.items() if model.pool == pool}
-        each = [[(name, index) for index in range(model.servers)] for name, model in models.items()]
+        """(key, number) of the servers, in batches that start concurrently."""
+        models = {key: model for key, model in self._models.items() if model.pool == pool}
+        each = [[(key, index) for index in range(model.servers)] for key, model in models.items()]
         return each if pool == "rollout" else [[server for batch in each for server in batch]]
 
-    async def _gpus(self, name: str, index: int, devices_of: DevicesOf | None) -> str:
+    async def _gpus(self, key: str, index: int, devices_of: DevicesOf | None) -> str:
         if devices_of is None:
             return ""
         gpus = (await devices_of(index)).split(",")
-        return ",".join(gpus[: self._config.reward_models[name].tensor_parallel])
+        return ",".join(gpus[: self._models[key].tensor_parallel])
 
-    def _new_slot(self, name: str, index: int, gpus: str) -> ServerSlot:
+    def _new_slot(self, key: str, index: int, gpus: str) -> ServerSlot:
         slot = ServerSlot(
             self._config,
             index,
-            lambda: self._process(name, index, gpus),
+            lambda: self._process(key, index, gpus),
             lambda url: ServerControl(url, self._keys.admin),
-            lambda slot, before: self._on_change(name, slot, before),
+            lambda slot, before: self._on_change(key, slot, before),
             self._clock,
-            f"reward model {name}, server",
+            f"{key}, server",
         )
-        self._slots[name].append(slot)
+        self._slots[key].append(slot)
         return slot
 
-    def _on_change(self, name: str, slot: ServerSlot, before: ServerState) -> None:
-        state, client = slot.health.state, self._clients[name]
+    def _on_change(self, key: str, slot: ServerSlot, before: ServerState) -> None:
+        state, client = slot.health.state, self._clients[key]
         if state.up and not before.up and slot.control:
-            self._restarts[name] += slot.starts > 1
+            self._restarts[key] += slot.starts > 1
             client.add_server(slot.control)
             # Its weights never change.
             slot.note(slot.health.synced)
         elif before.up and not state.up:
             client.remove_server(slot.url)
         if state is ServerState.RETIRED:
-            self._slots[name].remove(slot)
-            self._last_retired[name] = f"The last server lost was {slot.index}: {slot.health.reason}"
+            self._slots[key].remove(slot)
+            self._last_retired[key] = f"The last server lost was {slot.index}: {slot.health.reason}"
 
-    def _process(self, name: str, index: int, gpus: str) -> ServerProcess:
-        config, model = self._config, self._config.reward_models[name]
+    def _process(self, key: str, index: int, gpus: str) -> ServerProcess:
+        config, model = self._config, self._models[key]
         shared = model.pool == "rollout"
-        mem_fraction = self._free_share(name) if shared else model.mem_fraction
+        mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
-        spec = reward_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index)
-        log_path = str(self._logs / f"reward-{name}-{index}.log")
+        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index)
+        log_path = str(self._logs / f"{frozen_pool(key)}-{index}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys, gpus)
         if shared:
             options = self._pools.same_node_options("rollout", index)
         else:
-            options = self._pools.options(reward_pool(name), index)
-        return ServiceActor("reward_model", index, options, arguments)
+            options = self._pools.options(frozen_pool(key), index)
+        return ServiceActor("frozen_model", index, options, arguments)
 
-    def _free_share(self, name: str) -> float:
+    def _free_share(self, key: str) -> float:
         """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""
         free = 1 - self._config.rollout.mem_fraction
-        for other, model in self._config.reward_models.items():
-            if other == name:
+        for other, model in self._models.items():
+            if other == key:
                 break
             if model.pool == "rollout":
                 free -= model.mem_fraction
-        return self._config.reward_models[name].mem_fraction / free
+        return self._models[key].mem_fraction / free

@@ -1,4 +1,4 @@
-"""Reads the model folder of a reward model."""
+"""Reads the model folder of a reward or auxiliary model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megasync.config.schema import RewardModelConfig
+from megasync.config.schema import FrozenModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.model_files import check_values
 
 
-def read_reward_model(key: str, model: RewardModelConfig) -> dict[str, Any]:
+def read_frozen_model(key: str, model: FrozenModelConfig) -> dict[str, Any]:
     """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
     path = Path(model.path).expanduser() / "config.json"
     try:
