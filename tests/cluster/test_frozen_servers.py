@@ -156,25 +156,24 @@ async def test_an_auxiliary_model_writes_what_hugging_face_writes(rig):
     assert await rig.refiner.chat(messages, max_new_tokens=8) == expected
 
 
-async def test_requests_survive_a_killed_server(rig):
-    before = await rig.rewards["grader"](COMPLETIONS, **ROWS)
+async def test_requests_survive_killed_servers(rig):
+    messages = [{"role": "user", "content": "Which river?"}]
+
+    async def answers():
+        return await asyncio.gather(
+            rig.rewards["grader"](COMPLETIONS, **ROWS), rig.refiner.chat(messages, max_new_tokens=4)
+        )
+
+    scores, text = await answers()
     victim(rig, "reward_models.grader").kill()
-    assert await asyncio.wait_for(rig.rewards["grader"](COMPLETIONS, **ROWS), PATIENCE) == pytest.approx(
-        before, abs=1e-4
-    )
+    victim(rig, "auxiliary_models.refiner").kill()
+    again = await asyncio.wait_for(answers(), PATIENCE)
+    assert (again[0], again[1]) == (pytest.approx(scores, abs=1e-4), text)
     await rig.servers.watch()
     metrics = rig.servers.metrics()
-    assert (metrics["reward_models/grader/servers"], metrics["reward_models/grader/restarts"]) == (1.0, 1.0)
+    for model in ("reward_models/grader", "auxiliary_models/refiner"):
+        assert (metrics[f"{model}/servers"], metrics[f"{model}/restarts"]) == (1.0, 1.0)
     assert metrics["reward_models/judge/restarts"] == 0.0
-
-
-async def test_an_auxiliary_model_comes_back_after_its_server_is_killed(rig):
-    messages = [{"role": "user", "content": "Which river?"}]
-    before = await rig.refiner.chat(messages, max_new_tokens=4)
-    victim(rig, "auxiliary_models.refiner").kill()
-    assert await asyncio.wait_for(rig.refiner.chat(messages, max_new_tokens=4), PATIENCE) == before
-    metrics = rig.servers.metrics()
-    assert metrics["auxiliary_models/refiner/restarts"] == 1.0
 
 
 async def test_a_model_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
