@@ -11,17 +11,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
+from megasync.serving.process_watch import ProcessId
+
+if TYPE_CHECKING:
+    from megasync.cluster.pools import Pools
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +92,8 @@ class ActorGroup:
             if isinstance(cause, MegasyncError):
                 raise cause from None
             raise TrainingError(f"{self.role} {slot} failed in {method}(): {type(cause).__name__}: {cause}") from error
-        except RayActorError as error:
+        except RayError as error:
+            # The actor died, or its node is gone.
             raise ProcessLost(f"{self.role} {slot} died during {method}(): {error}") from error
 
     def kill(self) -> None:
@@ -117,21 +122,40 @@ async def _find_death(failure: BaseException, others: set[asyncio.Task[Any]]) ->
 class ServiceActor:
     """A service (a server, the router) in a Ray actor of its own, which ends with it. Not reusable after `stop`."""
 
-    def __init__(self, role: str, index: int, options: dict[str, Any], arguments: tuple[Any, ...]) -> None:
-        """`options` are Ray's, from `Pools`; `arguments` are those of the role's class. `start` creates the actor."""
+    def __init__(
+        self,
+        role: str,
+        index: int,
+        options: dict[str, Any],
+        arguments: tuple[Any, ...],
+        ended: Callable[[ProcessId], Awaitable[None]],
+    ) -> None:
+        """`start` creates the actor.
+
+        Args:
+            options: Ray's, from `Pools`.
+            arguments: those of the role's class.
+            ended: returns when a process of the actor's node has ended; see `Pools.ended`.
+        """
         self._name = f"{role} {index}"
         self._role = role
         self._options = options
         self._arguments = arguments
+        self._wait_for_end = ended
         self._group: ActorGroup | None = None
+        self._process: ProcessId | None = None
 
     async def start(self, timeout: float) -> str:
         remote = ray.remote(ROLES[self._role].actor).options(**self._options, max_restarts=0)
         self._group = ActorGroup(self._role, [remote.remote(*self._arguments)])
-        return await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
+        url = await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
+        self._process = await self._call("process_id", timeout=ANSWER_SECONDS)
+        return url
 
-    async def alive(self) -> bool:
-        return await self._call("alive", timeout=ANSWER_SECONDS)
+    async def ended(self) -> None:
+        if self._process is None:
+            raise ProcessLost(f"{self._name} does not run")
+        await self._wait_for_end(self._process)
 
     async def tail(self, lines: int) -> str:
         return await self._call("tail", lines, timeout=ANSWER_SECONDS)
@@ -153,12 +177,29 @@ class ServiceActor:
             log.debug("%s did not stop cleanly: %r", self._name, error)
         finally:
             self._group.kill()
-            self._group = None
+            self._group = self._process = None
 
     async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
         if self._group is None:
             raise ProcessLost(f"{self._name} does not run")
         return await self._group.call_one(0, method, *arguments, timeout=timeout)
+
+
+class AgentActor:
+    """The `node_agents.Agent` of one node: a `ProcessWatch` in an actor that holds no device."""
+
+    def __init__(self, node: str) -> None:
+        """Starts the actor on the node with this Ray id; it fails if the node is gone."""
+        role = ROLES["node_agent"]
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        remote = ray.remote(role.actor).options(scheduling_strategy=place, num_cpus=0, max_restarts=0)
+        self._group = ActorGroup(role.name, [remote.remote()])
+
+    async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
+        return await self._group.call_one(0, "ended", list(processes), seconds, timeout=timeout)
+
+    def kill(self) -> None:
+        self._group.kill()
 
 
 async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeout: float) -> None:

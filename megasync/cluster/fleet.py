@@ -21,8 +21,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megasync.cluster.actors import ServiceActor
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 30.0
 # Seconds for a server to finish aborting its requests, which continue elsewhere. It is stopped afterwards in any case.
 DRAIN_SECONDS = 10.0
+# Checks of answers per second, when all servers are to be checked at once.
+CHECKS_PER_SECOND = 50.0
 # Seconds to wait for Ray to place an added server; where there is room it answers immediately.
 PLACE_SECONDS = 15.0
 
@@ -72,11 +75,14 @@ class Fleet:
         self._pools = pools
         self._keys = keys
         self._slots: dict[int, ServerSlot] = {}
+        # The same slots by their reported state, and by the URL of their server while it is up.
+        self._by_state: dict[ServerState, set[ServerSlot]] = {state: set() for state in ServerState}
+        self._by_url: dict[str, ServerSlot] = {}
         self._tasks: dict[ServerSlot | None, asyncio.Task] = {}
         self._changed = asyncio.Event()
         self._resizing = asyncio.Lock()
         self._last_retired = ""
-        self._router = RouterSlot(self._router_process, self._routed, self._members, config, clock)
+        self._router = RouterSlot(self._router_process, self._routed_urls, self._members, config, clock)
         self._outliers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where it is unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
@@ -134,11 +140,11 @@ class Fleet:
 
     def serving(self) -> list[ServerControl]:
         """Servers that hold the published version and are in the router, in slot order."""
-        return [slot.control for slot in self._in_order() if slot.health.serves and slot.control]
+        return self._controls(ServerState.HEALTHY, ServerState.SUSPECT)
 
     def joiners(self) -> list[ServerControl]:
         """Servers that are up and wait for a sync to the published version."""
-        return [slot.control for slot in self._in_order() if slot.health.state is ServerState.STALE and slot.control]
+        return self._controls(ServerState.STALE)
 
     async def changed(self) -> None:
         """Returns when a server has come up or gone since the last call; for one caller."""
@@ -225,13 +231,12 @@ class Fleet:
 
     def loads(self) -> list[ServerLoad]:
         """The latest report of each server that the router sends requests to."""
-        slots = [slot for slot in self._slots.values() if slot.index not in self._isolated]
-        return [slot.load for slot in slots if slot.health.serves and slot.load is not None]
+        return [slot.load for slot in self._routed() if slot.load is not None]
 
     def check_all(self) -> None:
         """Checks all servers soon, because an unknown one of them gave an invalid answer."""
-        for slot in self._slots.values():
-            slot.check_soon()
+        for number, slot in enumerate(self._slots.values()):
+            slot.check_soon(number / CHECKS_PER_SECOND)
 
     # One isolated server, for suspected requests
 
@@ -240,7 +245,7 @@ class Fleet:
 
         Returns its slot and URL, or None when no server could be isolated. Prefers a slot outside `avoid`.
         """
-        serving = [slot for slot in self._in_order() if slot.health.serves]
+        serving = self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
         if not serving:
             return None
         slot = min(serving, key=lambda slot: slot.index in avoid)
@@ -265,10 +270,11 @@ class Fleet:
 
     def metrics(self) -> dict[str, float]:
         """Servers by state, and restarts of servers and router."""
-        states = [slot.health.state for slot in self._slots.values()]
         restarts = sum(slot.starts - 1 for slot in self._slots.values())
         return {
-            f"fleet/{state}": float(states.count(state)) for state in ServerState if state is not ServerState.RETIRED
+            f"fleet/{state}": float(len(self._by_state[state]))
+            for state in ServerState
+            if state is not ServerState.RETIRED
         } | {
             "fleet/restarts": float(restarts),
             "fleet/router_restarts": float(self._router.starts - 1),
@@ -297,12 +303,13 @@ class Fleet:
         finally:
             self._tasks.clear()
             await asyncio.gather(self._router.close(), *(slot.close() for slot in self._slots.values()))
-            self._slots.clear()
+            for slot in [*self._slots.values()]:
+                self._forget(slot)
 
     # Slots
 
     def _new_slot(self, index: int) -> ServerSlot:
-        self._slots[index] = ServerSlot(
+        slot = self._slots[index] = ServerSlot(
             self._config,
             index,
             lambda: self._server_process(index),
@@ -311,7 +318,13 @@ class Fleet:
             self._clock,
             judge=self,
         )
-        return self._slots[index]
+        self._by_state[slot.health.state].add(slot)
+        return slot
+
+    def _forget(self, slot: ServerSlot) -> None:
+        del self._slots[slot.index]
+        for slots in self._by_state.values():
+            slots.discard(slot)
 
     def _supervise(self, slot: ServerSlot) -> None:
         async def run() -> None:
@@ -322,18 +335,26 @@ class Fleet:
 
         self._tasks[slot] = asyncio.create_task(run(), name=f"server {slot.index}")
 
-    def _in_order(self) -> list[ServerSlot]:
-        return [slot for _, slot in sorted(self._slots.items())]
+    def _in_state(self, *states: ServerState) -> list[ServerSlot]:
+        """The slots in these states, in order."""
+        return sorted((slot for state in states for slot in self._by_state[state]), key=lambda slot: slot.index)
 
-    def _at(self, urls: Collection[str]) -> list[ServerSlot]:
-        return [slot for slot in self._slots.values() if slot.url and slot.url in urls]
+    def _controls(self, *states: ServerState) -> list[ServerControl]:
+        return [slot.control for slot in self._in_state(*states) if slot.control]
+
+    def _at(self, urls: Iterable[str]) -> list[ServerSlot]:
+        return [self._by_url[url] for url in urls if url in self._by_url]
 
     def _on_change(self, slot: ServerSlot, before: ServerState) -> None:
         state = slot.health.state
+        self._by_state[before].discard(slot)
+        self._by_state[state].add(slot)
         if state.up and not before.up and slot.control:
+            self._by_url[slot.url] = slot
             for on_up, _ in self._followers:
                 on_up(slot.control)
         elif before.up and not state.up:
+            self._by_url.pop(slot.url, None)
             for _, on_gone in self._followers:
                 on_gone(slot.url)
         if before.serves and not state.serves:
@@ -342,16 +363,19 @@ class Fleet:
             for on_left in self._on_departures:
                 on_left(slot.index, state is ServerState.DEAD, slot.health.requests_suspected)
         if state is ServerState.RETIRED:
-            del self._slots[slot.index]
+            self._forget(slot)
             self._outliers.retired(slot.index)
             self._last_retired = f"The last server lost was {slot.index}: {slot.health.reason}"
         self._router.refresh()
         self._changed.set()
 
-    def _routed(self) -> list[str]:
-        """URLs of the servers that the router should list."""
-        slots = [slot for slot in self._in_order() if slot.index not in self._isolated]
-        return [slot.url for slot in slots if slot.health.serves and slot.url]
+    def _routed(self) -> list[ServerSlot]:
+        """The slots that the router should list, in order."""
+        serving = self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
+        return [slot for slot in serving if slot.index not in self._isolated]
+
+    def _routed_urls(self) -> list[str]:
+        return [slot.url for slot in self._routed() if slot.url]
 
     async def _settle(self) -> None:
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
@@ -375,7 +399,7 @@ class Fleet:
         try:
             await slot.start()
         except BaseException:
-            del self._slots[index]
+            self._forget(slot)
             self._pools.remove_slot("rollout", index)
             raise
         self._supervise(slot)
@@ -416,7 +440,8 @@ class Fleet:
         )
         log_path = str(self._logs / f"server-{index}.log")
         arguments = (spec, config.cluster.host, 0, log_path, self._keys.admin, self._keys.generation)
-        return ServiceActor("server", index, self._pools.options("rollout", index), arguments)
+        options = self._pools.options("rollout", index)
+        return ServiceActor("server", index, options, arguments, partial(self._pools.ended, "rollout", index))
 
     def _router_process(self, servers: Collection[str], port: int) -> ServiceProcess:
         config = self._config
@@ -431,4 +456,5 @@ class Fleet:
             self._keys,
             config.cluster,
         )
-        return ServiceActor("router", 0, self._pools.first_node_options("rollout"), arguments)
+        options = self._pools.first_node_options("rollout")
+        return ServiceActor("router", 0, options, arguments, partial(self._pools.ended, "rollout", 0))

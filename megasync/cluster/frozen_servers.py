@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -166,11 +167,9 @@ class FrozenServers:
         log_path = str(self._logs / f"{frozen_pool(key)}-{index}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys, gpus)
-        if shared:
-            options = self._pools.same_node_options("rollout", index)
-        else:
-            options = self._pools.options(frozen_pool(key), index)
-        return ServiceActor("frozen_model", index, options, arguments)
+        pool = "rollout" if shared else frozen_pool(key)
+        options = self._pools.same_node_options(pool, index) if shared else self._pools.options(pool, index)
+        return ServiceActor("frozen_model", index, options, arguments, partial(self._pools.ended, pool, index))
 
     def _free_share(self, key: str) -> float:
         """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""

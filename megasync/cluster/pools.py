@@ -3,6 +3,8 @@
 A pool (`config.pools`) has one bundle per node, strictly spread where it spans nodes, so the node of a slot is a
 division. A slot is the place of one process. Slots beyond a pool's initial size, of servers that joined a run later,
 have a placement group each, so that they can come and go one by one wherever the cluster has room.
+
+Nodes that have services of a run also have an agent each (`node_agents`), which ends with the pools.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megasync.cluster.actors import AgentActor
+from megasync.cluster.node_agents import NodeAgents
 from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
+from megasync.serving.process_watch import ProcessId
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,7 @@ class Pools:
         self._kind = device_kind
         self._groups: dict[str, PlacementGroup] = {}
         self._added: dict[tuple[str, int], PlacementGroup] = {}
+        self._agents = NodeAgents(AgentActor)
 
     async def create(self, timeout: float) -> None:
         """Reserves every pool. Raises MegasyncError when one is not free within `timeout` seconds."""
@@ -85,12 +91,21 @@ class Pools:
         resource = node_resource(spec.name)
         return bundle | ({resource: 1.0} if resource in ray.cluster_resources() else {})
 
+    async def ended(self, pool: str, slot: int, process: ProcessId) -> None:
+        """Returns when a process on the node of a slot has ended. Raises ProcessLost when the node is lost."""
+        group, bundle = self._place(pool, slot)
+        node = placement_group_table(group)["bundles_to_node_id"][bundle]
+        await self._agents.ended(node, process)
+
+    def _place(self, pool: str, slot: int) -> tuple[PlacementGroup, int]:
+        """The placement group of a slot, and its bundle there."""
+        group = self._added.get((pool, slot))
+        return (self._groups[pool], slot // self.specs[pool].slots_per_node) if group is None else (group, 0)
+
     def options(self, pool: str, slot: int) -> dict[str, Any]:
         """Ray options for the process of a slot, with its devices."""
         spec = self.specs[pool]
-        group, bundle = self._added.get((pool, slot)), 0
-        if group is None:
-            group, bundle = self._groups[pool], slot // spec.slots_per_node
+        group, bundle = self._place(pool, slot)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
@@ -105,7 +120,8 @@ class Pools:
         return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
 
     def remove(self) -> None:
-        """Removes all placement groups."""
+        """Removes all placement groups, and the agents."""
+        self._agents.close()
         for group in (*self._groups.values(), *self._added.values()):
             remove_placement_group(group)
         self._groups.clear()

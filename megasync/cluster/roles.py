@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megasync.buffer import AsyncBuffer
 from megasync.errors import ConfigError
+from megasync.serving.process_watch import ProcessWatch
 from megasync.serving.router import Router
 from megasync.serving.server import FrozenModelServer, SGLangServer
 from megasync.trainer.rank import TrainerRank
@@ -39,10 +40,12 @@ ROLES = {
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),
             ),
         ),
-        Role("server", "rollout", SGLangServer, ("start", "stop", "alive", "tail", "visible_devices")),
+        Role("server", "rollout", SGLangServer, ("start", "stop", "process_id", "tail", "visible_devices")),
         # In the pool of its model, or on the devices of a server of the rollout pool.
-        Role("frozen_model", None, FrozenModelServer, ("start", "stop", "alive", "tail")),
-        Role("router", "rollout", Router, ("start", "stop", "alive", "tail")),
+        Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
+        Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
+        # One on each node that has servers.
+        Role("node_agent", None, ProcessWatch, ("ended",)),
         Role(
             "buffer",
             None,

@@ -1,6 +1,6 @@
 """The fleet's router: its process, restarted on the same port when it dies, and its list of servers.
 
-Invariant: the router lists the servers that `wanted` returns, which is called again at every poll and at every start.
+Invariant: the router lists the servers that `wanted` returns, which is called again at every poll of the list.
 When the router dies, its running requests are cut, and the client retries until the router is back.
 """
 
@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from megasync.cluster.server_slot import POLL_SECONDS, TAIL_LINES, ServiceProcess
+from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
 from megasync.serving.restart_budget import RestartBudget
 
 log = logging.getLogger(__name__)
 
-# Seconds between two polls of the router's list, and between two while the list changes.
+# Seconds between two polls of the router's list: at most, at least after a change, and while `settle` waits for one.
 LIST_POLL_SECONDS = 2.0
+LEAST_LIST_SECONDS = 0.5
 _CHANGE_POLL_SECONDS = 0.1
 
 
@@ -54,7 +57,7 @@ class RouterSlot:
         self._process: ServiceProcess | None = None
         self._members: Members | None = None
         self._lock = asyncio.Lock()
-        self._next_poll = 0.0
+        self._due = asyncio.Event()
 
     async def start(self, servers: Collection[str]) -> None:
         """Starts the router with these servers. Raises MegasyncError, and leaves nothing running, when that fails."""
@@ -91,8 +94,8 @@ class RouterSlot:
             log.warning("Router restarted at %s", self.url)
 
     def refresh(self) -> None:
-        """Makes the next poll adjust the list, because the wanted servers have changed."""
-        self._next_poll = 0.0
+        """Makes `run` adjust the list now, because the wanted servers have changed."""
+        self._due.set()
 
     async def settle(self, timeout: float) -> bool:
         """Waits until the router lists the wanted servers; False after `timeout` seconds, while `run` keeps trying."""
@@ -120,28 +123,42 @@ class RouterSlot:
             return await self._members.adjust(self._wanted())
 
     async def _watch(self) -> str:
-        """Polls the router; returns why it must be restarted."""
+        """Returns why the router must be restarted."""
+        process = self._process
+        if process is None:
+            return "it does not run"
+        end = asyncio.create_task(self._end_of(process), name="process of the router")
+        lost = asyncio.create_task(self._keep_list(), name="list of the router")
+        try:
+            await asyncio.wait({end, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return (end if end.done() else lost).result()
+        finally:
+            await cancel_and_wait(end, lost)
+
+    async def _end_of(self, process: ServiceProcess) -> str:
+        try:
+            await process.ended()
+            return f"its process has ended. Last lines of its log:\n{await process.tail(TAIL_LINES)}"
+        except MegasyncError as error:
+            return f"it is lost: {error}"
+
+    async def _keep_list(self) -> str:
+        """Polls the list and adjusts it, soon after each change; returns why the router must be restarted."""
         failures = 0
-        clock = asyncio.get_running_loop().time
         while True:
-            process = self._process
-            if process is None:
-                return "it does not run"
+            self._due.clear()
             try:
-                if not await process.alive():
-                    return f"its process has ended. Last lines of its log:\n{await process.tail(TAIL_LINES)}"
-            except MegasyncError as error:
-                return f"its actor is gone: {error}"
-            if clock() >= self._next_poll:
-                self._next_poll = clock() + LIST_POLL_SECONDS
-                try:
-                    await self._adjust()
-                    failures = 0
-                except ServerError as error:
-                    failures += 1
-                    if failures >= self._config.probe_failures:
-                        return f"{failures} calls in a row failed: {error}"
-            await asyncio.sleep(POLL_SECONDS)
+                await self._adjust()
+                failures = 0
+            except ServerError as error:
+                failures += 1
+                if failures >= self._config.probe_failures:
+                    return f"{failures} calls in a row failed: {error}"
+            # Many servers may change at once: one adjustment applies all their changes.
+            await asyncio.sleep(LIST_POLL_SECONDS if failures else LEAST_LIST_SECONDS)
+            if not failures:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._due.wait(), LIST_POLL_SECONDS - LEAST_LIST_SECONDS)
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None

@@ -1,6 +1,6 @@
 """One server of the fleet: its actor, the process in it, and the loops that keep `ServerHealth` informed.
 
-    start ──▶ poll: alive? · probe · request · check ──(dead)──▶ clean up ──▶ backoff ──▶ restart, with another URL
+    start ──▶ watch: end · probe · request · check ──(dead)──▶ clean up ──▶ backoff ──▶ restart, with another URL
                                                                     └──▶ retired
 
 `run` is the whole life; it ends when the slot is retired. `on_change` reports each transition to the slot's owner. The
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 # Lines of a dead process's log that go into the reason.
 TAIL_LINES = 30
-# Seconds between two polls of the process itself.
-POLL_SECONDS = 0.5
 # Seconds between two checks of a server's answers, and between a failed check and its repetition.
 CHECK_SECONDS = 60.0
 RECHECK_SECONDS = 1.0
@@ -48,6 +46,8 @@ CHECK = {
 STREAMED_CHECK = CHECK | {"stream": True}
 # Seconds between two polls of a server that drains its requests.
 _DRAIN_POLL = 0.2
+# The golden ratio's fraction: its multiples spread the loops of all slots evenly over a period, however many there are.
+_GOLDEN = 0.6180339887
 
 
 class ServiceProcess(Protocol):
@@ -57,7 +57,9 @@ class ServiceProcess(Protocol):
         """Starts the process and waits until it is ready; returns the URL."""
         ...
 
-    async def alive(self) -> bool: ...
+    async def ended(self) -> None:
+        """Returns when the started process has ended."""
+        ...
 
     async def tail(self, lines: int) -> str: ...
 
@@ -123,6 +125,8 @@ class ServerSlot:
         self._name = f"{name} {index}"
         self._judge = judge
         self._check_due = asyncio.Event()
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._phase = (index + 1) * _GOLDEN % 1
         self._throughput = 0.0
         self._wake = asyncio.Event()
 
@@ -186,8 +190,13 @@ class ServerSlot:
             raise ServerError(f"{self._name} does not run")
         return await self._process.visible_devices()
 
-    def check_soon(self) -> None:
-        """Makes the next check due now, because some server, perhaps this one, gave an invalid answer."""
+    def check_soon(self, seconds: float = 0.0) -> None:
+        """Makes the next check due in `seconds`, because some server, perhaps this one, gave an invalid answer."""
+        if self._check_timer is None and not self._check_due.is_set():
+            self._check_timer = asyncio.get_running_loop().call_later(seconds, self._make_check_due)
+
+    def _make_check_due(self) -> None:
+        self._check_timer = None
         self._check_due.set()
 
     async def drain(self, seconds: float) -> bool:
@@ -213,7 +222,7 @@ class ServerSlot:
         if control is None or process is None:
             return
         polls = [
-            asyncio.create_task(self._poll_process(process), name=f"process of {self._name}"),
+            asyncio.create_task(self._await_end(process), name=f"process of {self._name}"),
             asyncio.create_task(self._probe(control), name=f"probe of {self._name}"),
             asyncio.create_task(self._request(control), name=f"request to {self._name}"),
             asyncio.create_task(self._until_down(), name=f"end of {self._name}"),
@@ -227,17 +236,13 @@ class ServerSlot:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _poll_process(self, process: ServerProcess) -> None:
-        while True:
-            try:
-                alive = await process.alive()
-            except MegasyncError as error:
-                self.note(self.health.died, f"its actor is gone: {error}")
-                return
-            if not alive:
-                self.note(self.health.died, f"its process has ended. Last lines of its log:\n{await self.log_tail()}")
-                return
-            await asyncio.sleep(POLL_SECONDS)
+    async def _await_end(self, process: ServerProcess) -> None:
+        try:
+            await process.ended()
+        except MegasyncError as error:
+            self.note(self.health.died, f"it is lost: {error}")
+        else:
+            self.note(self.health.died, f"its process has ended. Last lines of its log:\n{await self.log_tail()}")
 
     async def log_tail(self) -> str:
         """The last lines of the process's log."""
@@ -250,6 +255,7 @@ class ServerSlot:
 
     async def _probe(self, control: ServerControl) -> None:
         """Asks the HTTP process for the scheduler's last report, which the in-flight cap uses too."""
+        await asyncio.sleep(self._phase * self._config.probe_seconds)
         while True:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
@@ -264,6 +270,7 @@ class ServerSlot:
 
     async def _request(self, control: ServerControl) -> None:
         """Asks for what only the scheduler knows. It answers between two batches, even while generation is paused."""
+        await asyncio.sleep(self._phase * self._config.request_seconds)
         while True:
             await asyncio.sleep(self._config.request_seconds)
             try:
@@ -275,9 +282,11 @@ class ServerSlot:
 
     async def _check(self, control: ServerControl, judge: Judge) -> None:
         """Asks for two tokens and the log-probs of a few, like any request."""
+        wait = self._phase * CHECK_SECONDS
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._check_due.wait(), CHECK_SECONDS)
+                await asyncio.wait_for(self._check_due.wait(), wait)
+            wait = CHECK_SECONDS
             self._check_due.clear()
             # A paused server would not answer. Its new weights are checked after the sync.
             if self._settled and await self._check_once(control, judge):
@@ -347,6 +356,9 @@ class ServerSlot:
     async def close(self) -> None:
         """Ends the process and closes the control. Only `run` starts another."""
         control, self.control, self.load, self._throughput = self.control, None, None, 0.0
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
         if control is not None:
             await control.close()
         await self._end_process()

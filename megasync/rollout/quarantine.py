@@ -40,7 +40,8 @@ from megasync.rollout.suspects import Suspects, SuspectStatus
 
 log = logging.getLogger(__name__)
 
-# Seconds after a cut before the request is retried. Processes are polled every half second, but take a moment to exit.
+# Seconds after a cut before the request is retried. The end of a process is reported at once, but a killed server takes
+# a moment to exit.
 VERDICT_SECONDS = 3.0
 # Seconds after which a trial acquits its remaining members. The time that the fleet needs to detect a hung server is
 # added, because a prompt may also make a server hang.

@@ -1,7 +1,7 @@
 """A client for control calls to one server or to the router: JSON in and out, errors that name the call.
 
-Calls go straight to the server, never through the router, which forwards generation only. The HTTP session opens on the
-event loop of the first call; `close` closes it there, for good. Calls to a closed control raise ServerError.
+Calls go straight to the server, never through the router, which forwards generation only. HTTP sessions open on the
+event loop of the first calls; `close` closes them there, for good. Calls to a closed control raise ServerError.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import orjson
 from megasync.errors import HttpStatusError, InvalidAnswer, ServerError
 from megasync.serving.answers import read_bounded
 
+# Idle seconds after which a connection is not reused. SGLang and the router close it after 5 s.
+_KEEPALIVE_SECONDS = 3.0
 # Characters of a refused answer that go into the error.
 _BODY_SHOWN = 500
 # The largest answer, in bytes: the layout of one rank of a very large model takes about ten million.
@@ -31,7 +33,8 @@ class ServerControl:
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._trust = trust
-        self._session: aiohttp.ClientSession | None = None
+        # By whether connections are reused.
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -69,9 +72,8 @@ class ServerControl:
 
     async def close(self) -> None:
         self._closed = True
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         async with self._respond(method, path, body, timeout) as response:
@@ -90,7 +92,7 @@ class ServerControl:
         if self._closed:
             raise ServerError(f"{call}: the server is gone, or no longer part of the run")
         try:
-            async with self._open().request(
+            async with self._open(reuse=method == "GET").request(
                 method,
                 self.url + path,
                 data=None if body is None else orjson.dumps(body),
@@ -105,18 +107,22 @@ class ServerControl:
             problem = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
             raise ServerError(f"{call}: {problem}") from error
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self, reuse: bool) -> aiohttp.ClientSession:
         # Created here and not in __init__: a session belongs to the event loop that is running when it is created.
-        if self._session is None:
+        if reuse not in self._sessions:
             headers = {"Content-Type": "application/json"}
             if self._api_key:
                 headers["Authorization"] = f"Bearer {self._api_key}"
-            # A new connection per call: servers close idle connections after seconds, and a call that meets a closing
-            # one fails although nothing is wrong.
-            self._session = aiohttp.ClientSession(
-                headers=headers, connector=aiohttp.TCPConnector(force_close=True, ssl=self._trust or True)
+            # Servers close idle connections, and a call that meets a closing one fails although nothing is wrong.
+            # aiohttp repeats a GET then, so probes reuse connections, at half the cost. Anything else gets its own.
+            ssl = self._trust or True
+            connector = (
+                aiohttp.TCPConnector(ssl=ssl, keepalive_timeout=_KEEPALIVE_SECONDS)
+                if reuse
+                else aiohttp.TCPConnector(ssl=ssl, force_close=True)
             )
-        return self._session
+            self._sessions[reuse] = aiohttp.ClientSession(headers=headers, connector=connector)
+        return self._sessions[reuse]
 
 
 async def _body(response: aiohttp.ClientResponse, call: str) -> bytes:

@@ -38,6 +38,8 @@ SLOW_SHARE = 0.25
 SLOW_SECONDS = 60.0
 # The fewest reports within these seconds that allow a judgement; servers report every `rollout.health.probe_seconds`.
 FEWEST_REPORTS = 10
+# Seconds between two comparisons of one server, each of which looks at all others.
+COMPARE_SECONDS = 10.0
 # Restarts for slowness, per slot. A server that is still slow after these is limited by its hardware, and better than
 # none.
 SLOW_RESTARTS = 2
@@ -54,8 +56,12 @@ class Load(Protocol):
 
 @dataclass(slots=True)
 class _Peer:
-    # (clock reading, running requests, tokens per second) of uninterrupted work.
+    # (clock reading, running requests, tokens per second) of uninterrupted work, and the sums of the last two.
     work: deque[tuple[float, int, float]] = field(default_factory=deque)
+    requests: int = 0
+    tokens: float = 0.0
+    # The clock reading before which its speed is not compared again.
+    compare_at: float = 0.0
     # Consecutive bad checks, and consecutive checks without an answer.
     bad: int = 0
     silent: int = 0
@@ -69,10 +75,32 @@ class _Peer:
             return True
         return False if max(self.bad, self.silent) >= BAD_CHECKS else None
 
-    def rates(self) -> tuple[float, float]:
-        """Tokens per second and running request, and tokens per second in total."""
-        tokens = sum(throughput for _, _, throughput in self.work)
-        return tokens / sum(running for _, running, _ in self.work), tokens / len(self.work)
+    def worked(self, now: float, running: int, throughput: float) -> None:
+        self.work.append((now, running, throughput))
+        self.requests += running
+        self.tokens += throughput
+        while now - self.work[0][0] > SLOW_SECONDS:
+            _, running, throughput = self.work.popleft()
+            self.requests -= running
+            self.tokens -= throughput
+
+    def idle(self) -> None:
+        self.work.clear()
+        self.requests, self.tokens = 0, 0.0
+
+    def rates(self, now: float) -> tuple[float, float] | None:
+        """Tokens per second and running request, and tokens per second in total.
+
+        None unless it worked without a break for the time that is compared, until now.
+        """
+        work = self.work
+        if (
+            len(work) < FEWEST_REPORTS
+            or now - work[0][0] < 0.9 * SLOW_SECONDS
+            or now - work[-1][0] > 0.1 * SLOW_SECONDS
+        ):
+            return None
+        return self.tokens / self.requests, self.tokens / len(work)
 
 
 class OutlierDetector:
@@ -99,12 +127,14 @@ class OutlierDetector:
         """Records a load report; returns why this server must be restarted if it alone is slow."""
         peer, now = self._peers[slot], self._clock()
         if load.running == 0:
-            peer.work.clear()
+            peer.idle()
             return None
-        peer.work.append((now, load.running, load.throughput))
-        while now - peer.work[0][0] > SLOW_SECONDS:
-            peer.work.popleft()
-        return self._slow(slot)
+        peer.worked(now, load.running, load.throughput)
+        own = peer.rates(now)
+        if own is None or now < peer.compare_at:
+            return None
+        peer.compare_at = now + COMPARE_SECONDS
+        return self._slow(slot, own)
 
     def checked(self, slot: Hashable, problem: str | None) -> str | None:
         """Records the result of a check; returns why this server must be restarted if its answers alone are invalid."""
@@ -139,13 +169,11 @@ class OutlierDetector:
             f"and is compared with the trainer"
         )
 
-    def _slow(self, slot: Hashable) -> str | None:
-        if self._slow_restarts.get(slot, 0) >= SLOW_RESTARTS or not self._worked(self._peers[slot]):
+    def _slow(self, slot: Hashable, own: tuple[float, float]) -> str | None:
+        now = self._clock()
+        others = [rates for name, peer in self._peers.items() if name != slot and (rates := peer.rates(now))]
+        if not others or self._slow_restarts.get(slot, 0) >= SLOW_RESTARTS:
             return None
-        others = [peer.rates() for name, peer in self._peers.items() if name != slot and self._worked(peer)]
-        if not others:
-            return None
-        own = self._peers[slot].rates()
         usual = tuple(median(rates[which] for rates in others) for which in (0, 1))
         if any(rate >= SLOW_SHARE * common for rate, common in zip(own, usual, strict=True)):
             return None
@@ -154,13 +182,4 @@ class OutlierDetector:
             f"it is slow: {own[0]:.3g} tokens/s per request and {own[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
             f"below {SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}"
             f"; restart {self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
-        )
-
-    def _worked(self, peer: _Peer) -> bool:
-        """Whether it worked without a break for the time that is compared, until now."""
-        now, work = self._clock(), peer.work
-        return (
-            len(work) >= FEWEST_REPORTS
-            and now - work[0][0] >= 0.9 * SLOW_SECONDS
-            and now - work[-1][0] <= 0.1 * SLOW_SECONDS
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megasync.config.host import resolve_host
 from megasync.errors import ServerError
+from megasync.serving.process_watch import ProcessId, process_id
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +218,15 @@ class Service:
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
+
+    def process_id(self) -> ProcessId:
+        """The supervisor's identity: it ends with the service. Raises ServerError while the service does not run."""
+        if self._process is None or self._process.pid is None:
+            raise ServerError(f"{self.name} does not run")
+        try:
+            return process_id(self._process.pid)
+        except OSError as error:
+            raise ServerError(f"{self.name} has ended: {error}") from error
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of the log since the start."""

@@ -19,12 +19,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.access import Keys, check_certificates, router_trust
 from megasync.config.schema import ClusterConfig
 from megasync.errors import HttpStatusError, ServerError
@@ -37,6 +39,11 @@ POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 # Seconds for the router to answer a call about its list of servers.
 ANSWER_SECONDS = 5.0
+
+# Seconds after which a change of the list is requested again if the router has not applied it; it first checks the
+# health of a server that it adds.
+REPEAT_SECONDS = 5.0
+_CHANGES_AT_ONCE = 8
 
 # `consistent_hashing` is not on the router's command line, only in its Python arguments. The package's own launcher
 # would work too, but it imports SGLang and torch first, for a second router in Python that is not needed here.
@@ -178,12 +185,24 @@ async def list_workers(router: ServerControl) -> list[Worker]:
 
 
 class RouterMembers:
-    """Changes the list of servers of a running router. Owns the router's control: `close` closes it."""
+    """Changes the list of servers of a running router. Owns the router's control: `close` closes it.
 
-    def __init__(self, router: ServerControl, generation_key: str | None = None) -> None:
+    Each change is one request per server that is added or removed. The router applies it later, so a change that was
+    requested is not requested again for REPEAT_SECONDS.
+    """
+
+    def __init__(
+        self,
+        router: ServerControl,
+        generation_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`generation_key` is the key that the servers require for generation."""
         self._control = router
         self._server = {} if generation_key is None else {"api_key": generation_key}
+        self._clock = clock
+        # Clock readings of requested changes, by URL and whether to list it, until the router has applied them.
+        self._requested: dict[tuple[str, bool], float] = {}
 
     async def adjust(self, wanted: Collection[str]) -> bool:
         """Requests the additions and removals that are needed; returns True when the list matched `wanted` already.
@@ -191,11 +210,20 @@ class RouterMembers:
         Raises ServerError when the router does not answer.
         """
         ids = {worker.url.rstrip("/"): worker.id for worker in await list_workers(self._control)}
-        for url in ids.keys() - set(wanted):
-            await self._remove(ids[url])
-        for url in set(wanted) - ids.keys():
-            await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
-        return ids.keys() == set(wanted)
+        missing, surplus = set(wanted) - ids.keys(), ids.keys() - set(wanted)
+        changes = {(url, True) for url in missing} | {(url, False) for url in surplus}
+        late = self._clock() - REPEAT_SECONDS
+        self._requested = {change: at for change, at in self._requested.items() if change in changes and at > late}
+        due = sorted(changes - self._requested.keys())
+        # In batches: the first change of a restarted router adds every server.
+        for begin in range(0, len(due), _CHANGES_AT_ONCE):
+            batch = due[begin : begin + _CHANGES_AT_ONCE]
+            await gather_or_cancel(*(self._add(url) if listed else self._remove(ids[url]) for url, listed in batch))
+            self._requested |= dict.fromkeys(batch, self._clock())
+        return not changes
+
+    async def _add(self, url: str) -> None:
+        await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
 
     async def _remove(self, worker: str) -> None:
         try:

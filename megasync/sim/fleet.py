@@ -64,7 +64,7 @@ class SimFleet(Fleet):
     def _control(self, url: str) -> ServerControl:
         control = ServerControl(url)
         session: Any = SimSession(self._network)
-        control._session = session
+        control._sessions = {True: session, False: session}
         return control
 
     def _members(self, router_url: str) -> SimRouter:

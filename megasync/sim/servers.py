@@ -19,6 +19,8 @@ from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.sim.network import ROUTER_URL, Answer, failed_answer, json_answer
 
 START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS = 0.6, 0.2, 0.005, 0.04
+# The longest time from the end of a process to the report of its node's agent.
+REPORT_SECONDS = 0.5
 # Number of requests that fill a server's KV cache.
 ROOM = 12
 # Seconds between two chunks of a stream that never ends.
@@ -35,7 +37,7 @@ LIES = (
 
 
 class SimServer:
-    """A server process (`start`, `alive`, `tail`, `stop`) with an address.
+    """A server process (`start`, `ended`, `tail`, `stop`) with an address.
 
     `weights` is None while the server holds a mixture of versions. `stream` is the number of tokens between two chunks
     of a streamed answer. A prompt that begins with the token `poison` kills the process.
@@ -71,9 +73,9 @@ class SimServer:
         self._laws.note(f"{self.url} is up")
         return self.url
 
-    async def alive(self) -> bool:
-        await asyncio.sleep(ANSWER_SECONDS)
-        return not self.gone.is_set()
+    async def ended(self) -> None:
+        await self.gone.wait()
+        await asyncio.sleep(REPORT_SECONDS * self._chance.share(f"end of {self.url}"))
 
     async def tail(self, lines: int) -> str:
         return "killed"
@@ -273,7 +275,8 @@ class SimRouter:
 
     def __init__(self, chance: Chance) -> None:
         self.listed: set[str] = set()
-        self.up = False
+        self.gone = asyncio.Event()
+        self.gone.set()
         self._starts = 0
         self._chance = chance
         self._passing: list[Answer] = []
@@ -282,11 +285,15 @@ class SimRouter:
         self._starts += 1
         self.listed.clear()
         await asyncio.sleep(self._chance.seconds("generate", ROUTER_SECONDS, f"router {self._starts}"))
-        self.up = True
+        self.gone.clear()
         return ROUTER_URL
 
-    async def alive(self) -> bool:
-        return self.up
+    @property
+    def up(self) -> bool:
+        return not self.gone.is_set()
+
+    async def ended(self) -> None:
+        await self.gone.wait()
 
     async def tail(self, lines: int) -> str:
         return "killed"
@@ -296,7 +303,7 @@ class SimRouter:
 
     def kill(self) -> None:
         """Kill the router: responses through it break off, while the servers continue to sample them."""
-        self.up = False
+        self.gone.set()
         for answer in self._passing:
             answer.cut()
         self._passing.clear()

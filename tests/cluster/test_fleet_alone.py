@@ -48,7 +48,7 @@ class FakeServer:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.living = True
+        self._ended = asyncio.Event()
         self.running, self.throughput, self.answer = 0, 0.0, GOOD
         # Whether it answers checks at all, whether the answer ends, and what waits in its queue.
         self.silent, self.endless, self.waiting = False, False, 0
@@ -58,8 +58,17 @@ class FakeServer:
     async def start(self, timeout: float) -> str:
         return self.url
 
-    async def alive(self) -> bool:
-        return self.living
+    @property
+    def living(self) -> bool:
+        return not self._ended.is_set()
+
+    @living.setter
+    def living(self, lives: bool) -> None:
+        assert not lives
+        self._ended.set()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
 
     async def tail(self, lines: int) -> str:
         return "Segmentation fault"
@@ -113,8 +122,8 @@ class FakeRouter:
     async def start(self, timeout: float) -> str:
         return "http://router"
 
-    async def alive(self) -> bool:
-        return True
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
 
     async def stop(self, timeout: float) -> None: ...
     async def close(self) -> None: ...
@@ -187,6 +196,7 @@ def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
 @in_virtual_time
 async def test_an_isolated_server_leaves_the_router_drains_and_still_takes_part_in_syncs(fleet):
     first = fleet.made[0]
+    await fleet.until(lambda: len(fleet.loads()) == 3)
     first.running = 5
     slot, url = await fleet.isolate(())
     assert (slot, url) == (0, first.url)

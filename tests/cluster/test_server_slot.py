@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from megasync.cluster import server_slot
 from megasync.cluster.server_slot import ServerSlot
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
@@ -25,7 +24,9 @@ class FakeProcess:
 
     def __init__(self, starts: bool = True) -> None:
         self._starts = starts
-        self.living = self.hung = False
+        self.hung = False
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
 
     async def start(self, timeout: float) -> str:
         if not self._starts:
@@ -36,7 +37,7 @@ class FakeProcess:
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.living = True
+        self._up.set()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _loads(self, request: web.Request) -> web.Response:
@@ -47,8 +48,15 @@ class FakeProcess:
             await asyncio.sleep(600)
         return web.json_response({})
 
-    async def alive(self) -> bool:
-        return self.living
+    @property
+    def living(self) -> bool:
+        return self._up.is_set() and not self._down.is_set()
+
+    def end(self) -> None:
+        self._down.set()
+
+    async def ended(self) -> None:
+        await self._down.wait()
 
     async def tail(self, lines: int) -> str:
         return "out of memory"
@@ -56,13 +64,12 @@ class FakeProcess:
     async def stop(self, timeout: float) -> None:
         if self.living:
             await self._runner.cleanup()
-        self.living = False
+        self.end()
 
 
 @asynccontextmanager
 async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, restarts: int = 5):
     """(slot, transitions as they come), started with the first of the processes."""
-    monkeypatch.setattr(server_slot, "POLL_SECONDS", 0.01)
     config = Config()
     config.timeouts = TimeoutConfig(server_start=10.0, shutdown=1.0)
     config.rollout.health = HealthConfig(
@@ -106,7 +113,7 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monke
     async with living(monkeypatch, first, second) as (slot, seen):
         old = await until(seen, ServerState.STALE)
         slot.note(slot.health.synced)
-        first.living = False
+        first.end()
         assert await until(seen, ServerState.DEAD) == old
         assert "its process has ended. Last lines of its log:\nout of memory" in slot.health.reason
         assert await until(seen, ServerState.STALE) == slot.url != old
@@ -146,7 +153,7 @@ async def test_a_cancelled_slot_starts_no_further_server(monkeypatch):
         try:
             await asyncio.sleep(600)
         finally:
-            first.living = False
+            first.end()
 
     first.stop = slow_stop
     async with living(monkeypatch, first, second) as (slot, _):

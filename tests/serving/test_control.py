@@ -10,14 +10,19 @@ from aiohttp import web
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
 
+# The client's port of each call: the same port is the same connection.
+ports: list[int] = []
+
 
 @pytest.fixture
 async def server():
     """(control of a small server, what the server saw, its URL)"""
     seen = []
+    ports.clear()
 
     async def answer(request: web.Request) -> web.Response:
         seen.append((request.method, request.path, request.headers.get("Authorization"), await request.text()))
+        ports.append(request.transport.get_extra_info("peername")[1])
         return {
             "/json": web.json_response({"a": 1}),
             "/text": web.Response(text="done"),
@@ -53,6 +58,17 @@ async def test_answers_are_json_or_text(server):
         ("POST", "/text", "Bearer secret", "{}"),
         ("GET", "/empty", "Bearer secret", ""),
     ]
+
+
+async def test_only_gets_reuse_a_connection(server):
+    control, _, _ = server
+    for _ in range(3):
+        await control.get("/json")
+    assert len(set(ports)) == 1
+    ports.clear()
+    for _ in range(3):
+        await control.post("/json")
+    assert len(set(ports)) == 3
 
 
 async def test_a_refusal_names_url_path_status_and_body(server):
