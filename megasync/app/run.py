@@ -44,8 +44,9 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
 from megasync.rollout.client import RolloutClient
+from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap
-from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
+from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
@@ -184,20 +185,25 @@ class Run:
 
     def _build_rollouter(self, config: Config, started: StartedRun, seed: int | None) -> Rollouter:
         rollout, schedule, servers = config.rollout, config.schedule, started.servers
-        selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
         pressure = rollout.kv_pressure
         cap = None if pressure is None else InflightCap(len(started.controls), pressure)
-        return Rollouter(
-            started.client,
+        rollouter = Rollouter(
             self._workload.source,
             started.buffer,
-            GroupSpec(self._workload.workflow, self._workload.rewards, selection, seed),
             schedule,
-            failures=FailurePolicy(
-                rollout.max_attempts, rollout.max_drop_share, save_seconds=rollout.save_partials_seconds
-            ),
+            max_drop_share=rollout.max_drop_share,
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
         )
+        selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
+        worker = GroupWorker(
+            started.client,
+            started.buffer,
+            GroupSpec(self._workload.workflow, self._workload.rewards, selection, seed),
+            FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
+            quarantine=servers.quarantine,
+        )
+        rollouter.add(worker)
+        return rollouter
 
     def _build_evaluation(
         self, config: Config, client: RolloutClient, observer: RunObserver, seed: int | None

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,6 +144,9 @@ class AsyncBuffer:
 
     async def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
         return self._state.partials(uid)
+
+    async def unfinished(self, uids: Sequence[str]) -> list[str]:
+        return self._state.unfinished(uids)
 
     # Training side
 

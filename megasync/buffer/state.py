@@ -451,6 +451,11 @@ class TrajectoryBuffer:
             "removed_trajectories": self.status.removed_trajectories,
         }
 
+    def unfinished(self, uids: Iterable[str]) -> list[str]:
+        """Those of the groups that are still to be generated."""
+        entries = ((uid, self._groups.find(uid)) for uid in uids)
+        return [uid for uid, entry in entries if entry is not None and entry.state in UNFINISHED]
+
     def live_uids(self) -> list[str]:
         """Admitted, neither trained nor dropped; in admission order."""
         return [entry.uid for entry in self._groups.among(*LIVE)]

@@ -99,6 +99,7 @@ class RemoteBuffer:
     drop = _in_process(AsyncBuffer.drop)
     save_partials = _in_process(AsyncBuffer.save_partials)
     partials = _in_process(AsyncBuffer.partials)
+    unfinished = _in_process(AsyncBuffer.unfinished)
     lease = _in_process(AsyncBuffer.lease)
     ack = _in_process(AsyncBuffer.ack)
     step_failed = _in_process(AsyncBuffer.step_failed)

@@ -51,7 +51,7 @@ ROLES = {
             None,
             AsyncBuffer,
             (
-                *("admit", "commit", "drop", "reclaim", "save_partials", "partials"),
+                *("admit", "commit", "drop", "reclaim", "save_partials", "partials", "unfinished"),
                 *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
                 *("counts", "counters", "live_uids", "waiting"),
                 *("open", "opening"),

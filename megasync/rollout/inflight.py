@@ -69,7 +69,7 @@ class RequestGate:
 
     async def close(self, timeout: float) -> None:
         """Admits no further request and waits up to `timeout` seconds for the running ones, then raises ServerError."""
-        self._closed = True
+        self.shut()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
@@ -77,6 +77,10 @@ class RequestGate:
                 f"{self.inflight} requests still ran {timeout:.0f} s after the rollout was paused for a weight sync; "
                 f"raise timeouts.request or set schedule.partial_rollout=true"
             ) from None
+
+    def shut(self) -> None:
+        """Admits no further request."""
+        self._closed = True
 
     def open(self) -> None:
         self._closed = False

@@ -1,5 +1,8 @@
 """Metrics of the rollout: counts since the start, means over the latest groups, tokens per second.
 
+Every worker counts its own work (`WorkerMetrics`), and reports each group as a `Summary`. `RolloutMetrics` adds up the
+workers, including those that are lost.
+
 Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the trajectories that have it, so
 a key that is missing in some of them neither vanishes nor counts as zero.
 """
@@ -8,27 +11,40 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megasync.trajectory import Trajectory
 
 # Seconds over which token throughput is measured: several steps of a small run, a part of a large run's step.
 RATE_SECONDS = 30.0
 
+# Metric name to (sum, number of values) over the trajectories of a group.
+Summary = Mapping[str, tuple[float, int]]
 
-class RolloutMetrics:
-    """Counts groups, drops and tokens. Means are over the latest `window` groups."""
 
-    def __init__(self, window: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.committed = 0
-        self.regenerated = 0
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker did since its start, and does now. `client` holds metrics by their full names, which add up."""
+
+    inflight_requests: int = 0
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    failed_samples: int = 0
+    server_failures: int = 0
+    # Responses that selection changed or left out: over-long, or sampled and not needed.
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    client: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class WorkerMetrics:
+    """Counts the work of one worker."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failed_samples = 0
         self.server_failures = 0
-        self.drops: Counter[str] = Counter()
-        # Responses that selection changed or left out: over-long, or sampled and not needed.
         self.counts: Counter[str] = Counter()
         self._tokens = 0
-        self._recent: deque[Sequence[Trajectory]] = deque(maxlen=window)
         self._clock = clock
         self._started = clock()
         self._arrivals: deque[tuple[float, int]] = deque()
@@ -42,38 +58,96 @@ class RolloutMetrics:
         while now - self._arrivals[0][0] > RATE_SECONDS:
             self._arrivals.popleft()
 
-    def add_scored(self, trajectories: Sequence[Trajectory]) -> None:
-        """Adds a scored group to the means; one dropped for being uniform too, or the mean reward would be biased."""
-        self._recent.append(trajectories)
-
-    def snapshot(self) -> dict[str, float]:
-        """Metric name to value. Means are absent until there is something to average."""
-        recent = [t for group in self._recent for t in group]
-        values: dict[str, list[float]] = {}
-        for trajectory in recent:
-            for name, value in trajectory.metrics.items():
-                values.setdefault(name, []).append(value)
-        # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
-        values |= {
-            "reward_mean": [t.reward for t in recent if t.reward is not None],
-            "response_length": [float(len(t.response_ids)) for t in recent],
-            "truncated_share": [float(t.finish_reason == "length") for t in recent],
-        }
-        means = {f"rollout/{name}": sum(each) / len(each) for name, each in values.items() if each}
-        return means | {
-            "rollout/tokens": float(self._tokens),
-            "rollout/tokens_per_second": self._rate(),
-            "rollout/groups": float(self.committed),
-            "rollout/groups_regenerated": float(self.regenerated),
-            "rollout/samples_failed": float(self.failed_samples),
-            "rollout/groups_dropped": float(self.drops.total()),
-            "rollout/server_failures": float(self.server_failures),
-            **{f"rollout/{name}": float(count) for name, count in sorted(self.counts.items())},
-            **{f"rollout/dropped_{reason}": float(count) for reason, count in sorted(self.drops.items())},
-        }
+    def status(self, inflight_requests: int, client: Mapping[str, float]) -> WorkerStatus:
+        return WorkerStatus(
+            inflight_requests,
+            self._tokens,
+            self._rate(),
+            self.failed_samples,
+            self.server_failures,
+            dict(self.counts),
+            client,
+        )
 
     def _rate(self) -> float:
         now = self._clock()
         elapsed = min(RATE_SECONDS, now - self._started)
         tokens = sum(count for when, count in self._arrivals if now - when <= RATE_SECONDS)
         return tokens / elapsed if elapsed > 0 else 0.0
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> Summary:
+    """The sums of a scored group's metrics. A group that is dropped counts too, or the mean reward would be biased."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values.setdefault(name, []).append(value)
+    # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
+    values |= {
+        "reward_mean": [t.reward for t in trajectories if t.reward is not None],
+        "response_length": [float(len(t.response_ids)) for t in trajectories],
+        "truncated_share": [float(t.finish_reason == "length") for t in trajectories],
+    }
+    return {name: (sum(each), len(each)) for name, each in values.items() if each}
+
+
+class RolloutMetrics:
+    """Counts groups and drops of all workers. Means are over the latest `window` groups."""
+
+    def __init__(self, window: int) -> None:
+        self.committed = 0
+        self.regenerated = 0
+        self.workers_lost = 0
+        self.drops: Counter[str] = Counter()
+        self._recent: deque[Summary] = deque(maxlen=window)
+        self._lost: list[WorkerStatus] = []
+
+    def add_scored(self, summary: Summary) -> None:
+        self._recent.append(summary)
+
+    def lost(self, last: WorkerStatus) -> None:
+        """Keeps the counts of a lost worker, by its last report."""
+        self.workers_lost += 1
+        self._lost = [_sum([*self._lost, last])]
+
+    def snapshot(self, workers: Iterable[WorkerStatus]) -> dict[str, float]:
+        """Metric name to value. Means are absent until there is something to average."""
+        now = list(workers)
+        total = _sum([*self._lost, *now])
+        means = {
+            f"rollout/{name}": sum(s[name][0] for s in found) / sum(s[name][1] for s in found)
+            for name in dict.fromkeys(name for summary in self._recent for name in summary)
+            if (found := [summary for summary in self._recent if name in summary])
+        }
+        return {
+            **means,
+            "rollout/tokens": float(total.tokens),
+            "rollout/tokens_per_second": sum(status.tokens_per_second for status in now),
+            "rollout/groups": float(self.committed),
+            "rollout/groups_regenerated": float(self.regenerated),
+            "rollout/samples_failed": float(total.failed_samples),
+            "rollout/groups_dropped": float(self.drops.total()),
+            "rollout/server_failures": float(total.server_failures),
+            "rollout/workers_lost": float(self.workers_lost),
+            "rollout/inflight_requests": float(sum(status.inflight_requests for status in now)),
+            **total.client,
+            **{f"rollout/{name}": float(count) for name, count in sorted(total.counts.items())},
+            **{f"rollout/dropped_{reason}": float(count) for reason, count in sorted(self.drops.items())},
+        }
+
+
+def _sum(statuses: Sequence[WorkerStatus]) -> WorkerStatus:
+    """The counts of all statuses."""
+    counts: Counter[str] = Counter()
+    client: dict[str, float] = {}
+    for status in statuses:
+        counts.update(status.counts)
+        for name, value in status.client.items():
+            client[name] = client.get(name, 0.0) + value
+    return WorkerStatus(
+        tokens=sum(status.tokens for status in statuses),
+        failed_samples=sum(status.failed_samples for status in statuses),
+        server_failures=sum(status.server_failures for status in statuses),
+        counts=counts,
+        client=client,
+    )

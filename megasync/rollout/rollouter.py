@@ -1,70 +1,67 @@
-"""The rollout loops: prompts in, scored groups out, bounded at every point.
+"""The rollout loops: prompts in, groups out, over any number of workers, bounded at every point.
 
-      source.next ──▶ buffer.admit ──┐
-                                     ├──▶ samples_per_group workflows ──▶ reward ──▶ buffer.commit | buffer.drop
-      buffer.reclaim ──▶ source.get ─┘
+      source.next ──▶ buffer.admit ──┐                      ┌─────────────┐
+                                     ├──▶ a worker's groups │ GroupWorker │──▶ buffer.commit | buffer.drop
+      buffer.reclaim ──▶ source.get ─┘          ▲           └──────┬──────┘
+                                                └── GroupEnded ◀───┘
 
     loop        consumes             produces             waits for                       who unblocks it
     ----------  -------------------  -------------------  ------------------------------  ------------------------------
     draw        prompts              groups in progress   a buffer slot, a place          training, drops, ended groups
     regenerate  uids to regenerate   groups in progress   a stale group, a place          training, ended groups
-    save        partial responses    saved partials       its own timer                   the clock
-    limit       the servers' loads   the gate's limit     its own timer                   the clock
+    limit       the servers' loads   the gates' limits    its own timer                   the clock
 
-Invariant: every admitted prompt ends in exactly one `commit` or `drop`, or is still live in the buffer when the run
-stops; `_work` guarantees it. A prompt that was drawn but not admitted stays with the source. Whose failure it is
-decides how it is handled (`failures`): server failures never cost a prompt, except the prompt that kills the servers.
+The rollouter decides which worker gets which group, and does no work per request: that is done by `group_worker`. By
+default there is one worker, in the driver; with `rollout.workers` they are processes that come and go.
+
+Invariant: every admitted prompt is assigned to exactly one worker, waits for one, or has ended; `_groups` holds those
+that have not ended. A worker that is lost hands its groups to the others, which continue from the saved partial
+responses. A prompt that was drawn but not admitted stays with the source.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed
-from megasync.concurrency.tasks import Backoff, cancel_and_wait
-from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.data import PromptSource
-from megasync.errors import DataError, MegasyncError, ServerError
-from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
-from megasync.importing import name_of
-from megasync.rewards import RewardRunner
-from megasync.rollout.drops import HARMLESS, DropLimit, Dropped
-from megasync.rollout.inflight import InflightCap, RequestGate, ServerLoad
+from megasync.concurrency.tasks import gather_or_cancel
+from megasync.config.schema import ScheduleConfig
+from megasync.errors import DataError, ProcessLost, ServerError
+from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, DropLimit
+from megasync.rollout.group_worker import GroupEnded, Worker
+from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
-from megasync.rollout.partials import PartialResponses
-from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.sample_client import Client, SampleClient, request_seed
-from megasync.rollout.selection import Selection
-from megasync.rollout.workflow import TrajectoryCheck, Workflow
-from megasync.trajectory import Group, Partial, Prompt, Trajectory
+from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
 
-# Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each
-# request by then, until `timeouts.request`.
-BACKOFF_SECONDS = (1.0, 30.0)
 # Seconds between two updates of the in-flight limit.
 LIMIT_SECONDS = 2.0
 
 
-class GroupBuffer(Protocol):
-    """The buffer's rollout side, as of `AsyncBuffer`; every call may raise BufferClosed."""
+class Prompts(Protocol):
+    """Where prompts come from; see `PromptSource`."""
+
+    def next(self) -> Prompt: ...
+    def admitted(self, uid: str) -> None: ...
+    def get(self, uid: str) -> Prompt: ...
+
+
+class Admission(Protocol):
+    """What the rollouter uses of the buffer, as of `AsyncBuffer`; every call may raise BufferClosed."""
 
     async def admit(self, uid: str) -> None: ...
-    async def commit(self, group: Group) -> bool: ...
-    async def drop(self, uid: str, reason: str) -> bool: ...
     async def reclaim(self) -> str: ...
-    async def partials(self, uid: str) -> Mapping[tuple[int, int], Partial]: ...
-    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None: ...
+
+    async def unfinished(self, uids: Sequence[str]) -> list[str]:
+        """Those of the groups that are still to be generated."""
+        ...
 
 
 class FleetLoads(Protocol):
@@ -74,82 +71,71 @@ class FleetLoads(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """How a prompt becomes a group.
+class HeldRequests(Protocol):
+    """What the rollouter asks the quarantine, and tells it; see `Quarantine`."""
 
-    `selection` decides which responses and groups are trained, by default all that can be. With `seed` every request
-    carries a seed derived from (seed, uid, sample, turn).
-    """
+    holds: int
 
-    workflow: Workflow
-    rewards: RewardRunner
-    selection: Selection | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FailurePolicy:
-    """Limits on failures: attempts per workflow or reward that raises, and the share of groups dropped for errors.
-
-    `save_seconds` is the time between two saves of partial responses, from which a resumed run continues; 0 for none.
-    """
-
-    max_attempts: int = 1
-    max_drop_share: float = 0.5
-    backoff_seconds: tuple[float, float] = BACKOFF_SECONDS
-    save_seconds: float = 0.0
+    @property
+    def busy(self) -> bool: ...
+    def describe(self, key: str, row: Mapping[str, Any]) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """What the servers' state imposes on the rollout.
 
-    `cap` limits requests below what the buffer allows, by the loads of the `fleet`. `quarantine` is the client's:
-    prompts that it finds to kill servers are dropped.
+    `cap` limits requests below what the buffer allows, by the loads of the `fleet`. The `quarantine` holds requests
+    back whose prompts may kill servers.
     """
 
     fleet: FleetLoads | None = None
     cap: InflightCap | None = None
-    quarantine: Quarantine | None = None
+    quarantine: HeldRequests | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Assigned:
+    """An admitted group that has not ended. `worker` is None while it waits for one."""
+
+    prompt: Prompt
+    worker: Worker | None = None
 
 
 class Rollouter:
-    """Generates groups for as long as the buffer admits prompts."""
+    """Generates groups for as long as the buffer admits prompts, on the workers that `add` and `remove` name.
+
+    At most `max_drop_share` of the recent groups may be dropped for errors.
+    """
 
     def __init__(
         self,
-        client: Client,
-        source: PromptSource,
-        buffer: GroupBuffer,
-        spec: GroupSpec,
+        source: Prompts,
+        buffer: Admission,
         schedule: ScheduleConfig,
         *,
-        failures: FailurePolicy | None = None,
+        max_drop_share: float = 0.5,
         servers: ServerLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
         self._source = source
         self._buffer = buffer
-        self._workflow = spec.workflow
-        self._check = TrajectoryCheck(spec.workflow)
-        self._rewards = spec.rewards
-        self._selection = spec.selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
-        self._seed = spec.seed
-        self._failures = failures or FailurePolicy()
         servers = servers or ServerLimits()
         self._fleet, self._cap, self._quarantine = servers.fleet, servers.cap, servers.quarantine
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
-        self._gate = RequestGate()
-        self._metrics = RolloutMetrics(schedule.groups_per_step, clock)
-        self._drop_limit = DropLimit(self._failures.max_drop_share)
-        self._unknown = UnexpectedErrors()
-        self._partials = PartialResponses()
-        self._groups: dict[str, asyncio.Task[None]] = {}
-        # Groups that the buffer returned before their task had ended.
-        self._again: dict[str, Prompt] = {}
-        self._failed: asyncio.Future[None]
+        self._metrics = RolloutMetrics(schedule.groups_per_step)
+        self._drop_limit = DropLimit(max_drop_share)
+        # The workers, and how many groups each has.
+        self._workers: dict[Worker, int] = {}
+        self._groups: dict[str, _Assigned] = {}
+        # Groups without a worker, and whether a lost worker has worked on them.
+        self._waiting: deque[tuple[_Assigned, bool]] = deque()
+        # Groups that the buffer returned before their worker reported that they ended.
+        self._again: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = self._gated = False
+        self._limit: int | None = None
+        self._failed: asyncio.Future[None] | None = None
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -160,8 +146,9 @@ class Rollouter:
             asyncio.create_task(self._draw(), name="rollout draw"),
             asyncio.create_task(self._regenerate(), name="rollout regenerate"),
         }
-        if self._failures.save_seconds:
-            loops.add(asyncio.create_task(self._save_loop(), name="rollout save"))
+        self._running = True
+        for worker in self._workers:
+            self._begin(worker)
         if self._cap is not None and self._fleet is not None:
             loops.add(asyncio.create_task(self._limit_loop(self._cap, self._fleet), name="rollout limit"))
         stopped = asyncio.create_task(self._stopped.wait(), name="rollout stop")
@@ -172,17 +159,42 @@ class Rollouter:
             for task in ended:
                 task.result()
         finally:
-            self._again.clear()
-            await cancel_and_wait(*watched, *self._groups.values())
-            if self._failures.save_seconds:
-                try:
-                    await self._save()
-                except MegasyncError as error:
-                    log.warning("Partial responses are not saved; a restart generates them again: %s", error)
+            self._running = False
+            tasks = [*watched, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            halts = [worker.halt() for worker in self._workers]
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*halts)
+            self._groups.clear()
 
     def stop(self) -> None:
         """Makes `run` return, whatever it waits for. Admitted prompts stay live in the buffer."""
         self._stopped.set()
+
+    # Workers
+
+    def add(self, worker: Worker) -> None:
+        """Gives groups to this worker from now on."""
+        self._workers[worker] = 0
+        worker.listen(self)
+        if self._running:
+            self._begin(worker)
+            self._share_limit()
+            waiting, self._waiting = self._waiting, deque()
+            for assigned, again in waiting:
+                self._assign(assigned, again)
+
+    def remove(self, worker: Worker) -> None:
+        """The worker is lost: its groups continue on the others. What it reports from now on is ignored."""
+        if self._workers.pop(worker, None) is None:
+            return
+        self._metrics.lost(worker.status)
+        uids = [uid for uid, assigned in self._groups.items() if assigned.worker is worker]
+        for uid in uids:
+            self._groups[uid].worker = None
+        if uids and self._running:
+            self._spawn(self._continue_or_end(uids), f"groups of a lost worker: {len(uids)}")
 
     async def gate(self, timeout: float) -> None:
         """Admits no further request and returns when none is running.
@@ -190,17 +202,25 @@ class Rollouter:
         Raises ServerError after `timeout` seconds in which the quarantine held no request back: while it holds one, the
         request's own deadline is paused.
         """
+        self._gated = True
         while True:
             holds = self._quarantine.holds if self._quarantine is not None else 0
             try:
-                return await self._gate.close(timeout)
+                return await self._close_gates(timeout)
             except ServerError:
                 if self._quarantine is None or not (self._quarantine.busy or self._quarantine.holds > holds):
                     raise
 
     def open(self) -> None:
         """Admits requests again after `gate`."""
-        self._gate.open()
+        self._gated = False
+        for worker in self._workers:
+            worker.open_gate()
+
+    def set_versions(self, published: int, newest: int) -> None:
+        """Tells the workers the published version, and the newest that any server can hold."""
+        for worker in self._workers:
+            worker.set_versions(published, newest)
 
     @property
     def finished_groups(self) -> int:
@@ -209,9 +229,9 @@ class Rollouter:
 
     def metrics(self) -> dict[str, float]:
         """The state of the rollout by metric name; reading it changes nothing."""
-        metrics = self._metrics.snapshot() | self._client.metrics()
+        metrics = self._metrics.snapshot(worker.status for worker in self._workers)
         metrics["rollout/inflight_groups"] = float(len(self._groups))
-        metrics["rollout/inflight_requests"] = float(self._gate.inflight)
+        metrics["rollout/workers"] = float(len(self._workers))
         if self._fleet is not None:
             metrics |= self._fleet.metrics()
         if self._fleet is not None and self._cap is not None:
@@ -245,179 +265,135 @@ class Rollouter:
             self._metrics.regenerated += 1
             self._start(self._source.get(uid))
 
-    async def _save_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._failures.save_seconds)
-            await self._save()
-
-    async def _save(self) -> None:
-        """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
-        for batch in self._partials.unsaved():
-            await self._buffer.save_partials(batch)
-
     async def _limit_loop(self, cap: InflightCap, fleet: FleetLoads) -> None:
         while True:
-            self._gate.set_limit(cap.update(fleet.loads(), self._gate.inflight))
+            inflight = sum(worker.status.inflight_requests for worker in self._workers)
+            self._limit = cap.update(fleet.loads(), inflight)
+            self._share_limit()
             await asyncio.sleep(LIMIT_SECONDS)
 
+    # Groups
+
     def _start(self, prompt: Prompt) -> None:
-        """Works on one group in a task of its own, which holds a place until it ends.
+        """Begins a group, which holds a place until it ends.
 
         Never two tasks work on one group: they would append to the same partial responses. The buffer may return a
-        group while its task still waits for the answer to a commit that was declined, lost on the way, and sent again.
+        group while its worker still waits for the answer to a commit that was declined, lost on the way, and sent
+        again; or whose end is still to be reported here.
         """
         if prompt.uid in self._groups:
-            self._again[prompt.uid] = prompt
+            self._again.add(prompt.uid)
             self._places.release()
             return
-        task = self._groups[prompt.uid] = asyncio.create_task(self._work(prompt), name=f"group {prompt.uid}")
-        task.add_done_callback(partial(self._ended, prompt.uid))
+        assigned = self._groups[prompt.uid] = _Assigned(prompt)
+        self._assign(assigned)
 
-    def _ended(self, uid: str, task: asyncio.Task[None]) -> None:
-        del self._groups[uid]
-        again = self._again.pop(uid, None)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._failed.done():
-            self._failed.set_exception(error)
-        if again is None or task.cancelled() or error is not None:
-            self._places.release()
-        else:
-            # It takes over the place of the task that has ended.
-            self._start(again)
-
-    # One group
-
-    async def _work(self, prompt: Prompt) -> None:
-        try:
-            if self._failures.save_seconds:
-                self._partials.restore(prompt.uid, await self._buffer.partials(prompt.uid))
-            outcome = await self._generate(prompt)
-            self._partials.forget(prompt.uid)
-            if isinstance(outcome, Group):
-                outcome = await self._commit(outcome)
-            if outcome is not None:
-                await self._buffer.drop(prompt.uid, outcome.reason)
-                self._again.pop(prompt.uid, None)
-                self._count_drop(prompt, outcome)
-        except BufferClosed:
+    def _assign(self, assigned: _Assigned, again: bool = False) -> None:
+        """Gives the group to the worker with the fewest."""
+        if not self._workers:
+            self._waiting.append((assigned, again))
             return
+        worker = min(self._workers, key=lambda worker: self._workers[worker])
+        self._workers[worker] += 1
+        assigned.worker = worker
+        worker.start(assigned.prompt, again)
 
-    async def _commit(self, group: Group) -> Dropped | None:
-        """Returns why the group must be dropped, when the workflow put something into it that cannot be recorded."""
+    def ended(self, worker: Worker, group: GroupEnded) -> None:
+        """A group of a worker has ended."""
+        assigned = self._groups.get(group.uid)
+        if assigned is None or assigned.worker is not worker:
+            return
+        self._workers[worker] -= 1
+        assigned.worker = None
         try:
-            # The buffer may decline: it was closed, or the group is stale by now and will be returned.
-            taken = await self._buffer.commit(group)
+            self._count(assigned.prompt, group)
         except DataError as error:
-            return Dropped("unrecordable", str(error))
-        # Not `committed += await ...`: that reads the sum before the wait, and would lose commits made meanwhile.
-        self._metrics.committed += taken
-        if taken:
-            self._again.pop(group.uid, None)
-        self._drop_limit.passed()
-        return None
+            self.failed(worker, error)
+        if group.uid not in self._again:
+            del self._groups[group.uid]
+            self._places.release()
+        elif group.taken or group.dropped is not None:
+            # The buffer returned it before this end, or after it.
+            self._spawn(self._continue_or_end([group.uid]), f"group {group.uid} returned")
+        else:
+            self._again.discard(group.uid)
+            self._assign(assigned)
 
-    def _count_drop(self, prompt: Prompt, drop: Dropped) -> None:
+    def failed(self, worker: Worker, error: BaseException) -> None:
+        """Ends the run with this error, unless the worker is lost."""
+        if worker in self._workers:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _count(self, prompt: Prompt, group: GroupEnded) -> None:
         """Raises DataError when too many groups have failed; one with nothing to learn has not."""
+        if group.scored is not None:
+            self._metrics.add_scored(group.scored)
+        drop = group.dropped
+        if drop is None:
+            self._metrics.committed += group.taken
+            self._drop_limit.passed()
+            return
         self._metrics.drops[drop.reason] += 1
         if drop.reason in HARMLESS:
             self._drop_limit.passed()
             return
+        if drop.reason == KILLS_SERVERS and self._quarantine is not None:
+            self._quarantine.describe(prompt.uid, prompt.columns)
         log.warning("Dropped group %s (%s): %s", prompt.uid, drop.reason, drop.problem)
         self._drop_limit.failed(prompt.uid, drop)
 
-    async def _generate(self, prompt: Prompt) -> Group | Dropped:
-        samples, problems = await self._sample_all(prompt)
-        if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
-            self._quarantine.describe(prompt.uid, prompt.columns)
-            return Dropped("kills_servers", evidence)
-        trajectories = [t for sample in samples for t in sample]
-        if not trajectories:
-            return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory")
+    async def _continue_or_end(self, uids: Sequence[str]) -> None:
+        """Starts those of the groups again that are still to be generated; the others have ended in the buffer."""
         try:
-            scored = await self._score(trajectories, prompt)
-        except DataError as error:
-            return Dropped("reward_error", str(error))
-        self._metrics.add_scored(scored)
-        rest = iter(scored)
-        chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._metrics.counts)
-        if isinstance(chosen, list):
-            return Group(prompt.uid, chosen)
-        # A failed sample is a likelier cause than what is left of the others.
-        return replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
-
-    async def _score(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
-        """Raises DataError when the reward has used up its attempts; server failures do not count."""
-        attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
-        while True:
-            try:
-                return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
-            except MegasyncError as error:
-                if is_infrastructure(error):
-                    await self._back_off(f"Reward of group {prompt.uid}", error, backoff)
-                    continue
-                attempts += 1
-                self._unknown.note(f"the reward of group {prompt.uid}", error)
-                if attempts == self._failures.max_attempts:
-                    raise
-
-    async def _back_off(self, what: str, error: BaseException, backoff: Backoff) -> None:
-        self._metrics.server_failures += 1
-        log.warning("%s: retrying once a server is available: %s", what, error)
-        await asyncio.sleep(backoff.next())
-
-    async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
-        """The trajectories of each sample, in the samples' order, and the errors of those that failed.
-
-        Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
-        """
-        tasks = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._selection.samples_started)]
-        running = set(tasks)
-        try:
-            while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
-                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel_and_wait(*running)
-        results = [task.result() for task in tasks if not task.cancelled()]
-        samples = [result for result in results if isinstance(result, list)]
-        # Several may end at the same moment.
-        unused = len(tasks) - len(results) + max(0, len(samples) - self._selection.samples_awaited)
-        if unused:
-            self._metrics.counts["samples_unused"] += unused
-        return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
-
-    async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
-        """One sample's trajectories, or the text of its error once it has used up its attempts."""
-        attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
-        while True:
-            try:
-                trajectories = await self._attempt(prompt, index)
-            except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
-                if cancellation_requested(error):
-                    raise
-                if is_infrastructure(error):
-                    await self._back_off(f"Sample {index} of group {prompt.uid}", error, backoff)
-                    continue
-                attempts += 1
-                self._partials.sample(prompt.uid, index).forget_finished()
-                log.debug("Sample %d of group %s failed", index, prompt.uid, exc_info=error)
-                self._metrics.failed_samples += 1
-                self._unknown.note(f"sample {index} of group {prompt.uid}", error)
-                if attempts == self._failures.max_attempts:
-                    return f"the workflow {name_of(self._workflow)} raised {type(error).__name__}: {error}"
+            unfinished = set(await self._buffer.unfinished(uids))
+        except BufferClosed:
+            return
+        for uid in uids:
+            self._again.discard(uid)
+            if uid in unfinished:
+                self._assign(self._groups[uid], again=True)
             else:
-                self._metrics.add_generated(trajectories)
-                return trajectories
+                del self._groups[uid]
+                self._places.release()
 
-    async def _attempt(self, prompt: Prompt, index: int) -> list[Trajectory]:
-        """Calls the workflow once, with a copy of the row, so that its changes do not reach the next attempt."""
-        seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
-        responses = self._partials.sample(prompt.uid, index)
-        client = SampleClient(
-            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, trained=True
-        )
-        sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        return self._check.check(await self._workflow(client, sample))
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_ended)
 
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if (
+            not task.cancelled()
+            and (error := task.exception())
+            and self._failed is not None
+            and not self._failed.done()
+        ):
+            self._failed.set_exception(error)
 
-def _succeeded(sample: asyncio.Task[list[Trajectory] | str]) -> bool:
-    return sample.done() and not sample.cancelled() and isinstance(sample.result(), list)
+    # Gates and limits of the workers
+
+    def _begin(self, worker: Worker) -> None:
+        worker.begin(gated=self._gated, limit=self._limit)
+
+    async def _close_gates(self, timeout: float) -> None:
+        async def close(worker: Worker) -> None:
+            try:
+                await worker.close_gate(timeout)
+            except ProcessLost:
+                log.debug("A worker was lost while its gate closed: none of its requests is left")
+
+        await gather_or_cancel(*map(close, list(self._workers)))
+
+    def _share_limit(self) -> None:
+        """Splits the limit over the workers by their groups; each gets at least one request."""
+        if self._limit is None:
+            return
+        # One more for each, so that a worker without groups has room for its first.
+        total = sum(self._workers.values()) + len(self._workers)
+        for worker, groups in self._workers.items():
+            worker.set_limit(max(1, self._limit * (groups + 1) // total))

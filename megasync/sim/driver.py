@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.concurrency.tasks import cancel_and_wait
+from megasync.config.schema import GroupConfig
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
@@ -24,12 +25,14 @@ from megasync.evaluation.evaluate import PeriodicEvaluation
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
+from megasync.rollout.rollouter import Rollouter, ServerLimits
+from megasync.rollout.selection import Selection
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
-from megasync.sim.language import CONTEXT, END, VOCABULARY, Tokenizer
+from megasync.sim.language import CONTEXT, END, MOST_TOKENS, VOCABULARY, Tokenizer
 from megasync.sim.laws import Broken, Laws
 from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.ranks import SimRanks
@@ -125,20 +128,20 @@ class Driver:
         self.fleet.follow(self._publisher.add, self._publisher.remove)
         self.fleet.follow(self._client.add_server, self._client.remove_server)
         pressure = config.rollout.kv_pressure
+        cap = None if pressure is None else InflightCap(config.rollout.servers, pressure)
         rollouter = Rollouter(
+            self._source, self.buffer, config.schedule, servers=ServerLimits(self.fleet, cap, self._quarantine)
+        )
+        selection = Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS)
+        worker = GroupWorker(
             self._client,
-            self._source,
             self.buffer,
-            GroupSpec(self._workflow, rewards, seed=self._chance.seed),
-            config.schedule,
-            failures=FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
-            servers=ServerLimits(
-                self.fleet,
-                None if pressure is None else InflightCap(config.rollout.servers, pressure),
-                self._quarantine,
-            ),
+            GroupSpec(self._workflow, rewards, selection, seed=self._chance.seed),
+            FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
+            quarantine=self._quarantine,
             clock=clock,
         )
+        rollouter.add(worker)
         parts = ControlledParts(
             trainer=self.ranks,
             publisher=self._publisher,

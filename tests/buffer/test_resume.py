@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from killed import cut_short
+from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import begin_ledger, resume_ledger
@@ -15,8 +16,6 @@ from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
 from megasync.models.digits import digits_tokenizer
-from megasync.rewards import RewardRunner
-from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.trajectory import Partial, Trajectory
 
 ROWS, STEPS = 5, 12
@@ -43,7 +42,7 @@ class Life:
         self.source.skip(resumed.admitted)
         self.version = version if resumed.version == version else resumed.version + 1
         self.buffer = AsyncBuffer(schedule, total, ledger=path)
-        self.rollouter = Rollouter(None, self.source, self.buffer, GroupSpec(self.answer, RewardRunner(None)), schedule)
+        self.rollouter = local_rollouter(None, self.source, self.buffer, self.answer, schedule)
 
     async def answer(self, client, sample):
         version = self.version

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_sglang import FakeSGLang
+from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import begin_ledger
@@ -16,9 +17,7 @@ from megasync.buffer.ledger import LOG_PAGES
 from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
-from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.serving.control import ServerControl
 
 TOKENS, SAMPLES = 512, 2
@@ -50,7 +49,7 @@ async def soak(path: Path, groups: int) -> list[tuple[int, int, int]]:
             ServedModel(server.vocab, TOKENS + 16),
             RequestSettings(SamplingConfig(max_new_tokens=TOKENS), 60.0),
         )
-        rollouter = Rollouter(client, source, buffer, GroupSpec(workflow, RewardRunner(None)), SCHEDULE)
+        rollouter = local_rollouter(client, source, buffer, workflow, SCHEDULE)
         rollout = asyncio.create_task(rollouter.run())
         for step in range(1, steps + 1):
             lease = asyncio.create_task(buffer.lease(step, step - 1))

@@ -5,12 +5,11 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer
 from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import GroupSpec, Rollouter
 from megasync.rollout.selection import Selection
 from megasync.trajectory import Prompt
 
@@ -82,9 +81,7 @@ async def test_dropped_groups_give_their_slots_back_and_the_run_gets_its_batches
     groups = GroupConfig(drop_uniform=True, extra_samples=extra, keep=keep, overlong=overlong)
     client, source = FakeClient(seed), FakeSource()
     buffer = AsyncBuffer(schedule, total_groups=STEPS * 2)
-    rollouter = Rollouter(
-        client, source, buffer, GroupSpec(answer, RewardRunner(None), Selection(groups, 3, 8)), schedule
-    )
+    rollouter = local_rollouter(client, source, buffer, answer, schedule, selection=Selection(groups, 3, 8))
     run = asyncio.create_task(rollouter.run())
     async with asyncio.timeout(PATIENCE):
         for step in range(1, STEPS + 1):

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 
 import pytest
+from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer, BufferClosed
 from megasync.buffer.durable import begin_ledger, resume_ledger
@@ -15,7 +16,7 @@ from megasync.data import PromptSource, Renderer
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter
+from megasync.rollout.group_worker import FailurePolicy
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Trajectory
 
@@ -40,7 +41,7 @@ class Life:
             self.source.requeue(live)
         groups = (steps - step) * SCHEDULE.groups_per_step
         self.buffer = AsyncBuffer(SCHEDULE, total_groups=groups, version=step)
-        self.rollouter = Rollouter(None, self.source, self.buffer, GroupSpec(self.answer, RewardRunner(None)), SCHEDULE)
+        self.rollouter = local_rollouter(None, self.source, self.buffer, self.answer, SCHEDULE)
 
     async def answer(self, client, sample):
         """Takes an uneven while; a share of the responses fails."""
@@ -128,12 +129,9 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
         return (
             source,
             buffer,
-            Rollouter(
-                client,
-                source,
-                buffer,
-                GroupSpec(single_turn, rewards),
-                SCHEDULE,
+            local_rollouter(
+                *(client, source, buffer, single_turn, SCHEDULE),
+                rewards=rewards,
                 failures=FailurePolicy(save_seconds=0.01),
             ),
         )
@@ -178,7 +176,7 @@ async def test_an_unrecordable_group_is_dropped_and_the_others_continue(tmp_path
         [{"prompt": str(n)} for n in range(4)], Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=False, seed=0
     )
     buffer = AsyncBuffer(SCHEDULE, total_groups=2, ledger=ledger)
-    rollouter = Rollouter(None, source, buffer, GroupSpec(careless, RewardRunner(None)), SCHEDULE)
+    rollouter = local_rollouter(None, source, buffer, careless, SCHEDULE)
     run = asyncio.create_task(rollouter.run())
     groups = await asyncio.wait_for(buffer.lease(1, 0), 20)
     assert [group.uid for group in groups] == ["0:1", "0:2"]

@@ -11,7 +11,7 @@ import torch
 from megasync.buffer.payload import decode_group, encode
 from megasync.errors import DataError
 from megasync.observe.metrics import MetricsLog, read_metrics
-from megasync.rollout.metrics import RolloutMetrics
+from megasync.rollout.metrics import RolloutMetrics, summarize
 from megasync.rollout.workflow import TrajectoryCheck, single_turn
 from megasync.trajectory import Group, Trajectory
 
@@ -95,15 +95,15 @@ def test_what_passes_reaches_the_ledger_and_the_metrics_of_the_run(tmp_path):
     assert decode_group(encode(Group("0:0", [taken]))).trajectories == [taken]
     json.dumps(taken.text, ensure_ascii=False).encode()
     metrics = RolloutMetrics(window=2)
-    metrics.add_scored([taken])
+    metrics.add_scored(summarize([taken]))
     written = MetricsLog(tmp_path, tensorboard=True)
-    written.log(1, metrics.snapshot())
+    written.log(1, metrics.snapshot([]))
     written.close()
     assert read_metrics(tmp_path)["rollout/good"] == [2.0]
 
 
 def test_a_metric_called_like_one_of_the_rollouts_own_does_not_mix_with_it(make_trajectory):
     metrics = RolloutMetrics(window=2)
-    metrics.add_scored([make_trajectory(reward=1.0, metrics={"reward_mean": 50.0, "tokens": 50.0})])
-    snapshot = metrics.snapshot()
+    metrics.add_scored(summarize([make_trajectory(reward=1.0, metrics={"reward_mean": 50.0, "tokens": 50.0})]))
+    snapshot = metrics.snapshot([])
     assert (snapshot["rollout/reward_mean"], snapshot["rollout/tokens"]) == (1.0, 0.0)

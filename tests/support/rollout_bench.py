@@ -4,13 +4,15 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from local_rollouter import local_rollouter
 from trajectories import trajectory
 
 from megasync.buffer import BufferClosed
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
-from megasync.rollout.rollouter import FailurePolicy, GroupSpec, Rollouter, ServerLimits
+from megasync.rollout.group_worker import FailurePolicy
+from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
@@ -119,6 +121,9 @@ class FakeBuffer:
     async def partials(self, uid):
         return {(sample, turn): partial for (of, sample, turn), partial in self.saved.items() if of == uid}
 
+    async def unfinished(self, uids):
+        return [uid for uid in uids if uid in self.live]
+
     async def reclaim(self):
         uid = await self.again.get()
         if uid is None:
@@ -173,11 +178,13 @@ def make_bench():
         client, source, buffer = FakeClient(behave), FakeSource(size), FakeBuffer(total, capacity)
         schedule = ScheduleConfig(groups_per_step=4, samples_per_group=samples, max_inflight_groups=inflight)
         selection = Selection(GroupConfig(**(groups or {})), samples, 8, relative)
-        rollouter = Rollouter(
-            *(client, source, buffer),
-            GroupSpec(workflow, RewardRunner(reward), selection, seed),
-            schedule,
-            failures=FailurePolicy(max_attempts, max_drop_share, (0.0, 0.0), save_seconds),
+        rollouter = local_rollouter(
+            *(client, source, buffer, workflow, schedule),
+            rewards=RewardRunner(reward),
+            selection=selection,
+            seed=seed,
+            failures=FailurePolicy(max_attempts, (0.0, 0.0), save_seconds),
+            max_drop_share=max_drop_share,
             servers=ServerLimits(fleet, cap, quarantine),
             **options,
         )

@@ -1,0 +1,367 @@
+"""Generates groups: takes prompts, and ends each with one commit or drop in the buffer.
+
+    start ──▶ samples_per_group workflows ──▶ reward ──▶ selection ──▶ buffer.commit | buffer.drop ──▶ GroupEnded
+
+A worker owns everything that belongs to a group and to its requests: the gate that they pass, partial responses,
+rewards, metrics. It runs on one event loop, in the driver or in a process of its own (`remote_worker`), and knows
+neither Ray nor other workers.
+
+Invariant: every started group ends in exactly one `GroupEnded`, after its `commit` or `drop`, unless the worker is
+halted or fails before; `_work` guarantees it. Whose failure it is decides how it is handled (`failures`): server
+failures never cost a prompt, except the prompt that kills the servers.
+
+A group may be started again on another worker while the first, which was declared lost, still works on it. Whichever
+commits first wins: the buffer answers the second commit without a change, ignores partial responses of a group that is
+not being generated, and checks the age of every commit. A drop of the slower worker may only meet a group that is
+trained already, which the worker of a group that was started `again` tolerates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from megasync.buffer import BufferClosed, BufferStateError
+from megasync.concurrency.tasks import Backoff, cancel_and_wait
+from megasync.errors import DataError, MegasyncError
+from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
+from megasync.importing import name_of
+from megasync.rewards import RewardRunner
+from megasync.rollout.drops import KILLS_SERVERS, Dropped
+from megasync.rollout.inflight import RequestGate
+from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
+from megasync.rollout.partials import PartialResponses
+from megasync.rollout.sample_client import Client, SampleClient, request_seed
+from megasync.rollout.selection import Selection
+from megasync.rollout.workflow import TrajectoryCheck, Workflow
+from megasync.trajectory import Group, Partial, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+# Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each
+# request by then, until `timeouts.request`.
+BACKOFF_SECONDS = (1.0, 30.0)
+
+
+class GroupSink(Protocol):
+    """What a worker uses of the buffer, as of `AsyncBuffer`; every call may raise BufferClosed."""
+
+    async def commit(self, group: Group) -> bool: ...
+    async def drop(self, uid: str, reason: str) -> bool: ...
+    async def partials(self, uid: str) -> Mapping[tuple[int, int], Partial]: ...
+    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None: ...
+
+
+class PoisonEvidence(Protocol):
+    """What a worker asks the quarantine: why a prompt is never sent again, or None if it may be sent."""
+
+    def evidence(self, key: str) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How a prompt becomes a group.
+
+    `selection` decides which responses and groups are trained. With `seed` every request carries a seed derived from
+    (seed, uid, sample, turn).
+    """
+
+    workflow: Workflow
+    rewards: RewardRunner
+    selection: Selection
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """`max_attempts` at a workflow or reward that raises; the backoff after failures of servers.
+
+    `save_seconds` is the time between two saves of partial responses, from which a resumed run, or another worker,
+    continues; 0 for none.
+    """
+
+    max_attempts: int = 1
+    backoff_seconds: tuple[float, float] = BACKOFF_SECONDS
+    save_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
+
+    `scored` summarizes its trajectories, if they were scored.
+    """
+
+    uid: str
+    taken: bool = False
+    dropped: Dropped | None = None
+    scored: Summary | None = None
+
+
+class WorkListener(Protocol):
+    """Learns how the groups of a worker end."""
+
+    def ended(self, worker: Worker, group: GroupEnded) -> None: ...
+
+    def failed(self, worker: Worker, error: BaseException) -> None:
+        """The worker met an error that is the fault of no group: the run cannot continue."""
+
+
+class Worker(Protocol):
+    """A worker as the rollouter sees it: a `GroupWorker`, or the link to one in another process."""
+
+    @property
+    def status(self) -> WorkerStatus:
+        """The latest known."""
+        ...
+
+    def listen(self, listener: WorkListener) -> None: ...
+
+    def begin(self, *, gated: bool, limit: int | None) -> None:
+        """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
+
+    def start(self, prompt: Prompt, again: bool = False) -> None:
+        """Begins a group. `again` if another worker, which is lost, has worked on it."""
+
+    def set_limit(self, limit: int) -> None: ...
+    def set_versions(self, published: int, newest: int) -> None: ...
+    async def close_gate(self, timeout: float) -> None: ...
+    def open_gate(self) -> None: ...
+
+    def halt(self) -> Coroutine[Any, Any, None]:
+        """Cancels all groups at once. The coroutine ends when they have ended and their partial responses are saved."""
+        ...
+
+
+class GroupWorker:
+    """Works on groups until it is halted. `quarantine` is the client's."""
+
+    def __init__(
+        self,
+        client: Client,
+        buffer: GroupSink,
+        spec: GroupSpec,
+        failures: FailurePolicy | None = None,
+        *,
+        quarantine: PoisonEvidence | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._buffer = buffer
+        self._workflow = spec.workflow
+        self._check = TrajectoryCheck(spec.workflow)
+        self._rewards = spec.rewards
+        self._selection = spec.selection
+        self._seed = spec.seed
+        self._failures = failures or FailurePolicy()
+        self._quarantine = quarantine
+        self._gate = RequestGate()
+        self._metrics = WorkerMetrics(clock)
+        self._unknown = UnexpectedErrors()
+        self._partials = PartialResponses()
+        self._groups: dict[str, asyncio.Task[GroupEnded]] = {}
+        self._saving: asyncio.Task[None] | None = None
+        self._listener: WorkListener
+
+    @property
+    def status(self) -> WorkerStatus:
+        return self._metrics.status(self._gate.inflight, self._client.metrics())
+
+    def listen(self, listener: WorkListener) -> None:
+        self._listener = listener
+
+    def begin(self, *, gated: bool, limit: int | None) -> None:
+        if gated:
+            self._gate.shut()
+        if limit is not None:
+            self._gate.set_limit(limit)
+        if self._failures.save_seconds:
+            self._saving = asyncio.create_task(self._save_loop(), name="rollout save")
+
+    def start(self, prompt: Prompt, again: bool = False) -> None:
+        task = asyncio.create_task(self._work(prompt, again), name=f"group {prompt.uid}")
+        self._groups[prompt.uid] = task
+        task.add_done_callback(partial(self._ended, prompt.uid))
+
+    def set_limit(self, limit: int) -> None:
+        self._gate.set_limit(limit)
+
+    def set_versions(self, published: int, newest: int) -> None:
+        """The client knows the versions of its own driver."""
+
+    async def close_gate(self, timeout: float) -> None:
+        """Admits no further request and returns when none runs. Raises ServerError after `timeout` seconds."""
+        await self._gate.close(timeout)
+
+    def open_gate(self) -> None:
+        self._gate.open()
+
+    def halt(self) -> Coroutine[Any, Any, None]:
+        tasks: list[asyncio.Task[Any]] = [*self._groups.values()]
+        if self._saving is not None:
+            tasks.append(self._saving)
+        for task in tasks:
+            task.cancel()
+        return self._halted(tasks)
+
+    async def _halted(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failures.save_seconds:
+            try:
+                await self._save()
+            except MegasyncError as error:
+                log.warning("Partial responses are not saved; a restart generates them again: %s", error)
+
+    def _ended(self, uid: str, task: asyncio.Task[GroupEnded]) -> None:
+        del self._groups[uid]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._listener.ended(self, task.result())
+        else:
+            self._listener.failed(self, error)
+
+    async def _save_loop(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._failures.save_seconds)
+                await self._save()
+        except Exception as error:  # noqa: BLE001 - handed to the listener, which ends the run with it
+            self._listener.failed(self, error)
+
+    async def _save(self) -> None:
+        """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
+        for batch in self._partials.unsaved():
+            await self._buffer.save_partials(batch)
+
+    # One group
+
+    async def _work(self, prompt: Prompt, again: bool) -> GroupEnded:
+        uid = prompt.uid
+        try:
+            if self._failures.save_seconds:
+                self._partials.restore(uid, await self._buffer.partials(uid))
+            outcome, scored = await self._generate(prompt)
+            self._partials.forget(uid)
+            if isinstance(outcome, Group):
+                try:
+                    # The buffer may decline: it was closed, or the group is stale by now and will be returned.
+                    return GroupEnded(uid, taken=await self._buffer.commit(outcome), scored=scored)
+                except DataError as error:
+                    # The workflow put something into it that cannot be recorded.
+                    outcome = Dropped("unrecordable", str(error))
+            try:
+                await self._buffer.drop(uid, outcome.reason)
+            except BufferStateError as error:
+                if not again:
+                    raise
+                log.info("Group %s was finished by the worker that had it before: %s", uid, error)
+                return GroupEnded(uid, taken=True, scored=scored)
+            return GroupEnded(uid, dropped=outcome, scored=scored)
+        except BufferClosed:
+            return GroupEnded(uid)
+
+    async def _generate(self, prompt: Prompt) -> tuple[Group | Dropped, Summary | None]:
+        """The group, or why there is none; and the summary of what was scored."""
+        samples, problems = await self._sample_all(prompt)
+        if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
+            return Dropped(KILLS_SERVERS, evidence), None
+        trajectories = [t for sample in samples for t in sample]
+        if not trajectories:
+            return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory"), None
+        try:
+            scored = await self._score(trajectories, prompt)
+        except DataError as error:
+            return Dropped("reward_error", str(error)), None
+        rest = iter(scored)
+        chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._metrics.counts)
+        if isinstance(chosen, list):
+            return Group(prompt.uid, chosen), summarize(scored)
+        # A failed sample is a likelier cause than what is left of the others.
+        drop = replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
+        return drop, summarize(scored)
+
+    async def _score(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
+        """Raises DataError when the reward has used up its attempts; server failures do not count."""
+        attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
+        while True:
+            try:
+                return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
+            except MegasyncError as error:
+                if is_infrastructure(error):
+                    await self._back_off(f"Reward of group {prompt.uid}", error, backoff)
+                    continue
+                attempts += 1
+                self._unknown.note(f"the reward of group {prompt.uid}", error)
+                if attempts == self._failures.max_attempts:
+                    raise
+
+    async def _back_off(self, what: str, error: BaseException, backoff: Backoff) -> None:
+        self._metrics.server_failures += 1
+        log.warning("%s: retrying once a server is available: %s", what, error)
+        await asyncio.sleep(backoff.next())
+
+    async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
+        """The trajectories of each sample, in the samples' order, and the errors of those that failed.
+
+        Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
+        """
+        tasks = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._selection.samples_started)]
+        running = set(tasks)
+        try:
+            while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(*running)
+        results = [task.result() for task in tasks if not task.cancelled()]
+        samples = [result for result in results if isinstance(result, list)]
+        # Several may end at the same moment.
+        unused = len(tasks) - len(results) + max(0, len(samples) - self._selection.samples_awaited)
+        if unused:
+            self._metrics.counts["samples_unused"] += unused
+        return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
+
+    async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
+        """One sample's trajectories, or the text of its error once it has used up its attempts."""
+        attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
+        while True:
+            try:
+                trajectories = await self._attempt(prompt, index)
+            except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
+                if cancellation_requested(error):
+                    raise
+                if is_infrastructure(error):
+                    await self._back_off(f"Sample {index} of group {prompt.uid}", error, backoff)
+                    continue
+                attempts += 1
+                self._partials.sample(prompt.uid, index).forget_finished()
+                log.debug("Sample %d of group %s failed", index, prompt.uid, exc_info=error)
+                self._metrics.failed_samples += 1
+                self._unknown.note(f"sample {index} of group {prompt.uid}", error)
+                if attempts == self._failures.max_attempts:
+                    return f"the workflow {name_of(self._workflow)} raised {type(error).__name__}: {error}"
+            else:
+                self._metrics.add_generated(trajectories)
+                return trajectories
+
+    async def _attempt(self, prompt: Prompt, index: int) -> list[Trajectory]:
+        """Calls the workflow once, with a copy of the row, so that its changes do not reach the next attempt."""
+        seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
+        responses = self._partials.sample(prompt.uid, index)
+        client = SampleClient(
+            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, trained=True
+        )
+        sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
+        return self._check.check(await self._workflow(client, sample))
+
+
+def _succeeded(sample: asyncio.Task[list[Trajectory] | str]) -> bool:
+    return sample.done() and not sample.cancelled() and isinstance(sample.result(), list)

@@ -1,0 +1,272 @@
+"""The rollouter over several workers: each group is one worker's, and a lost worker costs no prompt."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
+
+from megasync.buffer import BufferClosed
+from megasync.config.schema import GroupConfig, ScheduleConfig
+from megasync.errors import DataError
+from megasync.rewards import RewardRunner
+from megasync.rollout.drops import KILLS_SERVERS, Dropped
+from megasync.rollout.group_worker import FailurePolicy, GroupEnded, GroupSpec, GroupWorker
+from megasync.rollout.inflight import InflightCap, ServerLoad
+from megasync.rollout.metrics import WorkerStatus
+from megasync.rollout.rollouter import Rollouter, ServerLimits
+from megasync.rollout.selection import Selection
+from megasync.rollout.workflow import single_turn
+
+PATIENCE = 20
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    """Remembers what it was told. The test ends its groups."""
+
+    groups: dict = field(default_factory=dict)
+    told: list = field(default_factory=list)
+    status: WorkerStatus = field(default_factory=WorkerStatus)
+
+    def listen(self, listener):
+        self.listener = listener
+
+    def begin(self, *, gated, limit):
+        self.told.append(("begin", gated, limit))
+
+    def start(self, prompt, again=False):
+        assert prompt.uid not in self.groups
+        self.groups[prompt.uid] = again
+
+    def set_limit(self, limit):
+        self.told.append(("limit", limit))
+
+    def set_versions(self, published, newest):
+        self.told.append(("versions", published, newest))
+
+    async def close_gate(self, timeout):
+        self.told.append("closed")
+
+    def open_gate(self):
+        self.told.append("open")
+
+    def halt(self):
+        self.groups.clear()
+        return asyncio.sleep(0)
+
+    async def end(self, buffer, uid, taken=True, drop=None):
+        """As a `GroupWorker`: the buffer first, then the report."""
+        del self.groups[uid]
+        if drop is not None:
+            await buffer.drop(uid, drop.reason)
+        elif taken:
+            await buffer.commit(type("Group", (), {"uid": uid, "trajectories": []})())
+        self.listener.ended(self, GroupEnded(uid, taken and drop is None, drop))
+
+
+async def settled(rounds=30):
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+def start(workers, *, capacity=6, total=10**9, inflight=None, servers=None, source=None):
+    buffer = FakeBuffer(total, capacity)
+    schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_inflight_groups=inflight)
+    rollouter = Rollouter(source or FakeSource(), buffer, schedule, servers=servers)
+    for worker in workers:
+        rollouter.add(worker)
+    return buffer, rollouter, asyncio.create_task(rollouter.run())
+
+
+async def stop(rollouter, run):
+    rollouter.stop()
+    await asyncio.wait_for(run, PATIENCE)
+
+
+async def test_each_group_goes_to_the_worker_with_the_fewest():
+    workers = [FakeWorker() for _ in range(3)]
+    buffer, rollouter, run = start(workers, capacity=6)
+    await settled()
+    assert [len(worker.groups) for worker in workers] == [2, 2, 2]
+    for uid in list(workers[1].groups):
+        await workers[1].end(buffer, uid)
+    await settled()
+    assert [len(worker.groups) for worker in workers] == [2, 2, 2]
+    assert rollouter.finished_groups == 2
+    await stop(rollouter, run)
+
+
+async def test_groups_of_a_lost_worker_continue_on_the_others_and_its_late_reports_are_ignored():
+    lost, kept = FakeWorker(), FakeWorker()
+    buffer, rollouter, run = start([lost, kept], capacity=4)
+    await settled()
+    moved = set(lost.groups)
+    # It committed one, and was lost before it could say so.
+    (finished, *_) = moved
+    buffer.live.remove(finished)
+    buffer.committed[finished] = None
+    rollouter.remove(lost)
+    await settled()
+    assert moved - {finished} <= set(kept.groups)
+    assert all(kept.groups[uid] for uid in moved - {finished}), "they are started again"
+    assert finished not in kept.groups
+    for uid in moved:
+        lost.listener.ended(lost, GroupEnded(uid, taken=True))
+    lost.listener.failed(lost, RuntimeError("its process is gone"))
+    await settled()
+    assert rollouter.finished_groups == 0
+    assert rollouter.metrics()["rollout/workers_lost"] == 1.0
+    await stop(rollouter, run)
+
+
+async def test_groups_wait_while_there_is_no_worker():
+    lost = FakeWorker()
+    _, rollouter, run = start([lost], capacity=3)
+    await settled()
+    groups = set(lost.groups)
+    rollouter.remove(lost)
+    await settled()
+    assert not run.done()
+    assert rollouter.metrics()["rollout/inflight_groups"] == 3.0
+    joined = FakeWorker()
+    rollouter.add(joined)
+    await settled()
+    assert set(joined.groups) == groups
+    await stop(rollouter, run)
+
+
+@pytest.mark.parametrize("outcome", ["taken", "dropped", "declined"])
+@pytest.mark.parametrize("again", [False, True], ids=["finished", "returned since"])
+async def test_a_group_that_is_returned_before_its_end_is_reported_is_started_again_if_the_buffer_says_so(
+    outcome, again
+):
+    worker = FakeWorker()
+    buffer, rollouter, run = start([worker], capacity=1, total=1)
+    await settled()
+    buffer.again.put_nowait("0:0")
+    await settled()
+    assert list(worker.groups) == ["0:0"]
+    del worker.groups["0:0"]
+    if not again and outcome != "declined":
+        buffer.live.remove("0:0")
+    drop = Dropped("all_failed") if outcome == "dropped" else None
+    worker.listener.ended(worker, GroupEnded("0:0", outcome == "taken", drop))
+    await settled()
+    assert list(worker.groups) == (["0:0"] if again or outcome == "declined" else [])
+    await stop(rollouter, run)
+
+
+async def test_a_worker_that_joins_takes_over_the_closed_gate_and_the_limit():
+    class Fleet:
+        def loads(self):
+            return [ServerLoad(0.1, 1, 0)] * 2
+
+        def metrics(self):
+            return {}
+
+    first, second = FakeWorker(), FakeWorker()
+    cap = InflightCap(2, 0.9)
+    _, rollouter, run = start([first], servers=ServerLimits(Fleet(), cap))
+    await settled()
+    assert first.told == [("begin", False, None), ("limit", cap.limit)]
+    await rollouter.gate(1.0)
+    rollouter.add(second)
+    assert second.told[0] == ("begin", True, cap.limit)
+    limits = [worker.told[-1][1] for worker in (first, second)]
+    assert sum(limits) <= cap.limit
+    assert min(limits) >= 1
+    rollouter.open()
+    assert second.told[-1] == "open"
+    await stop(rollouter, run)
+
+
+async def test_too_many_drops_over_all_workers_end_the_run():
+    workers = [FakeWorker(), FakeWorker()]
+    buffer, _, run = start(workers, capacity=2)
+    with pytest.raises(DataError, match="all of the first 8 groups were dropped"):
+        async with asyncio.timeout(PATIENCE):
+            while not run.done():
+                for worker in workers:
+                    for uid in list(worker.groups):
+                        await worker.end(buffer, uid, drop=Dropped("reward_error", "broken"))
+                await settled()
+            await run
+
+
+async def test_the_row_of_a_prompt_that_kills_servers_is_described_with_it():
+    described = []
+
+    class Held:
+        holds, busy = 0, False
+
+        def describe(self, key, row):
+            described.append((key, row["prompt"]))
+
+        def metrics(self):
+            return {}
+
+    worker = FakeWorker()
+    buffer, rollouter, run = start([worker], capacity=1, servers=ServerLimits(quarantine=Held()))
+    await settled()
+    await worker.end(buffer, "0:0", drop=Dropped(KILLS_SERVERS, "evidence"))
+    await settled()
+    assert described == [("0:0", "0")]
+    await stop(rollouter, run)
+
+
+@settings(max_examples=30)
+@given(total=st.integers(1, 20), workers=st.integers(1, 4), seed=st.integers(0, 2**16))
+async def test_every_prompt_ends_once_whatever_workers_are_lost_and_join(total, workers, seed):
+    """Real group workers; a lost one is halted late, as a process that still lives for a while."""
+    choice = random.Random(seed)
+    source, zombies = FakeSource(3), []
+
+    class Buffer(FakeBuffer):
+        """Idempotent, as the real buffer."""
+
+        async def _end(self, uid, ended, value):
+            await asyncio.sleep(0)
+            async with self.changed:
+                if self.reason:
+                    raise BufferClosed(self.reason)
+                if uid in self.live:
+                    self.live.remove(uid)
+                    ended[uid] = value
+                self.changed.notify_all()
+
+    buffer = Buffer(total, 5)
+
+    async def behave():
+        await asyncio.sleep(choice.choice([0, 0, 0.001, 0.003]))
+        return "x"
+
+    def make():
+        client = FakeClient(lambda ids, options: behave())
+        selection = Selection(GroupConfig(), 2, 8)
+        spec = GroupSpec(single_turn, RewardRunner(by_place), selection)
+        return GroupWorker(client, buffer, spec, FailurePolicy(save_seconds=0.0))
+
+    schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2)
+    rollouter = Rollouter(source, buffer, schedule)
+    crew = [make() for _ in range(workers)]
+    for worker in crew:
+        rollouter.add(worker)
+    run = asyncio.create_task(rollouter.run())
+    async with asyncio.timeout(PATIENCE):
+        while not run.done():
+            await asyncio.sleep(choice.choice([0, 0.001]))
+            if choice.random() < 0.2:
+                lost = crew.pop(choice.randrange(len(crew)))
+                rollouter.remove(lost)
+                zombies.append(lost)
+                crew.append(make())
+                rollouter.add(crew[-1])
+        await run
+    for zombie in zombies:
+        await zombie.halt()
+    assert len(buffer.committed) == buffer.admitted == total
+    assert sorted(buffer.committed) == sorted(f"{n // 3}:{n % 3}" for n in range(total))

@@ -1,0 +1,38 @@
+"""A rollouter with one worker on the same event loop, as a run without `rollout.workers` has."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megasync.config.schema import GroupConfig, ScheduleConfig
+from megasync.rewards import RewardRunner
+from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rollout.rollouter import Rollouter, ServerLimits
+from megasync.rollout.selection import Selection
+from megasync.rollout.workflow import Workflow
+
+
+def local_rollouter(
+    client: Any,
+    source: Any,
+    buffer: Any,
+    workflow: Workflow,
+    schedule: ScheduleConfig,
+    *,
+    rewards: RewardRunner | None = None,
+    selection: Selection | None = None,
+    seed: int | None = None,
+    failures: FailurePolicy | None = None,
+    max_drop_share: float = 0.5,
+    servers: ServerLimits | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rollouter:
+    selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
+    spec = GroupSpec(workflow, rewards or RewardRunner(None), selection, seed)
+    quarantine: Any = None if servers is None else servers.quarantine
+    rollouter = Rollouter(source, buffer, schedule, max_drop_share=max_drop_share, servers=servers)
+    rollouter.add(GroupWorker(client, buffer, spec, failures, quarantine=quarantine, clock=clock))
+    return rollouter
