@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -35,17 +36,21 @@ async def _serve() -> None:
 
 
 async def _generate(request: web.Request) -> web.Response:
-    body = orjson.loads(await request.read())
+    whole = answer(orjson.loads(await request.read()))
+    return web.Response(body=orjson.dumps(whole), content_type="application/json")
+
+
+def answer(body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request for `max_new_tokens` tokens."""
     count = body["sampling_params"]["max_new_tokens"]
     meta = {
-        "id": body["rid"],
+        "id": body.get("rid", ""),
         "finish_reason": {"type": "length"},
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": count}],
         "output_token_logprobs": [[-0.5, TOKEN, None]] * count,
     }
-    answer = {"text": "c" * count, "output_ids": [TOKEN] * count, "meta_info": meta}
-    return web.Response(body=orjson.dumps(answer), content_type="application/json")
+    return {"text": "c" * count, "output_ids": [TOKEN] * count, "meta_info": meta}
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess
-from megasync.concurrency.tasks import cancel_and_wait
+from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
 from megasync.serving.restart_budget import RestartBudget
@@ -157,8 +156,7 @@ class RouterSlot:
             # Many servers may change at once: one adjustment applies all their changes.
             await asyncio.sleep(LIST_POLL_SECONDS if failures else LEAST_LIST_SECONDS)
             if not failures:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._due.wait(), LIST_POLL_SECONDS - LEAST_LIST_SECONDS)
+                await set_within(self._due, LIST_POLL_SECONDS - LEAST_LIST_SECONDS)
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None

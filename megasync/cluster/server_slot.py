@@ -14,13 +14,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 
-from megasync.concurrency.tasks import wait_for_first
+from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
@@ -284,8 +283,7 @@ class ServerSlot:
         """Asks for two tokens and the log-probs of a few, like any request."""
         wait = self._phase * CHECK_SECONDS
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._check_due.wait(), wait)
+            await set_within(self._check_due, wait)
             wait = CHECK_SECONDS
             self._check_due.clear()
             # A paused server would not answer. Its new weights are checked after the sync.

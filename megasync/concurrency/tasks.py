@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -64,6 +64,18 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Waits until the event is set; returns False if it is not within `seconds`.
+
+    `asyncio.wait_for` of Python 3.11 ignores a cancellation that arrives together with the event, so a loop over it may
+    never end.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 @contextmanager

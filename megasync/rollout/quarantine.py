@@ -33,7 +33,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.concurrency.tasks import cancel_and_wait
+from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.errors import MegasyncError, PoisonPrompt
 from megasync.files import atomic_write
 from megasync.rollout.suspects import Suspects, SuspectStatus
@@ -283,10 +283,7 @@ class Quarantine:
         deadline = self._clock() + self._trial_seconds
         while self._suspects.members and (left := deadline - self._clock()) > 0:
             changed = self._changed
-            try:
-                await asyncio.wait_for(changed.wait(), left)
-            except TimeoutError:
-                break
+            await set_within(changed, left)
         for key in self._suspects.members:
             log.info("%s ran alone for %.0f s without killing its server: released", key, self._trial_seconds)
             self._suspects.completed(key)

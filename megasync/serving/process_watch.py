@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from megasync.concurrency.tasks import set_within
+
 
 class ProcessId(NamedTuple):
     """A process of one machine. `started` is in clock ticks since the machine's boot."""
@@ -58,8 +60,7 @@ class ProcessWatch:
                 else:
                     descriptors.append(descriptor)
                     loop.add_reader(descriptor, report, process)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), seconds)
+            await set_within(woken, seconds)
             return sorted(gone)
         finally:
             for descriptor in descriptors:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megasync.concurrency.tasks import Backoff, gather_or_cancel
+from megasync.concurrency.tasks import Backoff, gather_or_cancel, set_within
 
 
 def test_a_delay_doubles_up_to_the_longest_until_it_is_reset():
@@ -33,3 +33,23 @@ async def test_the_first_error_cancels_the_others_and_is_raised_once_they_have_e
     with pytest.raises(OSError, match="no device"):
         await gather_or_cancel(endless(), fails())
     assert ended == ["endless"]
+
+
+async def test_an_event_is_awaited_at_most_so_long():
+    event = asyncio.Event()
+    assert not await set_within(event, 0.01)
+    event.set()
+    assert await set_within(event, 60.0)
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_cancellation_that_arrives_together_with_the_event_ends_the_wait(ticks):
+    event = asyncio.Event()
+    waiting = asyncio.create_task(set_within(event, 60.0))
+    await asyncio.sleep(0.01)
+    event.set()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    if waiting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
