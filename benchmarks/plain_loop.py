@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasync.app.workload import Custom, prepare_workload
+from megasync.buffer.payload import in_memory
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
 from megasync.evaluation.evaluate import evaluate
@@ -119,13 +120,13 @@ class PlainLoop:
         return await self._work.workflow(client, {"prompt_ids": prompt.prompt_ids})
 
     async def _train(self, groups: list[Group], step: int) -> None:
-        (metrics,) = await self._rank.call("step", groups, step, step - 1)
+        (metrics,) = await self._rank.call("step", list(map(in_memory, groups)), step, step - 1)
         expected = min(self._lag, step - 1)
         assert metrics["train/staleness_max"] == expected, (metrics["train/staleness_max"], expected)
         self._done["losses"].append(metrics.get("train/loss"))
         for group in groups:
             prompt = self._work.source.get(group.uid).columns["prompt"]
-            self._done["groups"].append([prompt, [t.response_ids for t in group.trajectories]])
+            self._done["groups"].append([prompt, [t.response_ids.tolist() for t in group.trajectories]])
 
     async def _score(self, step: int) -> None:
         held_out = replace(self._work.eval_sets[0], temperatures=(0.0,))

@@ -18,6 +18,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 
+from megasync.buffer.payload import LeasedGroup, in_memory
 from megasync.config import Config, load_config
 from megasync.config.pools import pool_specs
 from megasync.layout.model_files import read_hf_config
@@ -25,7 +26,7 @@ from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 
 
-def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:
+def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[LeasedGroup]:
     """The groups of one step, with random tokens. Lengths vary by up to 25% around the given ones."""
     draw = random.Random(0)
 
@@ -39,7 +40,8 @@ def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[
     groups = []
     for row in range(config.schedule.groups_per_step):
         ids = tokens(prompt)
-        groups.append(Group(f"0:{row}", [answer(ids) for _ in range(config.schedule.samples_per_group)]))
+        group = Group(f"0:{row}", [answer(ids) for _ in range(config.schedule.samples_per_group)])
+        groups.append(in_memory(group))
     return groups
 
 
@@ -55,7 +57,7 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
     worker.stop()
 
 
-def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[float]:
+def measure_ranks(config: Config, groups: list[LeasedGroup], steps: int) -> list[float]:
     """Time of each step on the slowest rank, in seconds."""
     world = pool_specs(config)["trainer"].slots
     context = multiprocessing.get_context("spawn")
@@ -83,7 +85,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[float
     return seconds[1:]
 
 
-def measure_hugging_face(config: Config, groups: list[Group], steps: int, threads: int) -> list[float]:
+def measure_hugging_face(config: Config, groups: list[LeasedGroup], steps: int, threads: int) -> list[float]:
     """Time of each step, in seconds. Padded batches have about as many tokens as megasync's microbatches."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,70 +1,142 @@
 """Trajectories, prompts and groups: what rollouts produce and training steps consume. Plain data: no torch, no Ray.
 
-Invariant: all per-token lists of a ``Trajectory`` have the length of ``response_ids``; ``__post_init__`` checks it.
+Tokens are arrays from the moment they are parsed, about 8 bytes each: int32 ids, float32 log-probs, and runs for what
+hardly changes from token to token. Constructors accept lists too. Invariant: everything per token has as many entries
+as there are tokens.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+from megasync.runs import FloatArray, IntArray, Runs, float_array, int_array
+
+Ids = Sequence[int] | NDArray[Any]
+Numbers = Sequence[float] | NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Trajectory:
     """One sampled response, token for token as the server produced it.
 
     ``loss_mask`` is 0 for tokens that the policy did not generate (tool output, injected text). ``logprobs`` are those
     of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
     ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
+    ``text`` is for the reward function; it is not recorded. ``arrays`` holds further arrays by name, whose first
+    dimension are the response tokens.
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str = "stop"  # "stop", "length" or "abort"
-    text: str = ""
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    prompt_ids: IntArray
+    response_ids: IntArray
+    loss_mask: Runs
+    logprobs: FloatArray
+    versions: Runs
+    finish_reason: str  # "stop", "length" or "abort"
+    text: str
+    reward: float | None
+    metrics: dict[str, float]
+    arrays: dict[str, NDArray[Any]]
 
-    def __post_init__(self) -> None:
-        if not self.prompt_ids:
+    def __init__(
+        self,
+        prompt_ids: Ids,
+        response_ids: Ids,
+        loss_mask: Ids,
+        logprobs: Numbers,
+        versions: Ids,
+        finish_reason: str = "stop",
+        text: str = "",
+        reward: float | None = None,
+        metrics: dict[str, float] | None = None,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
+        """Raises ValueError, naming the field, for values of another kind or number."""
+        _set(
+            self,
+            prompt_ids=_field("prompt_ids", int_array, prompt_ids),
+            response_ids=_field("response_ids", int_array, response_ids),
+            loss_mask=_field("loss_mask", _mask, loss_mask),
+            logprobs=_field("logprobs", float_array, logprobs),
+            versions=_field("versions", Runs.of, versions),
+            finish_reason=finish_reason,
+            text=text,
+            reward=reward,
+            metrics={} if metrics is None else metrics,
+            arrays={name: np.asarray(array) for name, array in (arrays or {}).items()},
+        )
+        if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
-        n = len(self.response_ids)
-        for name in ("loss_mask", "logprobs", "versions"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} response tokens")
+        per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
+        _check_lengths(len(self.response_ids), per_token | self.arrays)
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when no token is trained."""
-        return min(compress(self.versions, self.loss_mask), default=None)
+        trained = self.trained_versions()
+        return int(trained.min()) if trained.size else None
+
+    def trained_versions(self) -> IntArray:
+        """The version of each trained token."""
+        return self.versions.expand()[self.loss_mask.expand() != 0]
 
     def masked(self, least: int) -> Trajectory:
         """Returns the trajectory with tokens older than version ``least`` masked out of the loss."""
         if self.oldest_version is None or self.oldest_version >= least:
             return self
-        mask = [m if v >= least else 0 for m, v in zip(self.loss_mask, self.versions, strict=True)]
-        return replace(self, loss_mask=mask)
+        return replace(self, loss_mask=Runs.of(self.loss_mask.expand() * (self.versions.expand() >= least)))
+
+    def plain(self) -> dict[str, Any]:
+        """All fields by name, with lists in the place of arrays and runs, as for JSON."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, eq=False)
 class Partial:
-    """The tokens generated so far of one response; lists are per token.
+    """The tokens generated so far of one response.
 
     ``request_digest`` identifies the prompt and the sampling parameters: only a request with the same digest can
     continue the response. A ``finish_reason`` other than "abort" means that the response is complete.
     """
 
     request_digest: str
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str = "abort"  # "stop" or "length" when complete
-    text: str = ""
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: Runs
+    finish_reason: str  # "stop" or "length" when complete
+    text: str
+
+    def __init__(
+        self,
+        request_digest: str,
+        token_ids: Ids,
+        logprobs: Numbers,
+        versions: Ids,
+        finish_reason: str = "abort",
+        text: str = "",
+    ) -> None:
+        """Raises ValueError, naming the field, for values of another kind or number."""
+        _set(
+            self,
+            request_digest=request_digest,
+            token_ids=_field("token_ids", int_array, token_ids),
+            logprobs=_field("logprobs", float_array, logprobs),
+            versions=_field("versions", Runs.of, versions),
+            finish_reason=finish_reason,
+            text=text,
+        )
+        _check_lengths(len(self.token_ids), {"logprobs": self.logprobs, "versions": self.versions})
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +163,53 @@ class Group:
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+def _field(name: str, convert: Any, values: Any) -> Any:
+    try:
+        return convert(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, Runs):
+        return list(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _mask(values: Ids) -> Runs:
+    runs = Runs.of(values)
+    return runs if runs.values.size == 0 or set(runs.values.tolist()) <= {0, 1} else Runs.of(runs.expand() != 0)
+
+
+def _set(target: object, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
+
+
+def _check_lengths(tokens: int, per_token: Mapping[str, Any]) -> None:
+    for name, values in per_token.items():
+        entries = len(values) if np.ndim(values) or isinstance(values, Runs) else "no"
+        if entries != tokens:
+            raise ValueError(f"{name} has {entries} entries for {tokens} response tokens")
+
+
+def _equal(one: Any, other: object) -> bool:
+    """Whether all fields are equal; arrays by type and content."""
+    if type(one) is not type(other):
+        return NotImplemented
+    return all(_same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    return one == other
 
 
 def finite_float(value: Any) -> float | None:

@@ -32,8 +32,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.durable import DurableBuffer
-from megasync.buffer.state import BufferCounters, BufferCounts, BufferStateError, FailedStep, TrajectoryBuffer
-from megasync.trajectory import Group, Partial
+from megasync.buffer.payload import EncodedGroup, EncodedPartial, LeasedGroup
+from megasync.buffer.state import (
+    BufferCounters,
+    BufferCounts,
+    BufferStateError,
+    FailedStep,
+    TrajectoryBuffer,
+)
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
@@ -120,10 +126,13 @@ class AsyncBuffer:
     async def admit(self, uid: str) -> None:
         """Waits for a slot and takes it."""
         blocker = self._state.admission_blocker
-        await self._until(f"admit {uid}", ("admit", uid), lambda state: state.admit(uid) or None, blocker)
 
-    async def commit(self, group: Group) -> bool:
-        """Also raises DataError for a group that the ledger cannot record."""
+        def attempt() -> bool | None:
+            return self._durable.change(lambda state: state.admit(uid)) or None
+
+        await self._until(f"admit {uid}", ("admit", uid), attempt, blocker)
+
+    async def commit(self, group: EncodedGroup) -> bool:
         with self._waking():
             return self._durable.commit(group)
 
@@ -135,14 +144,14 @@ class AsyncBuffer:
         return await self._until(
             "reclaim",
             ("reclaim", claimant or object()),
-            lambda state: state.reclaim(claimant),
+            lambda: self._durable.change(lambda state: state.reclaim(claimant)),
             lambda: "a group to be generated again",
         )
 
-    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
+    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
         self._change(lambda state: state.save_partials(partials))
 
-    async def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
+    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
         return self._state.partials(uid)
 
     async def unfinished(self, uids: Sequence[str]) -> list[str]:
@@ -150,14 +159,14 @@ class AsyncBuffer:
 
     # Training side
 
-    async def lease(self, step: int, version: int) -> list[Group]:
+    async def lease(self, step: int, version: int) -> list[LeasedGroup]:
         """Waits for the step's batch. A rollback ends the wait with BufferStateError: the step changes its meaning."""
         rollbacks = self._rollbacks
 
-        def attempt(state: TrajectoryBuffer) -> list[Group] | None:
+        def attempt() -> list[LeasedGroup] | None:
             if rollbacks != self._rollbacks:
                 raise BufferStateError(f"the wait for step {step} ended: training went back to a checkpoint")
-            return state.lease(step, version)
+            return self._durable.lease(step, version)
 
         return await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
 
@@ -165,7 +174,8 @@ class AsyncBuffer:
         self._change(lambda state: state.ack(step), to_disk=True)
 
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
-        return self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
+        with self._waking():
+            return self._durable.step_failed(step, attempts, most_in_a_row)
 
     async def publish(self, version: int) -> None:
         with self._waking(wake_all=True):
@@ -246,7 +256,7 @@ class AsyncBuffer:
         self,
         name: str,
         key: tuple[str, object],
-        attempt: Callable[[TrajectoryBuffer], T | None],
+        attempt: Callable[[], T | None],
         blocker: Callable[[], str | None],
     ) -> T:
         """Retries ``attempt`` after each wake-up until it returns something."""
@@ -269,10 +279,10 @@ class AsyncBuffer:
             # This waiter may have been woken and then cancelled: pass the wake-up on.
             self._wake_next()
 
-    def _attempt(self, key: tuple[str, object], call: Callable[[TrajectoryBuffer], T | None]) -> T | None:
+    def _attempt(self, key: tuple[str, object], call: Callable[[], T | None]) -> T | None:
         """Calls with the same key are woken to get the same answer, although no other call can proceed."""
         with self._waking():
-            result = self._durable.change(call)
+            result = call()
             if result is not None:
                 for waiter in self._alike.get(key, ()):
                     waiter.notify()

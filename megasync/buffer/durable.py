@@ -10,6 +10,7 @@ absent or empty, where nothing was ever recorded, or `resume_ledger` can resume 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.groups import GroupEntry
 from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
-from megasync.buffer.state import BufferSnapshot, BufferStateError, BufferStatus, TrajectoryBuffer
+from megasync.buffer.payload import EncodedGroup, LeasedGroup
+from megasync.buffer.state import BufferSnapshot, BufferStateError, BufferStatus, FailedStep, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.errors import LedgerError
 from megasync.files import PART, durable_rename, fsync
-from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -66,14 +69,17 @@ class DurableBuffer:
             changed=self._mark_changed if self.ledger is not None else lambda entry: None,
         )
 
-    def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
-        """Makes the call and records its changes. With ``to_disk`` they survive a power loss too."""
+    def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False, to_readers: bool = False) -> T:
+        """Makes the call and records its changes.
+
+        With ``to_disk`` they survive a power loss too. With ``to_readers`` other machines can read the bodies.
+        """
         if self._broken is not None:
             raise self._broken
         try:
             result = call(self.state)
             if self.ledger is not None:
-                self.ledger.write(self.state.status, self._changed.values(), to_disk)
+                self.ledger.write(self.state.status, self._changed.values(), to_disk, to_readers)
         except LedgerError as error:
             self._broken = error
             self.state.close(str(error))
@@ -81,11 +87,23 @@ class DurableBuffer:
         self._changed.clear()
         return result
 
-    def commit(self, group: Group) -> bool:
-        """Raises DataError, changing nothing, for a group that cannot be recorded."""
-        if self.ledger is not None:
-            self.ledger.prepare(group)
+    def commit(self, group: EncodedGroup) -> bool:
         return self.change(lambda state: state.commit(group))
+
+    def lease(self, step: int, version: int) -> list[LeasedGroup] | None:
+        """As the state machine's. Returns groups whose recorded bodies are damaged, to be generated again."""
+        if self.ledger is not None and self._broken is None and not self.state.leased_uids():
+            while damaged := self.ledger.find_damaged(self.state.next_batch()):
+                for uid, problem in damaged.items():
+                    log.warning("Group %s is generated again: %s", uid, problem)
+                    self.change(lambda state, uid=uid: state.damaged(uid))
+        return self.change(lambda state: state.lease(step, version), to_readers=True)
+
+    def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
+        """As the state machine's. The bodies of the groups are checked again before they are leased again."""
+        if self.ledger is not None:
+            self.ledger.check_again(self.state.leased_uids())
+        return self.change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     def publish(self, version: int) -> None:
         self.change(lambda state: state.publish(version), to_disk=True)
@@ -99,9 +117,9 @@ class DurableBuffer:
         self._prune()
 
     def rollback(self, step: int, version: int) -> None:
-        """`TrajectoryBuffer.rollback` with every payload that the ledger still has."""
-        payloads = self.ledger.payloads(self.state.trained_after(step)) if self.ledger is not None else {}
-        self.change(lambda state: state.rollback(step, version, payloads), to_disk=True)
+        """`TrajectoryBuffer.rollback` with every group that the ledger still has."""
+        groups = self.ledger.payloads(self.state.trained_after(step)) if self.ledger is not None else {}
+        self.change(lambda state: state.rollback(step, version, groups), to_disk=True)
 
     def _mark_changed(self, entry: GroupEntry) -> None:
         self._changed[entry.number] = entry

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megasync.buffer.payload import Body, GroupHeader, LeasedGroup
 from megasync.buffer.ranked_set import RankedSet
-from megasync.trajectory import Group, Partial
 
 
 class GroupState(StrEnum):
@@ -37,11 +37,10 @@ TRAINED = (GroupState.UNPUBLISHED, GroupState.PUBLISHED)
 # Reasons of drops as earlier ledgers and checkpoints name them, and their names now.
 RENAMED_REASONS = {"over_age": "stale"}
 
-# Loads a recorded value on demand: a restarted buffer reads no tokens until they are requested.
-StoredGroup = Callable[[], Group]
-StoredPartial = Callable[[], Partial]
-# Unfinished responses by (sample, turn).
-Partials = dict[tuple[int, int], Partial | StoredPartial]
+# Loads a recorded response on demand: the buffer keeps no tokens that the ledger has.
+StoredPartial = Callable[[], bytes]
+# Unfinished responses by (sample, turn), encoded.
+Partials = dict[tuple[int, int], bytes | StoredPartial]
 
 
 @dataclass(slots=True)
@@ -58,21 +57,18 @@ class GroupEntry:
     # Why it was dropped.
     reason: str = ""
     # Held while finished or leased.
-    group: Group | StoredGroup | None = None
-    # Version of the group's oldest trained token, cached: scanning all tokens at every check is slow.
+    group: LeasedGroup | None = None
+    # Version of the group's oldest trained token, also after it was trained.
     oldest_version: int = 0
     # Who reclaimed it. The same claimant gets it again when it asks again.
     claimant: str = ""
-    partials: dict[tuple[int, int], Partial | StoredPartial] = field(
-        default_factory=dict[tuple[int, int], Partial | StoredPartial]
-    )
+    partials: Partials = field(default_factory=Partials)
 
-    def loaded(self) -> Group:
-        """The group, loaded now if needed. Raises what loading it raises."""
+    @property
+    def held(self) -> LeasedGroup:
+        """The group while it is finished or leased. Raises ValueError otherwise."""
         if self.group is None:
             raise ValueError(f"group {self.uid} is {self.state} and has no responses")
-        if callable(self.group):
-            self.group = self.group()
         return self.group
 
 
@@ -159,8 +155,8 @@ class GroupIndex:
         entry.since, entry.claimant, entry.group = now, "", None
         self._move(entry, GroupState.RETURNED)
 
-    def finish(self, entry: GroupEntry, group: Group) -> None:
-        entry.group, entry.oldest_version = group, group.oldest_version or 0
+    def finish(self, entry: GroupEntry, header: GroupHeader, body: Body) -> None:
+        entry.group, entry.oldest_version = LeasedGroup(header, body), header.oldest_version or 0
         self._move(entry, GroupState.FINISHED)
 
     def lease(self, entry: GroupEntry, step: int) -> None:
@@ -192,14 +188,14 @@ class GroupIndex:
         self.changed(entry)
         self._forget_published()
 
-    def reopen(self, entries: Iterable[GroupEntry], payloads: Mapping[str, Group | StoredGroup], now: float) -> None:
-        """Makes trained groups finished again, in their old places; returned where the payload is gone."""
+    def reopen(self, entries: Iterable[GroupEntry], groups: Mapping[str, LeasedGroup], now: float) -> None:
+        """Makes trained groups finished again, in their old places; returned where it is gone."""
         for entry in entries:
             del self.ended[entry.uid]
             self.trained -= 1
             if entry.uid not in self.open:
                 self._enter(entry)
-            entry.since, entry.group = now, payloads.get(entry.uid)
+            entry.since, entry.group = now, groups.get(entry.uid)
             self._move(entry, GroupState.RETURNED if entry.group is None else GroupState.FINISHED)
 
     def forget(self, step: int) -> None:

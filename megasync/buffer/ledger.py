@@ -2,7 +2,8 @@
 
     standing   one row per field of `BufferStatus`, as JSON
     groups     one row per admitted group, for the whole run; a few dozen bytes each
-    payloads   the responses of finished and leased groups, and of trained ones that a rollback may still need
+    payloads   the headers of finished and leased groups, and of trained ones that a rollback may still need, and where
+               their bodies lie (`segments`)
     partials   unfinished responses of groups that are being generated
 
 Each `write` is one transaction. In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating
@@ -13,15 +14,15 @@ step was trained and when a version was published.
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
 
-Opening reads rows, not tokens: payloads and partials are decoded on demand, so the time to restart a buffer depends on
-its number of groups alone.
+Bodies are appended to a segment before the transaction that records them, so no row names a body that is not there.
+Opening reads rows, not tokens, so the time to restart a buffer depends on its number of groups alone. A body is checked
+against its checksum before it is leased for the first time.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import operator
 import sqlite3
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -32,23 +33,31 @@ from typing import Any
 
 import msgspec
 
-from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState, Partials, StoredGroup
-from megasync.buffer.payload import decode_group, decode_partial, encode, verify
+from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState
+from megasync.buffer.payload import (
+    LeasedGroup,
+    StoredBody,
+    decode_header,
+    decode_partial,
+    encode_header,
+)
+from megasync.buffer.segments import SegmentWriter, read_body, segment_number, segment_path, segments_of
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
-from megasync.trajectory import Group, Partial, Trajectory
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL, step INTEGER NOT NULL,
     reason TEXT NOT NULL, oldest_version INTEGER NOT NULL, claimant TEXT NOT NULL
 );
-CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE payloads (
+    number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL
+);
 CREATE TABLE partials (
     number INTEGER, sample INTEGER, turn INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, sample, turn)
 );
@@ -66,9 +75,10 @@ DELETE FROM payloads WHERE number IN (
 """
 # The fix for an unusable ledger.
 WITHOUT = (
-    "move it away (with ledger.db-wal) to resume from the checkpoint alone: groups that were finished but not trained "
-    "are then generated again"
+    "move it away (with ledger.db-wal and ledger.segments) to resume from the checkpoint alone: groups that were "
+    "finished but not trained are then generated again"
 )
+CONTENT_INTACT = "its content is intact: check the disk, then continue with `megasync resume`"
 # Fields of the status that never change after the first record. What a run began with is long, and a comparison of it
 # would take as long as everything else.
 WRITTEN_ONCE = frozenset({"inherited"})
@@ -97,9 +107,13 @@ class Ledger:
         self.path = Path(path)
         # What the file holds: status fields, and by group number the very objects that were written.
         self._status: dict[str, Any] = {}
-        self._groups: dict[int, Group] = {}
-        self._partials: dict[int, Partials] = {}
-        self._prepared: tuple[list[Trajectory], bytes] = ([], b"")
+        self._groups: dict[int, LeasedGroup] = {}
+        # Numbers of groups with unfinished responses.
+        self._with_partials: set[int] = set()
+        self._folder = segments_of(self.path)
+        self._segments = SegmentWriter(self._folder)
+        # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
+        self._unchecked: set[str] = set()
         with self._explaining("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
             try:
@@ -115,12 +129,13 @@ class Ledger:
             return self._db.execute("SELECT count(*) FROM standing").fetchone() == (0,)
 
     def close(self) -> None:
+        self._segments.close()
         self._db.close()
 
     # Reading
 
     def check(self, report: Report = lambda text: None) -> None:
-        """Checks the whole file for damage, and every payload against its checksum."""
+        """Checks the whole file for damage, and every unfinished response against its checksum."""
         with self._explaining("read"):
             self._db.set_progress_handler(lambda: report("checking its pages"), STEPS)
             try:
@@ -129,12 +144,24 @@ class Ledger:
                 self._db.set_progress_handler(None, 0)
             if result != "ok":
                 raise self._damaged(result)
-            (payloads,) = self._db.execute("SELECT count(*) FROM payloads").fetchone()
-            for checked, (data,) in enumerate(self._db.execute("SELECT data FROM payloads")):
-                verify(data)
-                report(f"checked {checked} of {payloads} payloads")
             for (data,) in self._db.execute("SELECT data FROM partials"):
-                verify(data)
+                decode_partial(data)
+
+    def find_damaged(self, groups: Collection[LeasedGroup]) -> dict[str, str]:
+        """What is wrong with the bodies that cannot be read, by uid. Those that were checked before are not again."""
+        damaged: dict[str, str] = {}
+        for group in groups:
+            if group.uid in self._unchecked:
+                try:
+                    read_body(group)
+                    self._unchecked.discard(group.uid)
+                except (OSError, ValueError) as error:
+                    damaged[group.uid] = str(error)
+        return damaged
+
+    def check_again(self, uids: Collection[str]) -> None:
+        """Makes `find_damaged` read the bodies of these groups once more."""
+        self._unchecked.update(uids)
 
     def admitted(self) -> list[str]:
         """The uid of every group ever admitted, in order of admission."""
@@ -161,21 +188,31 @@ class Ledger:
                 dropped={reason: number for state, reason, number in counted if state == GroupState.DROPPED},
             )
 
-    def payloads(self, uids: Sequence[str]) -> dict[str, StoredGroup]:
-        """The groups among those uids that still have a payload."""
-        find = "SELECT number FROM payloads JOIN groups USING (number) WHERE uid = ?"
+    def payloads(self, uids: Sequence[str]) -> dict[str, LeasedGroup]:
+        """The groups among those uids that are still recorded."""
+        find = "SELECT head, segment, offset FROM payloads JOIN groups USING (number) WHERE uid = ?"
         with self._explaining("read"):
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
-        return {uid: partial(self._load_group, row[0]) for uid, row in rows.items() if row is not None}
+            return {uid: self._recorded(*row) for uid, row in rows.items() if row is not None}
+
+    def _recorded(self, head: bytes, segment: int, offset: int) -> LeasedGroup:
+        group = LeasedGroup(decode_header(head), StoredBody(str(segment_path(self._folder, segment)), offset))
+        self._unchecked.add(group.uid)
+        return group
 
     # Writing
 
-    def prepare(self, group: Group) -> None:
-        """Encodes a group before the buffer takes it. Raises DataError when it cannot be recorded."""
-        self._prepared = group.trajectories, encode(group)
+    def write(
+        self,
+        status: BufferStatus,
+        entries: Collection[GroupEntry],
+        to_disk: bool = False,
+        to_readers: bool = False,
+    ) -> None:
+        """Records these entries and the changed fields of the status. Writes nothing when nothing changed.
 
-    def write(self, status: BufferStatus, entries: Collection[GroupEntry], to_disk: bool = False) -> None:
-        """Records these entries and the changed fields of the status. Writes nothing when nothing changed."""
+        With ``to_readers`` other machines that share the file system can read all bodies.
+        """
         changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
         if not changed and not entries:
             return
@@ -184,6 +221,8 @@ class Ledger:
             self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
             for entry in entries:
                 self._write(entry)
+            if to_disk or to_readers:
+                self._segments.sync()
         self._status |= {name: _copy(name, value) for name, value in changed.items()}
 
     def merge_log(self) -> None:
@@ -194,10 +233,13 @@ class Ledger:
                 raise LedgerError(f"{self.path} is held by another process")
 
     def prune(self, oldest_kept: int, least_version: int) -> None:
-        """Removes the payloads of trained groups that no rollback needs: those of steps up to ``oldest_kept``, and
-        those with tokens older than ``least_version``, which would be generated again anyway."""
-        with self._explaining("written"), self._transaction():
-            self._db.execute(PRUNE, (oldest_kept, least_version))
+        """Removes the headers and bodies of trained groups that no rollback needs: those of steps up to
+        ``oldest_kept``, and those with tokens older than ``least_version``, which would be generated again anyway."""
+        with self._explaining("written"):
+            with self._transaction():
+                self._db.execute(PRUNE, (oldest_kept, least_version))
+            needed = self._db.execute("SELECT DISTINCT segment FROM payloads").fetchall()
+            self._segments.keep_only(segment for (segment,) in needed)
 
     def _prepare(self) -> None:
         """Locks the file for this process, and creates the tables in a new one."""
@@ -225,21 +267,13 @@ class Ledger:
     def _differs(self, name: str, value: Any) -> bool:
         return name not in self._status or (name not in WRITTEN_ONCE and self._status[name] != value)
 
-    def _load_group(self, number: int) -> Group:
-        with self._explaining("read"):
-            row = self._db.execute("SELECT data FROM payloads WHERE number = ?", (number,)).fetchone()
-            if row is None:
-                raise ValueError(f"group number {number} has no payload")
-            self._groups[number] = decode_group(row[0])
-        return self._groups[number]
-
-    def _load_partial(self, number: int, sample: int, turn: int) -> Partial:
+    def _load_partial(self, number: int, sample: int, turn: int) -> bytes:
         find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
         with self._explaining("read"):
             row = self._db.execute(find, (number, sample, turn)).fetchone()
             if row is None:
                 raise ValueError(f"group number {number} has no response {sample} in turn {turn}")
-            return decode_partial(row[0])
+            return row[0]
 
     def _entries(self, oldest_kept: int, report: Report) -> list[GroupEntry]:
         """Live and unpublished groups, all groups after the oldest of them, and those that ended recently."""
@@ -247,27 +281,26 @@ class Ledger:
         marks = ", ".join("?" * len(names))
         (front,) = self._db.execute(f"SELECT min(number) FROM groups WHERE state IN ({marks})", names).fetchone()
         rows = self._db.execute(
-            "SELECT number, uid, state, step, reason, oldest_version, claimant FROM groups "
-            "WHERE number >= ifnull(?, number + 1) OR step > ?",
+            "SELECT number, uid, state, step, reason, oldest_version, claimant, head, segment, offset "
+            "FROM groups LEFT JOIN payloads USING (number) WHERE number >= ifnull(?, number + 1) OR step > ?",
             (front, oldest_kept),
         )
-        with_payload = {number for (number,) in self._db.execute("SELECT number FROM payloads")}
         entries: list[GroupEntry] = []
-        for number, uid, state, step, reason, oldest, claimant in rows:
+        for number, uid, state, step, reason, oldest, claimant, *payload in rows:
             entry = GroupEntry(
                 uid, number, GroupState(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant
             )
             if entry.state in (GroupState.FINISHED, GroupState.LEASED):
-                if number not in with_payload:
+                if payload[0] is None:
                     raise ValueError(f"group {uid} is {entry.state} and has no payload")
-                entry.group = partial(self._load_group, number)
+                entry.group = self._groups[number] = self._recorded(*payload)
             entries.append(entry)
             if len(entries) % ROWS == 0:
                 report(f"{len(entries)} groups")
         by_number = {entry.number: entry for entry in entries}
         for number, sample, turn in self._db.execute("SELECT number, sample, turn FROM partials"):
             by_number[number].partials[sample, turn] = partial(self._load_partial, number, sample, turn)
-        self._partials = {entry.number: dict(entry.partials) for entry in entries if entry.partials}
+        self._with_partials = {entry.number for entry in entries if entry.partials}
         return entries
 
     def _write(self, entry: GroupEntry) -> None:
@@ -277,10 +310,12 @@ class Ledger:
             (number, entry.uid, entry.state.value, entry.step, entry.reason, entry.oldest_version, entry.claimant),
         )
         if entry.group is not None:
-            # A group that was never loaded is in the file.
-            if not callable(entry.group) and self._groups.get(number) is not entry.group:
-                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (number, self._encoded(entry.group)))
-                self._groups[number] = entry.group
+            if self._groups.get(number) is not entry.group:
+                self._groups[number] = entry.group = self._stored(entry.group)
+                head, body = encode_header(entry.group.header), entry.group.body
+                assert isinstance(body, StoredBody)
+                row = (number, head, segment_number(body), body.offset)
+                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", row)
         else:
             # A trained group's payload stays in the file until it is pruned.
             self._groups.pop(number, None)
@@ -288,23 +323,22 @@ class Ledger:
                 self._db.execute("DELETE FROM payloads WHERE number = ?", (number,))
         self._write_partials(entry)
 
-    def _encoded(self, group: Group) -> bytes:
-        """The prepared bytes, unless the buffer removed or masked trajectories."""
-        trajectories, data = self._prepared
-        self._prepared = [], b""
-        same = len(trajectories) == len(group.trajectories) and all(map(operator.is_, trajectories, group.trajectories))
-        return data if same else encode(group)
+    def _stored(self, group: LeasedGroup) -> LeasedGroup:
+        if isinstance(group.body, StoredBody):
+            return group
+        return LeasedGroup(group.header, self._segments.append(group.body))
 
     def _write_partials(self, entry: GroupEntry) -> None:
-        held = self._partials.pop(entry.number, {})
-        if not entry.partials and held:
+        if not entry.partials and entry.number in self._with_partials:
+            self._with_partials.discard(entry.number)
             self._db.execute("DELETE FROM partials WHERE number = ?", (entry.number,))
         for (sample, turn), response in entry.partials.items():
-            if not callable(response) and held.get((sample, turn)) is not response:
-                row = (entry.number, sample, turn, encode(response))
-                self._db.execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", row)
-        if entry.partials:
-            self._partials[entry.number] = dict(entry.partials)
+            if not callable(response):
+                self._db.execute(
+                    "INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", (entry.number, sample, turn, response)
+                )
+                entry.partials[sample, turn] = partial(self._load_partial, entry.number, sample, turn)
+                self._with_partials.add(entry.number)
 
     @contextmanager
     def _transaction(self, to_disk: bool = False) -> Generator[None]:
@@ -331,6 +365,8 @@ class Ledger:
             raise LedgerError(f"{self.path} already has this group: {error}") from error
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {_remedy(error)}") from error
+        except OSError as error:
+            raise LedgerError(f"{self._folder} cannot be {action}: {error}; {CONTENT_INTACT}") from error
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
 
@@ -350,4 +386,4 @@ def _values(status: BufferStatus) -> dict[str, Any]:
 def _remedy(error: sqlite3.OperationalError) -> str:
     if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return "another process holds it: is the run still alive?"
-    return "its content is intact: check the disk, then continue with `megasync resume`"
+    return CONTENT_INTACT

@@ -1,69 +1,345 @@
-"""Groups and partial responses as bytes: MessagePack, compressed by Zstandard, with a checksum.
+"""A group as a header and a body: encoded once, where it is made, and decoded by the rank that trains it.
 
-Numbers are decoded exactly as encoded; arrays come back as lists. Decoding never executes what it reads.
+    header   what buffer and planner need: per trajectory its lengths, versions, reward and place in the body
+    body     raw arrays, about 8 bytes a token; decoding is views of it, without a copy
+
+    prompts         int32 ids; equal prompts of a group are there once
+    per trajectory  int32 ids, float32 log-probs, runs of mask and versions (int32 values, then ends), further arrays
+
+The body is opaque to the buffer. What becomes of a group later stands in the header alone: trajectories that were
+removed are missing there, and ``mask_below`` masks old tokens. Nothing that is decoded is ever executed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pickle import PickleBuffer
+from typing import Any, SupportsIndex
 
 import msgspec
-import zstandard
+import numpy as np
+from numpy.typing import NDArray
 
 from megasync.errors import DataError
+from megasync.runs import IntArray, Runs
 from megasync.trajectory import Group, Partial, Trajectory
 
-# Ids and log-probs hardly compress, versions and masks do at any level: higher levels only take longer.
-LEVEL = 1
+# Arrays begin at multiples of this many bytes.
+ALIGNMENT = 8
 
 
-def _plain(value: Any) -> Any:
-    """Converts scalars and arrays of NumPy and torch, which users' functions return."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Lengths are in tokens, ``prompt_at`` and ``at`` in bytes of the body, where the arrays begin.
+
+    Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the last trained
+    response token: it and what follows are not fed to the model. ``trained`` holds (version, number of trained tokens),
+    ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and shapes.
+    """
+
+    prompt_at: int
+    prompt_tokens: int
+    at: int
+    response_tokens: int
+    mask_runs: int
+    version_runs: int
+    fed: int
+    trained: tuple[tuple[int, int], ...]
+    reward: float | None
+    finish_reason: str
+    metrics: dict[str, Any]
+    arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    mask_below: int = 0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens; None when no token is trained."""
+        return self.trained[0][0] if self.trained else None
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.trained)
+
+    def masked(self, least: int) -> TrajectoryHeader:
+        """With tokens older than version ``least`` masked out of the loss."""
+        kept = tuple((version, tokens) for version, tokens in self.trained if version >= least)
+        if kept == self.trained:
+            return self
+        return msgspec.structs.replace(self, trained=kept, mask_below=least)
+
+
+class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
+    """``newest_version`` is that of any token. ``body_bytes`` and ``checksum`` (CRC-32) are of the whole body."""
+
+    uid: str
+    newest_version: int
+    body_bytes: int
+    checksum: int
+    trajectories: tuple[TrajectoryHeader, ...]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens of all trajectories; None when no token is trained."""
+        return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(trajectory.trained_tokens for trajectory in self.trajectories)
+
+    def of(self, trajectories: Iterable[TrajectoryHeader]) -> GroupHeader:
+        """The group with these of its trajectories."""
+        return msgspec.structs.replace(self, trajectories=tuple(trajectories))
+
+
+@dataclass(frozen=True)
+class EncodedGroup:
+    """A group on its way into the buffer. ``head`` is the header as MessagePack."""
+
+    head: bytes
+    body: bytes | memoryview
+
+    @cached_property
+    def header(self) -> GroupHeader:
+        return decode_header(self.head)
+
+    @property
+    def uid(self) -> str:
+        return self.header.uid
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return EncodedGroup, (self.head, _picklable(self.body, protocol))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPartial:
+    """An unfinished response on its way into the buffer, and the newest version of its tokens."""
+
+    newest_version: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBody:
+    """Where a recorded body lies: the path of the segment file, and the offset in bytes."""
+
+    path: str
+    offset: int
+
+
+# A body in memory, or where it lies.
+Body = bytes | memoryview | StoredBody
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedGroup:
+    """A group of a leased batch: its header, and its body or where that lies."""
+
+    header: GroupHeader
+    body: Body
+
+    @property
+    def uid(self) -> str:
+        return self.header.uid
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return LeasedGroup, (self.header, _picklable(self.body, protocol))
+
+
+def _scalar(value: Any) -> Any:
+    """Converts scalars of NumPy and torch, which users' functions return."""
+    if hasattr(value, "item"):
+        return value.item()
     raise NotImplementedError(type(value).__qualname__)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-# Untyped: whatever a workflow put into a trajectory and the buffer accepted must come back.
-_decoder = msgspec.msgpack.Decoder()
-_compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-_decompressor = zstandard.ZstdDecompressor()
+_packer = msgspec.msgpack.Encoder(enc_hook=_scalar)
+_header = msgspec.msgpack.Decoder(GroupHeader)
 
 
-def encode(value: Group | Partial) -> bytes:
-    """Raises DataError for a value other than numbers, strings, lists and dicts."""
+class _PartialHeader(msgspec.Struct, frozen=True, array_like=True):
+    request_digest: str
+    finish_reason: str
+    text: str
+    tokens: int
+    version_runs: int
+    checksum: int
+
+
+_partial_header = msgspec.msgpack.Decoder(_PartialHeader)
+
+
+def _picklable(body: Body, protocol: SupportsIndex) -> Any:
+    """The body as pickle takes it: with protocol 5 it crosses processes in shared memory, without a copy."""
+    if isinstance(body, StoredBody):
+        return body
+    return PickleBuffer(body) if operator.index(protocol) >= 5 else bytes(body)
+
+
+class _Writer:
+    """Collects arrays; `add` returns where one begins."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, array: NDArray[Any]) -> int:
+        if padding := -self._size % min(ALIGNMENT, max(array.itemsize, 1)):
+            self._append(b"\0" * padding)
+        at = self._size
+        self._append(array.tobytes())
+        return at
+
+    def _append(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._size += len(part)
+
+    def body(self) -> bytes:
+        return b"".join(self._parts)
+
+
+class _Reader:
+    """Reads arrays in the order in which they were written, as views."""
+
+    def __init__(self, body: bytes | memoryview, at: int = 0) -> None:
+        self._body = body
+        self._at = at
+
+    def array(self, dtype: Any, count: int) -> NDArray[Any]:
+        size = np.dtype(dtype).itemsize
+        self._at += -self._at % min(ALIGNMENT, size)
+        array = np.frombuffer(self._body, dtype, count, self._at)
+        self._at += array.nbytes
+        # A view of a file's mapping or of shared memory may be writable.
+        array.flags.writeable = False
+        return array
+
+    def runs(self, count: int) -> Runs:
+        return Runs(self.array(np.int32, count), self.array(np.int32, count))
+
+
+def encode(group: Group) -> EncodedGroup:
+    """Raises DataError for metrics or arrays that cannot be recorded."""
+    writer, prompts = _Writer(), dict[bytes, int]()
+    trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
+    body = writer.body()
+    newest = max((int(t.versions.values.max()) for t in group.trajectories if len(t.versions)), default=0)
+    header = GroupHeader(group.uid, newest, len(body), zlib.crc32(body), trajectories)
     try:
-        return _compressor.compress(_encoder.encode(value))
+        return EncodedGroup(_packer.encode(header), body)
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
-        whose = f"group {value.uid}" if isinstance(value, Group) else "a partial response"
         raise DataError(
-            f"{whose} holds a value that cannot be recorded ({type(error).__name__}: {error}); trajectories and their "
-            f"metrics must consist of plain numbers and strings"
+            f"group {group.uid} holds a value that cannot be recorded ({type(error).__name__}: {error}); rewards and "
+            f"metrics must be plain numbers under text names"
         ) from error
 
 
-def decode_group(data: bytes) -> Group:
+def in_memory(group: Group) -> LeasedGroup:
+    """The group as a batch has it, for callers without a buffer."""
+    encoded = encode(group)
+    return LeasedGroup(encoded.header, encoded.body)
+
+
+def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, int], uid: str) -> TrajectoryHeader:
+    prompt = t.prompt_ids.tobytes()
+    if prompt not in prompts:
+        prompts[prompt] = writer.add(t.prompt_ids)
+    at = writer.add(t.response_ids)
+    for array in (t.logprobs, t.loss_mask.values, t.loss_mask.ends, t.versions.values, t.versions.ends):
+        writer.add(array)
+    for name, array in t.arrays.items():
+        if array.dtype.kind not in "iubf":
+            raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
+        writer.add(array)
+    versions, counts = np.unique(t.trained_versions(), return_counts=True)
+    trained = np.flatnonzero(t.loss_mask.values)
+    return TrajectoryHeader(
+        prompt_at=prompts[prompt],
+        prompt_tokens=len(t.prompt_ids),
+        at=at,
+        response_tokens=len(t.response_ids),
+        mask_runs=len(t.loss_mask.values),
+        version_runs=len(t.versions.values),
+        fed=int(t.loss_mask.ends[trained[-1]]) - 1 if trained.size else 0,
+        trained=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        reward=t.reward,
+        finish_reason=t.finish_reason,
+        metrics=t.metrics,
+        arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
+    )
+
+
+def decode_header(head: bytes) -> GroupHeader:
     """Raises ValueError for damaged bytes."""
-    found = _decode(data)
-    return Group(found["uid"], [Trajectory(**trajectory) for trajectory in found["trajectories"]])
+    return _header.decode(head)
+
+
+def encode_header(header: GroupHeader) -> bytes:
+    return _packer.encode(header)
+
+
+def check_body(header: GroupHeader, body: bytes | memoryview) -> None:
+    """Raises ValueError for a body that is not the one that was encoded."""
+    if len(body) != header.body_bytes:
+        raise ValueError(f"the body of group {header.uid} has {len(body)} of {header.body_bytes} bytes")
+    if zlib.crc32(body) != header.checksum:
+        raise ValueError(f"the body of group {header.uid} does not match its checksum")
+
+
+def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
+    """The group's trajectories as the header has them now, with tokens masked. Arrays are views of ``body``."""
+    return Group(header.uid, [decode_trajectory(trajectory, body) for trajectory in header.trajectories])
+
+
+def decode_trajectory(header: TrajectoryHeader, body: bytes | memoryview) -> Trajectory:
+    reader = _Reader(body, header.at)
+    ids: IntArray = reader.array(np.int32, header.response_tokens)
+    trajectory = Trajectory(
+        prompt_ids=_Reader(body, header.prompt_at).array(np.int32, header.prompt_tokens),
+        response_ids=ids,
+        logprobs=reader.array(np.float32, header.response_tokens),
+        loss_mask=reader.runs(header.mask_runs),
+        versions=reader.runs(header.version_runs),
+        finish_reason=header.finish_reason,
+        reward=header.reward,
+        metrics=header.metrics,
+        arrays={name: reader.array(dtype, int(np.prod(shape))).reshape(shape) for name, dtype, shape in header.arrays},
+    )
+    return trajectory.masked(header.mask_below)
+
+
+def encode_partial(partial: Partial) -> EncodedPartial:
+    writer = _Writer()
+    for array in (partial.token_ids, partial.logprobs, partial.versions.values, partial.versions.ends):
+        writer.add(array)
+    body = writer.body()
+    header = _PartialHeader(
+        partial.request_digest,
+        partial.finish_reason,
+        partial.text,
+        len(partial.token_ids),
+        len(partial.versions.values),
+        zlib.crc32(body),
+    )
+    head = _packer.encode(header)
+    newest = int(partial.versions.values.max()) if len(partial.versions) else 0
+    return EncodedPartial(newest, len(head).to_bytes(4, "little") + head + body)
 
 
 def decode_partial(data: bytes) -> Partial:
     """Raises ValueError for damaged bytes."""
-    return Partial(**_decode(data))
-
-
-def verify(data: bytes) -> None:
-    """Checks the bytes against their checksum. Raises ValueError for damaged bytes."""
-    try:
-        _decompressor.decompress(data)
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
-
-
-def _decode(data: bytes) -> dict[str, Any]:
-    try:
-        return _decoder.decode(_decompressor.decompress(data))
-    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-        raise ValueError(str(error)) from error
+    size = int.from_bytes(data[:4], "little")
+    header, body = _partial_header.decode(data[4 : 4 + size]), data[4 + size :]
+    if zlib.crc32(body) != header.checksum:
+        raise ValueError("a partial response does not match its checksum")
+    reader = _Reader(body)
+    return Partial(
+        header.request_digest,
+        reader.array(np.int32, header.tokens),
+        reader.array(np.float32, header.tokens),
+        reader.runs(header.version_runs),
+        header.finish_reason,
+        header.text,
+    )

@@ -18,11 +18,13 @@ Invariants, after every call: ``admitted == trained + dropped + live``; no group
 rollback can bring back more); every finished group is within the staleness bound of the published version, which
 ``_check_age`` guarantees wherever group or version changes.
 
+    >>> from megasync.buffer.payload import encode
+    >>> from megasync.trajectory import Group, Trajectory
     >>> buffer = TrajectoryBuffer(Pacing(groups_per_step=1, max_staleness=1))
     >>> buffer.admit("0:0"), buffer.admit("0:1"), buffer.admit("0:2")   # 2 generating: capacity is (1 + 1) * 1 * 1
     (True, True, False)
     >>> answer = Trajectory([1], [2], loss_mask=[1], logprobs=[-0.5], versions=[0], reward=1.0)
-    >>> buffer.commit(Group("0:0", [answer, answer]))                   # 1 generating, 1 finished
+    >>> buffer.commit(encode(Group("0:0", [answer, answer])))           # 1 generating, 1 finished
     True
     >>> [group.uid for group in buffer.lease(step=1, version=0)]        # 1 generating, 1 leased
     ['0:0']
@@ -35,14 +37,14 @@ rollback can bring back more); every finished group is within the staleness boun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from megasync.buffer.groups import LIVE, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState, StoredGroup
+from megasync.buffer.groups import LIVE, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState
+from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHeader, LeasedGroup, TrajectoryHeader
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
-from megasync.trajectory import Group, Partial, Trajectory
 
 # A relative advantage compares a group's responses: a lone survivor would be trained on nothing but its raw reward.
 MIN_SURVIVORS = 2
@@ -71,6 +73,8 @@ class BufferCounters(TypedDict):
     # By reason.
     dropped: dict[str, int]
     regenerated: int
+    # Finished groups whose recorded body could not be read.
+    damaged: int
     masked_tokens: int
     removed_trajectories: int
 
@@ -113,6 +117,7 @@ class BufferStatus:
     # Why the buffer is closed.
     closed: str | None = None
     regenerated: int = 0
+    damaged: int = 0
     masked_tokens: int = 0
     removed_trajectories: int = 0
     # Failed attempts by uid, and the latest failed step.
@@ -221,14 +226,16 @@ class TrajectoryBuffer:
         self._groups.admit(uid, self._clock())
         return True
 
-    def commit(self, group: Group) -> bool:
-        """Takes a generated, scored group. True when it is finished now, or was committed before.
+    def commit(self, encoded: EncodedGroup) -> bool:
+        """Takes a generated, scored group, whose body is opaque here.
 
-        Returns False, and changes nothing, when the buffer is closed, when the group was dropped meanwhile, or when it
-        waits for another generation and these responses are too old or too few. Also returns False when too few
-        trajectories survive (those without a reward or a trained token do not), which drops the group, and when it is
-        already stale, which drops or returns it. Raises BufferStateError for a group that was never admitted.
+        True when it is finished now, or was committed before. Returns False, and changes nothing, when the buffer is
+        closed, when the group was dropped meanwhile, or when it waits for another generation and these responses are
+        too old or too few. Also returns False when too few trajectories survive (those without a reward or a trained
+        token do not), which drops the group, and when it is already stale, which drops or returns it. Raises
+        BufferStateError for a group that was never admitted.
         """
+        group = encoded.header
         entry = self._groups.find(group.uid)
         if self.closed is not None or (entry is not None and entry.state is GroupState.DROPPED):
             return False
@@ -238,12 +245,13 @@ class TrajectoryBuffer:
             return True
         survivors = [t for t in group.trajectories if t.reward is not None and t.oldest_version is not None]
         if entry.state is GroupState.RETURNED:
-            oldest = Group(group.uid, survivors).oldest_version
+            oldest = group.of(survivors).oldest_version
             if oldest is None or len(survivors) < MIN_SURVIVORS or oldest < self.least_version:
                 return False
-        self._saw(max(t.versions) for t in survivors)
+        if survivors:
+            self._saw([group.newest_version])
         entry.partials.clear()
-        return self._keep(entry, group, survivors) and self._check_age(entry)
+        return self._keep(entry, group, survivors, encoded.body) and self._check_age(entry)
 
     def drop(self, uid: str, reason: str) -> bool:
         """Ends a group that will not be trained, and frees its slot.
@@ -260,6 +268,23 @@ class TrajectoryBuffer:
             )
         self._drop(entry, reason)
         return True
+
+    def damaged(self, uid: str) -> None:
+        """Returns a finished group whose recorded body cannot be read, to be generated again."""
+        entry = self._groups.find(uid)
+        if entry is not None and entry.state is GroupState.FINISHED:
+            self._groups.give_back(entry, self._clock())
+            self.status.damaged += 1
+
+    def leased_uids(self) -> list[str]:
+        """Uids of the leased batch."""
+        return [entry.uid for entry in self._lease[1]] if self._lease is not None else []
+
+    def next_batch(self) -> list[LeasedGroup]:
+        """The groups that `lease` would take now; empty while the batch is incomplete."""
+        if not self.has_batch():
+            return []
+        return [entry.held for entry in self._groups.batch(self.pacing.groups_per_step)]
 
     def reclaimable(self) -> list[str]:
         """Uids of the returned groups, oldest first."""
@@ -278,17 +303,17 @@ class TrajectoryBuffer:
         self._groups.generate(entry, self._clock(), claimant)
         return entry.uid
 
-    def save_partials(self, partials: Mapping[tuple[str, int, int], Partial]) -> None:
+    def save_partials(self, partials: Mapping[tuple[str, int, int], EncodedPartial]) -> None:
         """Keeps unfinished responses by (uid, sample, turn), of groups that are unfinished; ignores others."""
         for (uid, sample, turn), partial in partials.items():
             entry = self._groups.find(uid)
             if entry is not None and entry.state in UNFINISHED:
-                entry.partials[sample, turn] = partial
-                self._saw(partial.versions)
+                entry.partials[sample, turn] = partial.data
+                self._saw([partial.newest_version])
                 self._groups.changed(entry)
 
-    def partials(self, uid: str) -> dict[tuple[int, int], Partial]:
-        """A group's unfinished responses by (sample, turn). A commit or drop removes them."""
+    def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
+        """A group's unfinished responses by (sample, turn), encoded. A commit or drop removes them."""
         entry = self._groups.find(uid)
         if entry is None:
             return {}
@@ -296,7 +321,7 @@ class TrajectoryBuffer:
 
     # Training side
 
-    def lease(self, step: int, version: int) -> list[Group] | None:
+    def lease(self, step: int, version: int) -> list[LeasedGroup] | None:
         """Leases the batch of a step: ``groups_per_step`` groups in admission order, or None while it is incomplete.
 
         ``version`` must be the published one, against which every group was checked. Called again for the same step
@@ -313,14 +338,14 @@ class TrajectoryBuffer:
             if step != leased_step:
                 raise BufferStateError(f"step {step} asks for a batch while step {leased_step} has one; ack that first")
             if version == self.status.leased_version:
-                return [entry.loaded() for entry in batch]
+                return [entry.held for entry in batch]
             self._put_back()
         elif step <= self.status.last_step:
             raise BufferStateError(f"step {step} asks for a batch, but step {self.status.last_step} is trained already")
         if not self.has_batch():
             return None
         batch = self._groups.batch(self.pacing.groups_per_step)
-        groups = [entry.loaded() for entry in batch]
+        groups = [entry.held for entry in batch]
         for entry in batch:
             self._groups.lease(entry, step)
         self._lease, self.status.leased_version = (step, batch), version
@@ -385,11 +410,11 @@ class TrajectoryBuffer:
         """Uids of the groups that a rollback to this step brings back, oldest first."""
         return [entry.uid for entry in self._groups.trained_after(step)]
 
-    def rollback(self, step: int, version: int, payloads: Mapping[str, Group | StoredGroup] | None = None) -> None:
+    def rollback(self, step: int, version: int, groups: Mapping[str, LeasedGroup] | None = None) -> None:
         """Takes training back to the checkpoint of ``step``. The next version is greater than ``version``.
 
         Groups that were leased, or trained after ``step``, are finished again; a trained group without an entry in
-        ``payloads`` is returned. A leased batch of a step that the checkpoint contains counts as trained. A closed
+        ``groups`` is returned. A leased batch of a step that the checkpoint contains counts as trained. A closed
         buffer stays closed. Raises BufferStateError when ``step`` was never trained, or is older than all checkpoints.
         """
         if self._lease is not None and self._lease[0] <= step:
@@ -405,7 +430,7 @@ class TrajectoryBuffer:
         self.status.version = max(self.version, version)
         self._saw([version])
         self._put_back()
-        self._groups.reopen(self._groups.trained_after(step), payloads or {}, self._clock())
+        self._groups.reopen(self._groups.trained_after(step), groups or {}, self._clock())
         self.status.last_step = step
         self._check_ages()
 
@@ -447,6 +472,7 @@ class TrajectoryBuffer:
             "trained": self._groups.trained,
             "dropped": dict(self._groups.dropped),
             "regenerated": self.status.regenerated,
+            "damaged": self.status.damaged,
             "masked_tokens": self.status.masked_tokens,
             "removed_trajectories": self.status.removed_trajectories,
         }
@@ -511,13 +537,13 @@ class TrajectoryBuffer:
     def _saw(self, versions: Iterable[int]) -> None:
         self.status.newest_version = max(self.status.newest_version, max(versions, default=0))
 
-    def _keep(self, entry: GroupEntry, group: Group, survivors: list[Trajectory]) -> bool:
+    def _keep(self, entry: GroupEntry, group: GroupHeader, survivors: Sequence[TrajectoryHeader], body: Body) -> bool:
         """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept."""
         self.status.removed_trajectories += len(group.trajectories) - len(survivors)
         if len(survivors) < MIN_SURVIVORS:
             self._drop(entry, "lone_survivor" if survivors else "no_survivor")
             return False
-        self._groups.finish(entry, Group(entry.uid, survivors))
+        self._groups.finish(entry, group.of(survivors), body)
         return True
 
     def _check_ages(self) -> None:
@@ -536,11 +562,10 @@ class TrajectoryBuffer:
         if self._stale == "drop":
             self._drop(entry, "stale")
             return False
-        group = entry.loaded()
-        masked = [t.masked(least) for t in group.trajectories]
-        self.status.masked_tokens += sum(sum(t.loss_mask) for t in group.trajectories)
-        self.status.masked_tokens -= sum(sum(t.loss_mask) for t in masked)
-        return self._keep(entry, group, [t for t in masked if t.oldest_version is not None])
+        group = entry.held
+        masked = group.header.of(trajectory.masked(least) for trajectory in group.header.trajectories)
+        self.status.masked_tokens += group.header.trained_tokens - masked.trained_tokens
+        return self._keep(entry, masked, [t for t in masked.trajectories if t.trained], group.body)
 
     def _drop(self, entry: GroupEntry, reason: str) -> None:
         self._forget_attempts(entry.uid)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.trainer import checkpoint
-from megasync.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TrainerGroup:
         except ProcessLost as loss:
             raise RankLost(str(loss)) from loss
 
-    async def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
+    async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megasync.buffer.payload import LeasedGroup
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.control.interfaces import ControlledParts
@@ -50,7 +51,6 @@ from megasync.errors import (
     TrainingError,
 )
 from megasync.observe.awaits import describe_tasks
-from megasync.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Controller:
         # Clock reading at which the trainer began to wait for its next batch.
         self._idle_since = clock()
         # The step that is being trained, or that was interrupted.
-        self._incomplete: tuple[int, list[Group]] | None = None
+        self._incomplete: tuple[int, list[LeasedGroup]] | None = None
         # False while a step runs, and for good once a step has failed: its ranks cannot save.
         self._trainer_fit = True
 
@@ -188,7 +188,7 @@ class Controller:
         if self._target_reached or not self._stop.is_set():
             await self._fleet_sync.sync_joiners_during(self._evaluate_now())
 
-    async def _next_batch(self) -> list[Group] | None:
+    async def _next_batch(self) -> list[LeasedGroup] | None:
         """Waits for the next step's groups and syncs joiners meanwhile. None when a stop was requested."""
         self._idle_since = self._clock()
         while not self._stop.is_set():
@@ -206,7 +206,7 @@ class Controller:
             # The next lease of the same step gets the batch that the cancelled one may have taken.
         return None
 
-    async def _train_step(self, groups: list[Group]) -> None:
+    async def _train_step(self, groups: list[LeasedGroup]) -> None:
         """Trains, acknowledges, publishes, reports and saves one step, in the order that the module docstring gives."""
         schedule, progress = self.config.schedule, self.progress
         start = self._clock()
@@ -234,7 +234,7 @@ class Controller:
         if self._due(self.config.checkpoint.every_steps):
             await self._save()
 
-    async def _train_on(self, groups: list[Group], step: int) -> dict[str, float]:
+    async def _train_on(self, groups: list[LeasedGroup], step: int) -> dict[str, float]:
         """Raises RankLost, NonFiniteError, and StepFailed for any other error of the ranks."""
         self._observer.activity("trainer", "training")
         self._trainer_fit, self._incomplete = False, (step, groups)
@@ -252,7 +252,9 @@ class Controller:
         metrics = self._rollouter.metrics() | self._recovery.metrics() | self._fleet_sync.metrics()
         counts = await self._buffer.counts()
         metrics |= {f"buffer/{state}": float(number) for state, number in counts["slots"].items()}
-        totals = {key: counts[key] for key in ("admitted", "trained", "live", "regenerated", "masked_tokens")}
+        totals = {
+            key: counts[key] for key in ("admitted", "trained", "live", "regenerated", "damaged", "masked_tokens")
+        }
         totals["dropped"] = sum(counts["dropped"].values())
         metrics |= {f"groups/{key}": float(number) for key, number in totals.items()}
         if self._frozen_models is not None:

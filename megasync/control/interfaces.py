@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.state import BufferCounters, BufferCounts, FailedStep
-from megasync.trajectory import Group
 
 
 class SavedCheckpoint(Protocol):
@@ -27,7 +27,7 @@ class SavedCheckpoint(Protocol):
 class Trainer(Protocol):
     """The trainer ranks as one. Every call reaches all of them and raises RankLost when one died or hangs."""
 
-    async def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]: ...
+    async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]: ...
 
     async def save(self, step: int, state: dict[str, Any]) -> SavedCheckpoint: ...
 
@@ -116,7 +116,7 @@ class RolloutLoop(Protocol):
 class TrainingBuffer(Protocol):
     """The training side of the trajectory buffer; see `megasync.buffer.AsyncBuffer`."""
 
-    async def lease(self, step: int, version: int) -> list[Group]: ...
+    async def lease(self, step: int, version: int) -> list[LeasedGroup]: ...
     async def ack(self, step: int) -> None: ...
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep: ...
     async def publish(self, version: int) -> None: ...

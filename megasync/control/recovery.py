@@ -19,13 +19,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megasync.errors import RankLost, StepFailed, TrainingError
+from megasync.buffer.payload import LeasedGroup
+from megasync.buffer.segments import load
+from megasync.errors import DataError, RankLost, StepFailed, TrainingError
 from megasync.files import atomic_write
-from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FAILED_STEPS_FOLDER = "failed_steps"
 
 # A step that did not complete: its number and its groups.
-Step = tuple[int, list[Group]]
+Step = tuple[int, list[LeasedGroup]]
 
 
 class TrainerRecovery:
@@ -110,7 +110,7 @@ class TrainerRecovery:
         self._faults["steps_trained_again"] += repeated
         self._observer.message(f"resuming training after step {step}; {repeated} steps are trained again")
 
-    async def _record_attempt(self, step: int, groups: list[Group], error: TrainingError) -> bool:
+    async def _record_attempt(self, step: int, groups: list[LeasedGroup], error: TrainingError) -> bool:
         """Records and counts a failed attempt of a step. Returns whether its groups were set aside, so others follow.
 
         Raises TrainingError when the groups have had their attempts and may not be set aside.
@@ -141,15 +141,14 @@ class TrainerRecovery:
         return False
 
 
-def write_failed_batch(folder: Path, step: int, version: int, groups: Sequence[Group], error: str) -> None:
+def write_failed_batch(folder: Path, step: int, version: int, groups: Sequence[LeasedGroup], error: str) -> None:
     """Writes uids and trajectories (tokens, masks, log-probs, versions, rewards) to ``folder/step-<step>-<first
     uid>.json``.
 
     A later attempt on the same groups replaces the file. A file that cannot be written is logged, nothing more.
     """
     uids = [group.uid for group in groups]
-    batch = [{"uid": group.uid, "trajectories": [asdict(t) for t in group.trajectories]} for group in groups]
-    record = {"step": step, "version": version, "error": error, "uids": uids, "batch": batch}
+    record = {"step": step, "version": version, "error": error, "uids": uids, "batch": list(map(_described, groups))}
     path = folder / f"step-{step:08d}-{uids[0].replace(':', '-')}.json"
     try:
         # JSON has no spelling for non-finite numbers: they become strings.
@@ -158,3 +157,10 @@ def write_failed_batch(folder: Path, step: int, version: int, groups: Sequence[G
         atomic_write(path, text)
     except (OSError, TypeError, ValueError) as failure:
         log.error("Could not write the batch of failed step %d to %s: %s", step, path, failure)
+
+
+def _described(group: LeasedGroup) -> dict[str, Any]:
+    try:
+        return {"uid": group.uid, "trajectories": [trajectory.plain() for trajectory in load(group).trajectories]}
+    except DataError as error:
+        return {"uid": group.uid, "unreadable": str(error)}

@@ -100,7 +100,7 @@ class RewardRunner:
         count = len(trajectories)
         # A copy, so that a function cannot change the columns for others.
         arguments = {name: [value] * count for name, value in copy.deepcopy(columns).items()}
-        arguments["completion_ids"] = [list(t.response_ids) for t in trajectories]
+        arguments["completion_ids"] = [t.response_ids.tolist() for t in trajectories]
         arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
         try:
             answer = await self._call(function, [t.text for t in trajectories], arguments)

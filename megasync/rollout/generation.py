@@ -57,27 +57,28 @@ class Generation:
         get a loss mask of 0, because another trajectory trains them.
         """
         line = self.line()
-        whole = Trajectory(
-            prompt_ids=list(line[0].prompt_ids),
-            response_ids=[],
-            loss_mask=[],
-            logprobs=[],
-            versions=[],
+        prompt, response_ids, logprobs = line[0].prompt_ids, list[int](), list[float]()
+        loss_mask, versions = list[int](), list[int]()
+        for generation in line:
+            written = len(generation.prompt_ids) - len(prompt) - len(response_ids)
+            between = generation.prompt_ids[len(generation.prompt_ids) - written :]
+            response_ids.extend(between + generation.token_ids)
+            loss_mask.extend([0] * written + [int(generation not in untrained)] * len(generation.token_ids))
+            logprobs.extend([0.0] * written + generation.logprobs)
+            # Tokens between generations were not sampled. Their versions only fill the list and are never read.
+            last = versions[-1] if versions else 0
+            versions.extend([last] * written + generation.versions)
+        return Trajectory(
+            prompt_ids=prompt,
+            response_ids=response_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
             finish_reason=self.finish_reason,
             text=self.text if text is None else text,
             reward=reward,
             metrics=dict(metrics or {}),
         )
-        for generation in line:
-            written = len(generation.prompt_ids) - len(whole.prompt_ids) - len(whole.response_ids)
-            between = generation.prompt_ids[len(generation.prompt_ids) - written :]
-            whole.response_ids.extend(between + generation.token_ids)
-            whole.loss_mask.extend([0] * written + [int(generation not in untrained)] * len(generation.token_ids))
-            whole.logprobs.extend([0.0] * written + generation.logprobs)
-            # Tokens between generations were not sampled. Their versions only fill the list and are never read.
-            last = whole.versions[-1] if whole.versions else 0
-            whole.versions.extend([last] * written + generation.versions)
-        return whole
 
 
 @dataclass(frozen=True, slots=True)

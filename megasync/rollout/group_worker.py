@@ -29,6 +29,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed, BufferStateError
+from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.errors import DataError, MegasyncError
 from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
@@ -41,7 +42,7 @@ from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
-from megasync.trajectory import Group, Partial, Prompt, Trajectory
+from megasync.trajectory import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ BACKOFF_SECONDS = (1.0, 30.0)
 class GroupSink(Protocol):
     """What a worker uses of the buffer, as of `AsyncBuffer`; every call may raise BufferClosed."""
 
-    async def commit(self, group: Group) -> bool: ...
+    async def commit(self, group: EncodedGroup) -> bool: ...
     async def drop(self, uid: str, reason: str) -> bool: ...
-    async def partials(self, uid: str) -> Mapping[tuple[int, int], Partial]: ...
-    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None: ...
+    async def partials(self, uid: str) -> Mapping[tuple[int, int], bytes]: ...
+    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None: ...
 
 
 class PoisonEvidence(Protocol):
@@ -240,7 +241,7 @@ class GroupWorker:
     async def _save(self) -> None:
         """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
         for batch in self._partials.unsaved():
-            await self._buffer.save_partials(batch)
+            await self._buffer.save_partials({key: encode_partial(response) for key, response in batch.items()})
 
     # One group
 
@@ -248,16 +249,13 @@ class GroupWorker:
         uid = prompt.uid
         try:
             if self._failures.save_seconds:
-                self._partials.restore(uid, await self._buffer.partials(uid))
+                saved = await self._buffer.partials(uid)
+                self._partials.restore(uid, {key: decode_partial(data) for key, data in saved.items()})
             outcome, scored = await self._generate(prompt)
             self._partials.forget(uid)
             if isinstance(outcome, Group):
-                try:
-                    # The buffer may decline: it was closed, or the group is stale by now and will be returned.
-                    return GroupEnded(uid, taken=await self._buffer.commit(outcome), scored=scored)
-                except DataError as error:
-                    # The workflow put something into it that cannot be recorded.
-                    outcome = Dropped("unrecordable", str(error))
+                # The buffer may decline: it was closed, or the group is stale by now and will be returned.
+                return GroupEnded(uid, taken=await self._buffer.commit(encode(outcome)), scored=scored)
             try:
                 await self._buffer.drop(uid, outcome.reason)
             except BufferStateError as error:

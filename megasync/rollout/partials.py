@@ -69,10 +69,10 @@ class PartialResponse:
     def from_saved(cls, partial: Partial) -> PartialResponse:
         """Restores a saved response, to be continued or, if it is finished, returned."""
         response = cls(
-            list(partial.token_ids),
-            list(partial.logprobs),
+            partial.token_ids.tolist(),
+            partial.logprobs.tolist(),
             list(partial.versions),
-            [partial.text] if partial.token_ids else [],
+            [partial.text] if len(partial.token_ids) else [],
             partial.finish_reason,
         )
         response.saved = response.state
@@ -81,9 +81,9 @@ class PartialResponse:
     def snapshot(self, request_digest: str) -> Partial:
         return Partial(
             request_digest,
-            list(self.token_ids),
-            list(self.logprobs),
-            list(self.versions),
+            self.token_ids,
+            self.logprobs,
+            self.versions,
             self.finish_reason,
             "".join(self.texts),
         )

@@ -49,7 +49,7 @@ class Selection:
         """
         if self.config.overlong == "punish":
             scored = [[self._penalised(t, counts) for t in sample] for sample in scored]
-        usable = _filtered(scored, lambda t: t.reward is not None and any(t.loss_mask))
+        usable = _filtered(scored, lambda t: t.reward is not None and t.oldest_version is not None)
         if self.config.overlong == "mask":
             whole = _filtered(usable, lambda t: t.finish_reason != "length")
             counts["responses_overlong"] += _count(usable) - _count(whole)
@@ -78,7 +78,7 @@ class Selection:
 
     def _penalised(self, trajectory: Trajectory, counts: Counter[str]) -> Trajectory:
         penalty = self.config.overlong_penalty * overlong_share(
-            sum(trajectory.loss_mask), self.max_new_tokens, self.config.overlong_tokens
+            len(trajectory.trained_versions()), self.max_new_tokens, self.config.overlong_tokens
         )
         if trajectory.reward is None or not penalty:
             return trajectory

@@ -3,8 +3,9 @@
 A workflow is called as `rollout(client, sample)`. `sample` holds the row's columns, "prompt_ids" and, with a chat
 template, "messages"; it is the workflow's own copy. It returns a Trajectory, or a list of them.
 
-Invariant: a trajectory that passes `TrajectoryCheck` holds plain ints in its lists of ids, a finite log-prob for every
-trained token, valid Unicode, and metrics that are finite floats under text names. Nothing else reaches the buffer, the
+Invariant: a trajectory that passes `TrajectoryCheck` has a finite log-prob for every trained token, arrays of numbers
+that are all finite, valid Unicode, and metrics that are finite floats under text names. (The constructor guarantees
+integers, and as many entries as tokens.) Nothing else reaches the buffer, the
 ledger, metrics or a file. Rewards are checked where they are scored (`RewardRunner`). An invalid token or text is a
 DataError of the sample. An invalid metric is dropped and reported once per name, because a measurement must not cost a
 response.
@@ -13,12 +14,11 @@ response.
 from __future__ import annotations
 
 import logging
-import math
-import operator
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from itertools import compress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megasync.errors import DataError
 from megasync.importing import name_of
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Workflow = Callable[["SampleClient", dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]
-
-_ID_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "versions")
 
 
 async def single_turn(client: SampleClient, sample: dict[str, Any]) -> Trajectory:
@@ -58,10 +56,6 @@ class TrajectoryCheck:
 
     def _checked(self, trajectory: Trajectory) -> Trajectory:
         changed: dict[str, Any] = {"metrics": self._metrics(trajectory.metrics)}
-        for name in _ID_FIELDS:
-            values = getattr(trajectory, name)
-            if not (isinstance(values, list) and set(map(type, values)) <= {int}):
-                changed[name] = self._ids(name, values)
         for name in ("text", "finish_reason"):
             text = getattr(trajectory, name)
             if not isinstance(text, str):
@@ -69,25 +63,20 @@ class TrajectoryCheck:
             if not _encodable(text):
                 # Half of a surrogate pair, which neither the ledger nor a file can store.
                 changed[name] = text.encode("utf-8", "replace").decode()
-        self._check_logprobs(trajectory)
+        self._check_numbers(trajectory)
         return replace(trajectory, **changed)
 
-    def _ids(self, name: str, values: Any) -> list[int]:
-        """Integers and arrays of NumPy and torch are accepted too."""
-        try:
-            return [operator.index(value) for value in values]
-        except (TypeError, RuntimeError) as error:
-            raise self._error(f"{name}={values!r:.80}, which must be a list of integers ({error})") from None
-
-    def _check_logprobs(self, trajectory: Trajectory) -> None:
-        """A non-finite log-prob would spoil the whole batch that it is trained in, and again after each resume."""
-        trained = list(compress(trajectory.logprobs, trajectory.loss_mask))
-        try:
-            finite = all(map(math.isfinite, trained))
-        except (TypeError, OverflowError):
-            finite = False
-        if not finite:
-            raise self._error(f"a non-finite log-prob of a trained token, among {trained!r:.200}")
+    def _check_numbers(self, trajectory: Trajectory) -> None:
+        """A non-finite number would spoil the whole batch that it is trained in, and again after each resume."""
+        trained = trajectory.logprobs[trajectory.loss_mask.expand() != 0]
+        if not np.isfinite(trained).all():
+            at = int(np.flatnonzero(~np.isfinite(trained))[0])
+            raise self._error(f"a non-finite log-prob, {trained[at]}, of trained token {at}")
+        for name, array in trajectory.arrays.items():
+            if array.dtype.kind not in "iubf":
+                raise self._error(f"the array {name!r} of type {array.dtype}, which does not hold numbers")
+            if not np.isfinite(array).all():
+                raise self._error(f"the array {name!r}, which holds numbers that are not finite")
 
     def _metrics(self, given: object) -> dict[str, float]:
         if not isinstance(given, Mapping):

@@ -20,6 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
+from megasync.buffer.payload import EncodedGroup, LeasedGroup, decode
+from megasync.buffer.segments import load
 from megasync.buffer.state import BufferCounts, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
@@ -95,8 +99,9 @@ class Laws:
         def event(*args: Any) -> Any:
             result = method(*args)
             if name == "commit":
-                self._is_sampled(args[0])
-                self._sampled.update(version for trajectory in args[0].trajectories for version in trajectory.versions)
+                group = decode(args[0].header, args[0].body)
+                self._is_sampled(group)
+                self._sampled.update(version for trajectory in group.trajectories for version in trajectory.versions)
             if name == "publish":
                 self._recorded = args[0]
             if result is not None or name in ("ack", "publish", "rollback", "close"):
@@ -188,11 +193,12 @@ class Laws:
         self._committed.setdefault(group.uid, []).extend(group.trajectories)
 
     def _is_versioned(self, uid: str, trajectory: Trajectory) -> None:
+        versions = list(trajectory.versions)
         for at, trained in enumerate(trajectory.loss_mask):
             if not trained:
                 continue
-            value, claimed = trajectory.logprobs[at], trajectory.versions[at]
-            self.need(isinstance(value, float) and value < 0, f"a log-prob of {uid} is {value!r}")
+            value, claimed = float(trajectory.logprobs[at]), versions[at]
+            self.need(value < 0, f"a log-prob of {uid} is {value!r}")
             true = sampled_by(value)
             self.need(
                 claimed == true or (claimed < true and uid in self._unreported),
@@ -210,7 +216,7 @@ class Laws:
         most = TrainerConfig().step_attempts + self._drivers
         self.need(self._raised[uid] <= most, f"{uid} is set aside after its attempts, but failed step after step")
 
-    def trains(self, seen: Weights, step: int, version: int, groups: Sequence[Group]) -> None:
+    def trains(self, seen: Weights, step: int, version: int, groups: Sequence[LeasedGroup]) -> None:
         """Check a batch that the trainer receives. `seen` are the groups that its weights were trained on."""
         uids = [group.uid for group in groups]
         self.need(len(uids) == self.pacing.groups_per_step, f"step {step} trains {len(uids)} groups")
@@ -221,7 +227,7 @@ class Laws:
             version == self.published, f"step {step} trains at version {version}, but {self.published} is published"
         )
         for group in groups:
-            for trajectory in group.trajectories:
+            for trajectory in load(group).trajectories:
                 self.need(
                     any(_same(trajectory, committed) for committed in self._committed.get(group.uid, ())),
                     f"a response of {group.uid} is trained as it was never committed",
@@ -246,14 +252,14 @@ class Laws:
 def _same(trajectory: Trajectory, committed: Trajectory) -> bool:
     """Return whether both are equal, apart from tokens that the loss mask has excluded since."""
     return (
-        trajectory.response_ids == committed.response_ids
-        and trajectory.logprobs == committed.logprobs
+        np.array_equal(trajectory.response_ids, committed.response_ids)
+        and np.array_equal(trajectory.logprobs, committed.logprobs)
         and trajectory.versions == committed.versions
         and all(now <= then for now, then in zip(trajectory.loss_mask, committed.loss_mask, strict=True))
     )
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Group):
-        return value.uid
+    if isinstance(value, EncodedGroup | LeasedGroup):
+        return value.header.uid
     return ", ".join(map(_shown, value)) if isinstance(value, list | dict) else str(value)

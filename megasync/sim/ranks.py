@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.trainer_group import Saved
 from megasync.errors import CheckpointError, RankLost, TrainingError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
-from megasync.trajectory import Group
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
 WEIGHTS = "weights.json"
@@ -48,7 +48,7 @@ class SimRanks:
     def kill(self) -> None:
         self._dead.set()
 
-    async def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
+    async def step(self, groups: Sequence[LeasedGroup], step: int, version: int) -> dict[str, float]:
         about = f"step {step}"
         self._laws.trains(self.weights, step, version, groups)
         self._laws.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")

@@ -16,10 +16,11 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megasync.algorithms.advantages import group_advantages
@@ -126,7 +127,7 @@ class PolicyTrainer:
                 trajectory,
                 reward,
                 advantage,
-                tuple(i for i, keep in enumerate(trajectory.loss_mask) if keep),
+                tuple(np.flatnonzero(trajectory.loss_mask.expand()).tolist()),
             )
             for (trajectory, reward), advantage in zip(scored, advantages, strict=True)
         ]
@@ -225,7 +226,7 @@ class PolicyTrainer:
 
     def _dump(self, members: list[ScoredTrajectory], name: str, loss: float, grad_norm: float) -> None:
         batch = [
-            {"uid": member.uid, "advantage": member.advantage, "trajectory": asdict(member.trajectory)}
+            {"uid": member.uid, "advantage": member.advantage, "trajectory": member.trajectory.plain()}
             for member in members
         ]
         record = {"name": name, **self._current, "loss": loss, "grad_norm": grad_norm, "batch": batch}
@@ -247,12 +248,12 @@ def _split(groups: list[list[ScoredTrajectory]], parts: int) -> list[list[Scored
 
 
 def _sample(member: ScoredTrajectory) -> Sample:
-    return Sample(member.trajectory.prompt_ids, member.trajectory.response_ids, member.scored)
+    return Sample(member.trajectory.prompt_ids.tolist(), member.trajectory.response_ids.tolist(), member.scored)
 
 
 def _target(member: ScoredTrajectory, device: torch.device) -> Targets:
     logprobs = member.trajectory.logprobs
-    behaviour = torch.tensor([logprobs[i] for i in member.scored], dtype=torch.float32, device=device)
+    behaviour = torch.tensor(logprobs[list(member.scored)], dtype=torch.float32, device=device)
     return Targets(torch.full_like(behaviour, member.advantage), behaviour)
 
 

@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.buffer.payload import LeasedGroup
+from megasync.buffer.segments import load
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.importing import quick_imports
-from megasync.trajectory import Group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -116,9 +117,9 @@ class TrainerRank:
         self._shards = ShardSender(shards, bucket_bytes, self._device, host)
         log.info("Trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
 
-    def step(self, groups: list[Group], step: int, version: int) -> dict[str, float]:
+    def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
-        return self._policy.step(groups, step, version)
+        return self._policy.step([load(group) for group in groups], step, version)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""

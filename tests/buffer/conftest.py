@@ -2,6 +2,7 @@
 
 import pytest
 
+from megasync.buffer.payload import encode
 from megasync.trajectory import Group, Trajectory
 
 
@@ -20,6 +21,6 @@ def group():
     """``group(uid, v, w, ...)``: one trajectory of two tokens per version; two of version 0 when none is named."""
 
     def make(uid, *versions):
-        return Group(uid, [make_trajectory([v, v]) for v in versions or (0, 0)])
+        return encode(Group(uid, [make_trajectory([v, v]) for v in versions or (0, 0)]))
 
     return make

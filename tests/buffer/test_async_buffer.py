@@ -337,6 +337,7 @@ async def test_a_resumed_buffer_continues_its_counters():
         "dropped": {"failed": 1},
         "regenerated": 0,
         "masked_tokens": 0,
+        "damaged": 0,
         "removed_trajectories": 0,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasync.buffer import BufferStateError
+from megasync.buffer.payload import encode
 from megasync.buffer.state import FailedStep, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
@@ -20,7 +21,7 @@ def filled(groups: int = 4) -> TrajectoryBuffer:
 def finish(buffer: TrajectoryBuffer, uid: str) -> None:
     answer = Trajectory([1], [2], loss_mask=[1], logprobs=[-0.5], versions=[0], reward=1.0)
     assert buffer.admit(uid)
-    assert buffer.commit(Group(uid, [answer, answer]))
+    assert buffer.commit(encode(Group(uid, [answer, answer])))
 
 
 def fail(buffer: TrajectoryBuffer, step: int, attempts: int = 2, most: int = 1) -> FailedStep:
@@ -72,7 +73,7 @@ def test_retraining_steps_after_a_rollback_does_not_reset_the_drop_limit() -> No
     for uid in ("0:0", "0:1"):
         assert buffer.reclaim() == uid
         answer = Trajectory([1], [2], loss_mask=[1], logprobs=[-0.5], versions=[0], reward=1.0)
-        buffer.commit(Group(uid, [answer, answer]))
+        buffer.commit(encode(Group(uid, [answer, answer])))
     buffer.lease(1, 0)
     buffer.ack(1)
     assert fail(buffer, 2, attempts=1).set_aside == []

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from megasync.buffer import TrajectoryBuffer
+from megasync.buffer.payload import encode
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
 
@@ -17,7 +18,7 @@ def buffer_with(groups):
     for number in range(3 * groups):
         assert buffer.admit(f"0:{number}")
     for number in range(groups, 3 * groups):
-        assert buffer.commit(Group(f"0:{number}", [ANSWER, ANSWER]))
+        assert buffer.commit(encode(Group(f"0:{number}", [ANSWER, ANSWER])))
     for number in range(2 * groups, 3 * groups):
         buffer._groups.give_back(buffer._groups.find(f"0:{number}"), 0.0)
     return buffer
@@ -25,7 +26,7 @@ def buffer_with(groups):
 
 CALLS = {
     "admit": lambda buffer: buffer.admit("1:0"),
-    "commit": lambda buffer: buffer.commit(Group("0:3", [ANSWER, ANSWER])),
+    "commit": lambda buffer: buffer.commit(encode(Group("0:3", [ANSWER, ANSWER]))),
     "drop": lambda buffer: buffer.drop("0:3", "failed"),
     "reclaim": lambda buffer: buffer.reclaim("somebody"),
     "reclaim again": lambda buffer: (buffer.reclaim("somebody"), buffer.reclaim("somebody")),

@@ -2,6 +2,7 @@
 happened."""
 
 import asyncio
+import os
 import random
 import sqlite3
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import Ledger
+from megasync.buffer.payload import decode, encode, encode_partial
+from megasync.buffer.segments import SegmentWriter, load, read_body, segments_of
 from megasync.buffer.state import BufferStatus
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, LedgerError
@@ -31,6 +34,10 @@ ONE_BY_ONE = schedule(1, 2, window_fraction=None)
 
 def open_buffer(path, config=None, total_groups=None):
     return DurableBuffer(config or ONE_BY_ONE, total_groups, lambda: 0.0, ledger=path)
+
+
+def load_encoded(group):
+    return decode(group.header, group.body)
 
 
 def do(buffer, method, *arguments):
@@ -49,7 +56,7 @@ def picture(buffer):
     book = buffer.state._groups
     entries = {
         e.uid: (
-            *(e.number, e.state, e.group() if callable(e.group) else e.group, e.oldest_version, e.claimant),
+            *(e.number, e.state, e.group and load(e.group), e.group and e.group.header, e.claimant),
             *(buffer.state.partials(e.uid), e.step * (e.state in STEPPED)),
         )
         for e in book.among(*(state for state in GroupState if state is not GroupState.DROPPED))
@@ -134,16 +141,17 @@ class Life:
     def partial(self):
         if self.working:
             uid = self.random.choice(self.working)
-            partial = Partial("digest", [1, 2, 3], [-0.1] * 3, [self.version] * 3)
+            partial = encode_partial(Partial("digest", [1, 2, 3], [-0.1] * 3, [self.version] * 3))
             key = self.random.randint(0, 1), self.random.randint(0, 1)
             self.again(lambda: self.buffer.change(lambda state: state.save_partials({(uid, *key): partial})))
-            assert self.state.partials(uid)[key] == partial
+            assert self.state.partials(uid)[key] == partial.data
 
     def commit(self):
         if self.working:
             uid = self.working.pop(self.random.randrange(len(self.working)))
             lag = self.random.choice([0, 0, 0, 3])
-            group = Group(uid, answers(self.random, max(0, self.version - lag), self.random.choice([1, 2, 2, 2])))
+            responses = answers(self.random, max(0, self.version - lag), self.random.choice([1, 2, 2, 2]))
+            group = encode(Group(uid, responses))
             self.again(lambda: self.buffer.commit(group))
             assert not self.state.partials(uid)
 
@@ -289,7 +297,8 @@ def test_a_full_disk_closes_the_buffer_without_losing_recorded_state(path, buffe
     pages = buffer.ledger._db.execute("PRAGMA page_count").fetchone()[0]
     buffer.ledger._db.execute(f"PRAGMA max_page_count={pages}")
     rng = random.Random(0)
-    large = Group("b", [Trajectory([1], [1], [1], [-0.1], [0], text=rng.randbytes(50_000).hex(), reward=1.0)] * 2)
+    metrics = {rng.randbytes(25_000).hex(): 1.0}
+    large = encode(Group("b", [Trajectory([1], [1], [1], [-0.1], [0], metrics=metrics, reward=1.0)] * 2))
     with pytest.raises(
         LedgerError, match=r"ledger.db cannot be written: database or disk is full.*megasync resume"
     ) as error:
@@ -314,9 +323,9 @@ async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, g
     await asyncio.sleep(0)
     database = buffer._durable.ledger._db
     database.execute(f"PRAGMA max_page_count={database.execute('PRAGMA page_count').fetchone()[0]}")
-    large = [Trajectory([1], list(range(9000)), [1] * 9000, [-n / 7 for n in range(9000)], [0] * 9000, reward=1.0)] * 2
+    large = [Trajectory([1], [1], [1], [-0.1], [0], metrics={"a" * 50_000: 1.0}, reward=1.0)] * 2
     with pytest.raises(LedgerError, match="disk is full"):
-        await buffer.commit(Group("a", large))
+        await buffer.commit(encode(Group("a", large)))
     for result in await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5):
         assert isinstance(result, LedgerError) and "disk is full" in str(result)
     with pytest.raises(LedgerError, match="disk is full"):
@@ -346,41 +355,89 @@ def test_a_ledger_with_an_unsupported_format_version_is_rejected(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
-    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 2"):
+    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 3"):
         Ledger(path)
 
 
-def test_a_corrupted_payload_raises_a_damage_error_and_closes_the_buffer(buffer, group):
+DAMAGES = {
+    "flipped": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+    "cut short": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "missing": lambda file: file.unlink(),
+}
+
+
+def segments(buffer):
+    return sorted(segments_of(buffer.ledger.path).glob("*.seg"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_group_whose_segment_is_damaged_is_counted_and_generated_again(buffer, group, caplog, damage):
     do(buffer, "admit", "a")
     buffer.commit(group("a", 0, 0))
-    (data,) = buffer.ledger._db.execute("SELECT data FROM payloads").fetchone()
-    buffer.ledger._db.execute("UPDATE payloads SET data = ?", (data[:-1] + bytes([data[-1] ^ 1]),))
+    (segment,) = segments(buffer)
     again = crash(buffer)
-    with pytest.raises(LedgerError, match="is damaged.*generated again"):
-        again.ledger.check()
-    with pytest.raises(LedgerError, match="is damaged.*generated again"):
-        do(again, "lease", 1, 0)
-    assert "is damaged" in again.state.closed and again.state.counts()["slots"]["finished"] == 1
+    damage(segment)
+    assert again.lease(1, 0) is None and "Group a is generated again" in caplog.text
+    assert again.state.counts()["damaged"] == 1 and again.state.reclaimable() == ["a"]
+    do(again, "reclaim")
+    assert again.commit(group("a", 0, 0))
+    (leased,) = again.lease(1, 0)
+    assert load(leased) == load_encoded(group("a", 0, 0)) and len(segments(again)) == 2 - (not segment.exists())
     again.ledger.close()
 
 
-def test_a_restarted_buffer_decodes_payloads_lazily(buffer, group, monkeypatch):
+def test_a_body_damaged_after_it_was_written_is_found_once_its_step_has_failed(buffer, group):
+    do(buffer, "admit", "a")
+    buffer.commit(group("a", 0, 0))
+    DAMAGES["flipped"](*segments(buffer))
+    (leased,) = buffer.lease(1, 0)
+    with pytest.raises(DataError, match="group a cannot be read: .* does not match its checksum"):
+        load(leased)
+    buffer.step_failed(1, 3, 1)
+    assert buffer.lease(1, 0) is None and buffer.state.reclaimable() == ["a"]
+
+
+def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(buffer, group, monkeypatch):
     for uid in "abc":
         do(buffer, "admit", uid)
     buffer.commit(group("a", 0, 0))
     buffer.commit(group("b", 0, 0))
-    do(buffer, "save_partials", {("c", 0, 0): Partial("digest", [7], [-0.1], [0])})
-    decoded = []
-    for name in ("decode_group", "decode_partial"):
-        decode = getattr(ledger_module, name)
-        monkeypatch.setattr(ledger_module, name, lambda data, decode=decode: decoded.append(1) or decode(data))
+    partial = encode_partial(Partial("digest", [7], [-0.1], [0]))
+    do(buffer, "save_partials", {("c", 0, 0): partial})
+    read = []
+    monkeypatch.setattr(ledger_module, "read_body", lambda group: read.append(group.uid) or read_body(group))
     again = crash(buffer)
-    assert again.state.counts()["slots"]["finished"] == 2 and not decoded
-    assert do(again, "lease", 1, 0) == [group("a", 0, 0)] and len(decoded) == 1
-    assert again.state.partials("c") == {(0, 0): Partial("digest", [7], [-0.1], [0])} and len(decoded) == 2
+    assert again.state.counts()["slots"]["finished"] == 2 and not read
+    (leased,) = again.lease(1, 0)
+    assert load(leased) == load_encoded(group("a", 0, 0)) and read == ["a"]
+    assert again.state.partials("c") == {(0, 0): partial.data}
     written = again.ledger._db.total_changes
-    assert do(again, "lease", 1, 0) == [group("a", 0, 0)] and len(decoded) == 2
+    (same,) = again.lease(1, 0)
+    assert same is leased and read == ["a"]
     assert again.ledger._db.total_changes == written, "a group that was only read is not written again"
+    again.ledger.close()
+
+
+def test_segments_without_a_needed_group_are_removed(path, group, monkeypatch):
+    monkeypatch.setattr(SegmentWriter.__init__, "__defaults__", (1,))
+    buffer = open_buffer(path)
+    for step, uid in enumerate("abc", 1):
+        do(buffer, "admit", uid)
+        buffer.commit(group(uid, step - 1, step - 1))
+        buffer.lease(step, step - 1)
+        do(buffer, "ack", step)
+        buffer.publish(step)
+    assert [file.stem for file in segments(buffer)] == ["00000002", "00000003"], (
+        "a is stale, and would be generated again"
+    )
+    buffer.checkpointed(3, 2)
+    assert [file.stem for file in segments(buffer)] == ["00000003"]
+    again = crash(buffer)
+    do(again, "admit", "d")
+    again.commit(group("d", 3, 3))
+    assert [file.stem for file in segments(again)] == ["00000003", "00000004"], (
+        "a restarted buffer begins a new segment"
+    )
     again.ledger.close()
 
 
@@ -413,11 +470,12 @@ def test_trajectory_values_survive_a_ledger_round_trip(buffer):
         metrics={"n": numpy.int64(3), "ok": True, "none": None},
     )
     do(buffer, "admit", "a")
-    buffer.commit(Group("a", [one, one]))
+    buffer.commit(encode(Group("a", [one, one])))
     again = crash(buffer)
     (leased,) = do(again, "lease", 1, 0)
-    assert leased.trajectories == [one, one] and leased.trajectories[0].loss_mask == [True, False]
-    assert {type(leased.trajectories[0].reward), type(leased.trajectories[0].metrics["n"])} == {float, int}
+    assert load(leased).trajectories == [one, one] and load(leased).trajectories[0].loss_mask == [True, False]
+    header = leased.header.trajectories[0]
+    assert {type(header.reward), type(header.metrics["n"])} == {float, int}
     again.ledger.close()
 
 
@@ -425,7 +483,7 @@ def test_a_group_that_cannot_be_serialized_is_rejected_without_changing_state(bu
     do(buffer, "admit", "a")
     strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
     with pytest.raises(DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"):
-        buffer.commit(Group("a", [strange, strange]))
+        buffer.commit(encode(Group("a", [strange, strange])))
     assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))
 
 

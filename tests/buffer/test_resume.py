@@ -12,6 +12,7 @@ from local_rollouter import local_rollouter
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.buffer.ledger import Ledger, begun
+from megasync.buffer.payload import encode_partial
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
@@ -167,7 +168,7 @@ async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {"rows": 5})
     buffer = await one_step(path, group)
-    partial = Partial("digest", [7, 8], [-0.1, -0.2], [1, 1])
+    partial = encode_partial(Partial("digest", [7, 8], [-0.1, -0.2], [1, 1]))
     await buffer.save_partials({("0:3", 1, 0): partial})
     await buffer.close("killed")
     buffer._durable.ledger.close()
@@ -177,10 +178,13 @@ async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_
     assert (resumed.version, resumed.admitted, resumed.origin) == (1, ["0:0", "0:1", "0:2", "0:3"], {"rows": 5})
     again = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
     assert await again.reclaim() == "0:3"
-    assert await again.partials("0:3") == {(1, 0): partial}
+    assert await again.partials("0:3") == {(1, 0): partial.data}
     await again.commit(group("0:3", 1, 1))
     assert await again.partials("0:3") == {}
-    assert await again.lease(2, 1) == [group("0:2", 0, 0), group("0:3", 1, 1)]
+    assert [leased.header for leased in await again.lease(2, 1)] == [
+        group("0:2", 0, 0).header,
+        group("0:3", 1, 1).header,
+    ]
     again._durable.ledger.close()
 
 
@@ -215,7 +219,14 @@ async def test_a_ledger_that_does_not_match_the_checkpoint_is_rejected(tmp_path,
 
 async def test_a_new_ledger_continues_the_counters_of_the_checkpoint(tmp_path, group):
     path = tmp_path / "ledger.db"
-    counters = {"trained": 8, "dropped": {"failed": 2}, "regenerated": 3, "masked_tokens": 0, "removed_trajectories": 1}
+    counters = {
+        "trained": 8,
+        "dropped": {"failed": 2},
+        "regenerated": 3,
+        "damaged": 0,
+        "masked_tokens": 0,
+        "removed_trajectories": 1,
+    }
     begin_ledger(path, 4, 4, counters, {"position": 10})
     resumed = resume_ledger(path, SCHEDULE, TOTAL, 4)
     assert (resumed.version, resumed.admitted, resumed.origin) == (4, [], {"position": 10})
@@ -246,7 +257,10 @@ def test_a_missing_or_empty_ledger_is_reported_as_not_begun_rather_than_damaged(
 def test_the_error_for_a_damaged_ledger_states_the_fix(tmp_path):
     path = tmp_path / "ledger.db"
     path.write_bytes(b"not a ledger at all" * 100)
-    with pytest.raises(LedgerError, match=r"ledger.db is damaged or not a ledger.*move it away \(with ledger.db-wal\)"):
+    with pytest.raises(
+        LedgerError,
+        match=r"ledger.db is damaged or not a ledger.*move it away \(with ledger.db-wal and",
+    ):
         resume_ledger(path, SCHEDULE, TOTAL, 0)
     path.unlink()
     path.with_name("ledger.db-wal").write_bytes(b"of another ledger")

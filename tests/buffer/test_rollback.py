@@ -3,6 +3,7 @@
 import pytest
 
 from megasync.buffer import BufferStateError, TrajectoryBuffer
+from megasync.buffer.payload import encode, encode_partial
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Partial
 
@@ -56,7 +57,7 @@ def test_committing_a_group_again_is_idempotent(group, state):
     if state == "published":
         buffer.publish(1)
     before = buffer.counts()
-    assert buffer.commit(group("a")) and buffer.commit(Group("a", [])) and buffer.counts() == before
+    assert buffer.commit(group("a")) and buffer.commit(encode(Group("a", []))) and buffer.counts() == before
 
 
 def test_a_returned_group_accepts_only_responses_within_the_staleness_bound(group, trajectory):
@@ -64,7 +65,7 @@ def test_a_returned_group_accepts_only_responses_within_the_staleness_bound(grou
     admit(buffer, "a")
     assert not buffer.commit(group("a", 0, 0))
     before = buffer.counts()
-    assert not buffer.commit(group("a", 0, 0)) and not buffer.commit(Group("a", [trajectory([1])]))
+    assert not buffer.commit(group("a", 0, 0)) and not buffer.commit(encode(Group("a", [trajectory([1])])))
     assert buffer.counts() == before
     assert buffer.commit(group("a", 1, 1)) and buffer.reclaimable() == []
 
@@ -92,7 +93,7 @@ def test_repeated_ack_and_publish_are_idempotent(group):
 
 
 def partial(*versions):
-    return Partial("digest", [5] * len(versions), [-0.5] * len(versions), list(versions))
+    return encode_partial(Partial("digest", [5] * len(versions), [-0.5] * len(versions), list(versions)))
 
 
 def test_partials_are_kept_until_their_group_is_committed_or_dropped(group):
@@ -101,7 +102,7 @@ def test_partials_are_kept_until_their_group_is_committed_or_dropped(group):
     first, second, longer = partial(0), partial(0, 0), partial(0, 0, 0)
     buffer.save_partials({("a", 0, 0): first, ("b", 1, 2): second, ("nobody", 0, 0): first})
     buffer.save_partials({("a", 0, 0): longer})
-    assert buffer.partials("a") == {(0, 0): longer} and buffer.partials("b") == {(1, 2): second}
+    assert buffer.partials("a") == {(0, 0): longer.data} and buffer.partials("b") == {(1, 2): second.data}
     buffer.commit(group("a"))
     buffer.drop("b", "failed")
     buffer.save_partials({("a", 0, 0): first, ("b", 0, 0): first})
@@ -115,7 +116,7 @@ def test_take_over_returns_unfinished_groups_with_their_partials(group):
     buffer.commit(group("b"))
     buffer.close("killed")
     buffer.take_over()
-    assert buffer.closed is None and buffer.reclaimable() == ["a"] and buffer.partials("a") == {(0, 0): partial(0)}
+    assert buffer.closed is None and buffer.reclaimable() == ["a"] and buffer.partials("a") == {(0, 0): partial(0).data}
     assert buffer.live_uids() == ["a", "b"] and balanced(buffer)
 
 

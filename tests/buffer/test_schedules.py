@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
 from megasync.buffer.groups import LIVE, UNFINISHED, GroupState
+from megasync.buffer.payload import encode
+from megasync.buffer.segments import load
 from megasync.buffer.state import STALE_POLICIES
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group, Trajectory
@@ -75,7 +77,7 @@ class Run:
             self.dropped[reason] += 1
             return True
         before = self.buffer.counts()["dropped"]
-        self.buffer.commit(Group(uid, [self.answer(born) for _ in range(self.random.randint(2, 3))]))
+        self.buffer.commit(encode(Group(uid, [self.answer(born) for _ in range(self.random.randint(2, 3))])))
         self.dropped += Counter(self.buffer.counts()["dropped"]) - Counter(before)
         return True
 
@@ -129,7 +131,7 @@ class Run:
     def misbehave(self):
         """Calls that must be refused and change nothing."""
         before = self.buffer.counts()
-        nobody = Group("nobody", [])
+        nobody = encode(Group("nobody", []))
         wrong = [
             lambda: self.buffer.commit(nobody),
             lambda: self.buffer.drop("nobody", "why"),
@@ -194,9 +196,11 @@ class Run:
         assert uids == sorted(uids) and len(uids) == self.pacing.groups_per_step
         assert not {str(uid) for uid in uids} & set(self.trained)
         for group in self.batch:
-            assert len(group.trajectories) >= 2
-            assert all(t.reward is not None and any(t.loss_mask) for t in group.trajectories)
-            self.staleness += [self.version - t.oldest_version for t in group.trajectories]
+            responses = load(group).trajectories
+            assert len(responses) == len(group.header.trajectories) >= 2
+            assert all(t.reward is not None and any(t.loss_mask) for t in responses)
+            self.staleness += [self.version - t.oldest_version for t in responses]
+            assert [t.oldest_version for t in responses] == [t.oldest_version for t in group.header.trajectories]
         assert max(self.staleness) <= self.pacing.staleness_bound
         self.overtakers_before = self.overtakers.copy()
         for uid in [*self.started, *self.buffer.reclaimable()]:
@@ -278,7 +282,7 @@ def test_closing_at_any_time_keeps_the_group_counts_consistent():
             run.random.choice([run.admit, run.reclaim, run.finish, run.lease, run.train])()
         run.buffer.close("over")
         for uid in list(run.started):
-            assert not run.buffer.commit(Group(uid, [])) and not run.buffer.drop(uid, "late")
+            assert not run.buffer.commit(encode(Group(uid, []))) and not run.buffer.drop(uid, "late")
         with pytest.raises(BufferClosed):
             run.buffer.lease(run.step + 1, run.version)
         run.train()

@@ -4,6 +4,8 @@ import pytest
 
 import megasync.buffer.state
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
+from megasync.buffer.payload import encode
+from megasync.buffer.segments import load
 from megasync.config.pacing import Pacing
 from megasync.trajectory import Group
 
@@ -208,9 +210,9 @@ def test_publishing_an_older_version_is_rejected():
 def test_a_group_with_fewer_than_two_valid_trajectories_is_dropped_and_frees_its_slot(trajectory):
     buffer = buffer_of()
     admit(buffer, *"abcd")
-    assert not buffer.commit(Group("a", []))
-    assert not buffer.commit(Group("b", [trajectory([0]), trajectory([0], reward=None)]))
-    assert not buffer.commit(Group("c", [trajectory([0, 0], mask=[0, 0]), trajectory([])]))
+    assert not buffer.commit(encode(Group("a", [])))
+    assert not buffer.commit(encode(Group("b", [trajectory([0]), trajectory([0], reward=None)])))
+    assert not buffer.commit(encode(Group("c", [trajectory([0, 0], mask=[0, 0]), trajectory([])])))
     counts = buffer.counts()
     assert counts["dropped"] == {"no_survivor": 2, "lone_survivor": 1}
     assert counts["removed_trajectories"] == 3 and counts["slots"]["finished"] == 0 and balanced(buffer)
@@ -221,8 +223,9 @@ def test_invalid_trajectories_are_removed_from_a_committed_group(trajectory):
     buffer = buffer_of(groups_per_step=1)
     admit(buffer, "a")
     kept = [trajectory([0]), trajectory([0, 0])]
-    assert buffer.commit(Group("a", [kept[0], trajectory([0], reward=None), kept[1]]))
-    assert buffer.lease(1, 0) == [Group("a", kept)]
+    assert buffer.commit(encode(Group("a", [kept[0], trajectory([0], reward=None), kept[1]])))
+    (leased,) = buffer.lease(1, 0)
+    assert load(leased) == Group("a", kept)
 
 
 def test_committing_a_group_that_was_never_admitted_raises(group):
@@ -298,24 +301,24 @@ def test_drop_policy_counts_a_stale_group_and_frees_its_slot(group):
 
 def test_mask_policy_excludes_stale_tokens_from_the_loss(trajectory):
     old = Group("a", [trajectory([0, 1, 1]), trajectory([1, 1]), trajectory([0, 0])])
-    buffer, accepted = stale_buffer("mask", old)
+    buffer, accepted = stale_buffer("mask", encode(old))
     (leased,) = buffer.lease(1, 1)
     assert accepted == [True]
-    assert [t.loss_mask for t in leased.trajectories] == [[0, 1, 1], [1, 1]]
-    assert leased.trajectories[0].versions == [0, 1, 1] and old.trajectories[0].loss_mask == [1, 1, 1]
+    assert [list(t.loss_mask) for t in load(leased).trajectories] == [[0, 1, 1], [1, 1]]
+    assert load(leased).trajectories[0].versions == [0, 1, 1] and old.trajectories[0].loss_mask == [1, 1, 1]
     counts = buffer.counts()
     assert counts["masked_tokens"] == 3 and counts["removed_trajectories"] == 1
 
 
 @pytest.mark.parametrize("versions, reason", [([[0], [0]], "no_survivor"), ([[0], [1]], "lone_survivor")])
 def test_a_group_left_with_fewer_than_two_trajectories_by_masking_is_dropped(trajectory, versions, reason):
-    buffer, accepted = stale_buffer("mask", Group("a", [trajectory(v) for v in versions]))
+    buffer, accepted = stale_buffer("mask", encode(Group("a", [trajectory(v) for v in versions])))
     assert accepted == [False] and buffer.counts()["dropped"] == {reason: 1} and balanced(buffer)
 
 
 def test_tokens_outside_the_loss_mask_do_not_count_for_staleness(trajectory):
     two = [trajectory([0, 1], mask=[0, 1]) for _ in range(2)]
-    _, accepted = stale_buffer("drop", Group("a", two))
+    _, accepted = stale_buffer("drop", encode(Group("a", two)))
     assert accepted == [True]
 
 
@@ -351,7 +354,7 @@ def test_the_staleness_bound_is_tight(group):
     assert buffer.lease(3, 2) is None  # c is the second to overtake f, outside of the window of two
     buffer.commit(group("f", 0, 0))
     (leased,) = buffer.lease(3, 2)
-    assert leased.uid == "f" and 2 - leased.oldest_version == pacing.staleness_bound == 2
+    assert leased.uid == "f" and 2 - leased.header.oldest_version == pacing.staleness_bound == 2
 
 
 # The end

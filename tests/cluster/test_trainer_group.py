@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from processes import living
 
+from megasync.buffer.payload import LeasedGroup, in_memory
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.trainer_group import TrainerGroup
@@ -27,9 +28,9 @@ PROBE = [[3, 4, 5, 6]]
 TRAIN_STEP_SECONDS = 15.0
 
 
-def batch() -> list[Group]:
+def batch() -> list[LeasedGroup]:
     answers = [Trajectory([3, 4], [5, 6], [1, 1], [-2.0, -2.0], [0, 0], reward=reward) for reward in (0.0, 1.0)]
-    return [Group("0:0", answers), Group("0:1", answers)]
+    return [in_memory(Group("0:0", answers)), in_memory(Group("0:1", answers))]
 
 
 @pytest.fixture

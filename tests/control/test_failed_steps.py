@@ -10,6 +10,7 @@ import pytest
 from controller_rig import FakeTrainer, Rig
 
 from megasync.buffer.durable import begin_ledger, resume_ledger
+from megasync.buffer.payload import in_memory
 from megasync.control.progress import Progress
 from megasync.control.recovery import write_failed_batch
 from megasync.errors import NonFiniteError, TrainingError
@@ -139,7 +140,7 @@ async def test_restarts_of_a_persistently_failing_run_drop_no_further_groups(led
 
 def test_a_failed_batch_record_with_non_finite_numbers_is_valid_json(tmp_path: Path) -> None:
     answer = Trajectory([1], [2], [1], [-0.5], [0], reward=math.nan)
-    write_failed_batch(tmp_path, 7, 3, [Group("2:5", [answer])], "bad")
+    write_failed_batch(tmp_path, 7, 3, [in_memory(Group("2:5", [answer]))], "bad")
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     assert path.name == "step-00000007-2-5.json" and '"NaN"' in text and "NaN," not in text
@@ -147,4 +148,4 @@ def test_a_failed_batch_record_with_non_finite_numbers_is_valid_json(tmp_path: P
 
 def test_an_unwritable_failed_batch_record_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    write_failed_batch(tmp_path / "file", 1, 0, [Group("0:0", [])], "bad")
+    write_failed_batch(tmp_path / "file", 1, 0, [in_memory(Group("0:0", []))], "bad")

@@ -377,7 +377,7 @@ async def test_chat_renders_the_template_and_returns_the_turn(fake):
     assert messages == [{"role": "user", "content": "hi"}]
     assert reply.messages[-1] == {"role": "assistant", "content": reply.text}
     trajectory = reply.trajectory(reward=0.5)
-    assert trajectory.response_ids == reply.generation.token_ids
+    assert trajectory.response_ids.tolist() == reply.generation.token_ids
     assert (trajectory.loss_mask, trajectory.reward) == ([1] * 8, 0.5)
     await client.close()
 

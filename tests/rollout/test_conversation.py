@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megasync.errors import DataError
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
+from megasync.runs import float_array
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}
@@ -63,7 +64,7 @@ def test_turns_are_one_trajectory_with_what_the_model_did_not_write_left_out_of_
     assert {p for p, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if not m} == {0.0}
     assert trajectory.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 0.0}
     assert (trajectory.reward, trajectory.text) == (1.0, "cd")
-    assert last.trajectory().response_ids == trajectory.response_ids
+    assert last.trajectory().response_ids.tolist() == trajectory.response_ids.tolist()
 
 
 def test_sampled_tokens_stay_where_the_tokenizer_would_have_chosen_others():
@@ -194,8 +195,9 @@ def test_raw_generations_are_merged_by_prefix():
     other = conversation.record(Generation([1, 2, 4], [5], [-0.5], [1], "stop"))
     assert (first.parent, second.parent, other.parent) == (None, first, None)
     merged = second.trajectory(reward=1.0)
-    assert (merged.prompt_ids, merged.response_ids, merged.loss_mask) == ([1, 2], [3, 9, 9, 4], [1, 0, 0, 1])
-    assert (merged.logprobs, merged.versions) == ([-0.3, 0.0, 0.0, -0.4], [0, 0, 0, 1])
+    plain = merged.plain()
+    assert (plain["prompt_ids"], plain["response_ids"], plain["loss_mask"]) == ([1, 2], [3, 9, 9, 4], [1, 0, 0, 1])
+    assert plain["logprobs"] == pytest.approx([-0.3, 0.0, 0.0, -0.4]) and plain["versions"] == [0, 0, 0, 1]
 
 
 def test_trajectories_of_nothing_are_refused():
@@ -229,14 +231,18 @@ def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was
     trained = Counter()
     for trajectory in trajectories:
         entries = zip(
-            trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True
+            *(trajectory.response_ids.tolist(), trajectory.logprobs.tolist()),
+            *(trajectory.versions, trajectory.loss_mask),
+            strict=True,
         )
         trained.update((token, logprob, version) for token, logprob, version, mask in entries if mask)
     sampled = Counter(
-        entry for g in talk.conversation.generations for entry in zip(g.token_ids, g.logprobs, g.versions, strict=True)
+        entry
+        for g in talk.conversation.generations
+        for entry in zip(g.token_ids, float_array(g.logprobs).tolist(), g.versions, strict=True)
     )
     assert trained == sampled
     for trajectory in trajectories:
         # What is trained on is what some request held, and its answer.
-        whole = trajectory.prompt_ids + trajectory.response_ids
+        whole = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
         assert any(g.prompt_ids + g.token_ids == whole for g in talk.conversation.generations)

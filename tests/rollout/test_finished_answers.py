@@ -77,7 +77,7 @@ async def test_a_response_whose_parsing_failed_is_reused_by_the_next_attempt(fak
     assert len(fake.requests) == 1
     assert len(reply.generation.token_ids) == 3
     assert (reply.finish_reason, reply.text) == ("stop", fake.words(reply.generation.token_ids))
-    assert again.conversation.trajectories()[0].response_ids == reply.generation.token_ids
+    assert again.conversation.trajectories()[0].response_ids.tolist() == reply.generation.token_ids
 
 
 async def test_parsing_falls_back_to_another_server_if_one_is_unavailable(fake, client):
@@ -122,7 +122,7 @@ async def test_finished_turns_are_replayed_and_the_unfinished_turn_continues(fak
     assert [r["input_ids"] for r in fake.requests[asked:]] == [[1, 2, 3, 4, 50, 51, 52]]
     assert two.token_ids == list(range(51, 59))
     (trajectory,) = again.conversation.trajectories()
-    assert trajectory.response_ids == [2, 3, 4, 50, *two.token_ids]
+    assert trajectory.response_ids.tolist() == [2, 3, 4, 50, *two.token_ids]
 
 
 @pytest.mark.parametrize(

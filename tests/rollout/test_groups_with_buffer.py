@@ -87,9 +87,10 @@ async def test_dropped_groups_give_their_slots_back_and_the_run_gets_its_batches
         for step in range(1, STEPS + 1):
             batch = await buffer.lease(step, step - 1)
             for group in batch:
-                assert 2 <= len(group.trajectories) <= 3
-                assert len({t.reward for t in group.trajectories}) == 2
-                assert overlong == "keep" or all(t.finish_reason == "stop" for t in group.trajectories)
+                trajectories = group.header.trajectories
+                assert 2 <= len(trajectories) <= 3
+                assert len({t.reward for t in trajectories}) == 2
+                assert overlong == "keep" or all(t.finish_reason == "stop" for t in trajectories)
             await buffer.ack(step)
             client.version = step
             await buffer.publish(step)

@@ -20,11 +20,14 @@ def test_only_responses_changed_since_the_last_save_are_unsaved():
     first, second = (partials.sample("0:1", index).begin(0, "a") for index in (0, 1))
     assert unsaved(partials) == {}
     grow(first, 5, 6)
-    assert [(key, p.token_ids) for key, p in unsaved(partials).items()] == [(("0:1", 0, 0), [5, 6])]
+    assert [(key, p.token_ids.tolist()) for key, p in unsaved(partials).items()] == [(("0:1", 0, 0), [5, 6])]
     assert unsaved(partials) == {}
     grow(first, 7)
     grow(second, 8)
-    assert {key: p.token_ids for key, p in unsaved(partials).items()} == {("0:1", 0, 0): [5, 6, 7], ("0:1", 1, 0): [8]}
+    assert {key: p.token_ids.tolist() for key, p in unsaved(partials).items()} == {
+        ("0:1", 0, 0): [5, 6, 7],
+        ("0:1", 1, 0): [8],
+    }
     # Its last piece brought no token.
     first.finish_reason = "length"
     assert [p.finish_reason for p in unsaved(partials).values()] == ["length"]
@@ -87,7 +90,7 @@ def test_restored_responses_count_as_saved():
     again = later.sample("0:1", 2).begin(0, "a")
     assert (again.token_ids, again.finish_reason, again.texts) == ([9], "stop", ["nine"])
     grow(parts, 7)
-    assert [p.token_ids for p in unsaved(later).values()] == [[5, 6, 7]]
+    assert [p.token_ids.tolist() for p in unsaved(later).values()] == [[5, 6, 7]]
     later.forget("0:1")
     assert later.sample("0:1", 2).begin(1, "a").token_ids == []
 

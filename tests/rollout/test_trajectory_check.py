@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasync.buffer.payload import decode_group, encode
+from megasync.buffer.payload import decode, encode
 from megasync.errors import DataError
 from megasync.observe.metrics import MetricsLog, read_metrics
 from megasync.rollout.metrics import RolloutMetrics, summarize
@@ -64,22 +64,38 @@ def test_metrics_under_names_that_are_no_text_are_dropped(make_trajectory, metri
 
 
 @pytest.mark.parametrize(
+    "field, values",
+    [
+        ("response_ids", [1.5, 2]),
+        ("response_ids", ["1", "2"]),
+        ("response_ids", [1]),
+        ("prompt_ids", [None]),
+        ("loss_mask", [1, None]),
+        ("loss_mask", [1, 1, 1]),
+        ("versions", [0, "0"]),
+        ("logprobs", [-0.1, None]),
+        ("logprobs", [-0.1, "-0.1"]),
+        ("logprobs", [-0.1, 10**400]),
+    ],
+)
+def test_tokens_of_the_wrong_kind_or_number_are_refused_by_their_name(make_trajectory, field, values):
+    with pytest.raises(ValueError, match=rf"{field}: .* is not a sequence of|has \d entries for \d response tokens"):
+        dataclasses.replace(make_trajectory(), **{field: values})
+
+
+@pytest.mark.parametrize(
     "changes",
     [
-        {"response_ids": [1.5, 2]},
-        {"response_ids": ["1", "2"]},
-        {"prompt_ids": [None]},
-        {"loss_mask": [1, None]},
-        {"versions": [0, "0"]},
-        {"logprobs": [-0.1, None]},
         {"logprobs": [-0.1, float("nan")]},
-        {"logprobs": [-0.1, 10**400]},
+        {"logprobs": [-0.1, -1e300]},
+        {"arrays": {"values": np.array([0.0, np.inf])}},
+        {"arrays": {"words": np.array(["a", "b"])}},
         {"text": b"x"},
         {"finish_reason": None},
     ],
     ids=repr,
 )
-def test_tokens_and_texts_of_the_wrong_kind_are_an_error_of_the_sample(make_trajectory, changes):
+def test_numbers_that_are_not_finite_and_texts_that_are_none_are_errors_of_the_sample(make_trajectory, changes):
     with pytest.raises(DataError, match=r"workflow\.single_turn returned a trajectory with"):
         TrajectoryCheck(single_turn).check(dataclasses.replace(make_trajectory(), **changes))
 
@@ -91,8 +107,10 @@ def test_what_passes_reaches_the_ledger_and_the_metrics_of_the_run(tmp_path):
     )
     given = dataclasses.replace(given, metrics={"good": np.float32(2), "bad": None})
     (taken,) = TrajectoryCheck(single_turn).check(given)
-    assert (taken.response_ids, taken.loss_mask, taken.versions, taken.text) == ([5, 6], [1, 1], [0, 0], "a?b")
-    assert decode_group(encode(Group("0:0", [taken]))).trajectories == [taken]
+    assert taken.response_ids.tolist() == [5, 6] and taken.text == "a?b"
+    assert (taken.loss_mask, taken.versions) == ([1, 1], [0, 0])
+    encoded = encode(Group("0:0", [taken]))
+    assert decode(encoded.header, encoded.body).trajectories == [dataclasses.replace(taken, text="")]
     json.dumps(taken.text, ensure_ascii=False).encode()
     metrics = RolloutMetrics(window=2)
     metrics.add_scored(summarize([taken]))

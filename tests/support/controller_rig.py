@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasync.buffer import AsyncBuffer
+from megasync.buffer.payload import encode
 from megasync.config import Config
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
@@ -75,7 +76,7 @@ class FakeRollouter:
         await asyncio.sleep(0)
         if self._stall_after is None or self.finished_groups < self._stall_after:
             answer = Trajectory([1], [2], [1], [-1.0], [self._buffer._state.version], reward=1.0)
-            await self._buffer.commit(Group(uid, [answer, answer]))
+            await self._buffer.commit(encode(Group(uid, [answer, answer])))
             self.finished_groups += 1
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ from local_rollouter import local_rollouter
 from trajectories import trajectory
 
 from megasync.buffer import BufferClosed
+from megasync.buffer.payload import decode
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
@@ -97,7 +98,7 @@ class FakeBuffer:
         return len(self.live) < self.capacity and len(self.live) + len(self.committed) < self.total
 
     async def commit(self, group):
-        await self._end(group.uid, self.committed, group)
+        await self._end(group.uid, self.committed, decode(group.header, group.body))
         if len(self.committed) == self.total:
             await self.close("all groups are there")
         return True
@@ -116,7 +117,7 @@ class FakeBuffer:
             self.changed.notify_all()
 
     async def save_partials(self, partials):
-        self.saved |= partials
+        self.saved |= {key: partial.data for key, partial in partials.items()}
 
     async def partials(self, uid):
         return {(sample, turn): partial for (of, sample, turn), partial in self.saved.items() if of == uid}

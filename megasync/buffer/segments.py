@@ -1,0 +1,120 @@
+"""Append-only files with the bodies of groups. One process writes them; any process that sees the folder may read.
+
+A segment ends when it has reached its size; a restarted writer begins a new one. Nothing in a segment is ever changed,
+so a body that was written stays readable until its whole segment is removed. Bytes that no row of the ledger names,
+such as the end of a write that was cut short, are never read.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from megasync.buffer.payload import LeasedGroup, StoredBody, check_body, decode
+from megasync.errors import DataError
+from megasync.files import fsync
+from megasync.trajectory import Group
+
+SUFFIX = ".seg"
+# Bytes after which a segment ends: a run holds a few of them, and one straggler keeps at most this much on disk.
+SEGMENT_BYTES = 64 * 2**20
+
+
+class SegmentWriter:
+    """Appends bodies to the newest segment in ``folder``. Every method raises OSError."""
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = folder
+        self._limit = segment_bytes
+        self._file: int | None = None
+        self._number = max(self.present(), default=0)
+        self._size = 0
+        # Whether something was appended since the last `sync`.
+        self._unsynced = False
+
+    def present(self) -> list[int]:
+        """The numbers of all segments in the folder."""
+        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+
+    def append(self, body: bytes | memoryview) -> StoredBody:
+        if self._file is None or self._size >= self._limit:
+            self._begin()
+        assert self._file is not None
+        offset, view = self._size, memoryview(body).cast("B")
+        while view:
+            # What a full disk cuts short is overwritten by nothing: the next body begins after it.
+            written = os.write(self._file, view)
+            self._size += written
+            view = view[written:]
+        self._unsynced = True
+        return StoredBody(str(segment_path(self._folder, self._number)), offset)
+
+    def sync(self) -> None:
+        """Everything appended survives a power loss, and other machines on a network file system can read it."""
+        if self._unsynced and self._file is not None:
+            os.fdatasync(self._file)
+            self._unsynced = False
+
+    def keep_only(self, needed: Iterable[int]) -> None:
+        """Removes all segments but these and the one that is being written."""
+        keep = {*needed, self._number} if self._file is not None else set(needed)
+        for number in self.present():
+            if number not in keep:
+                segment_path(self._folder, number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _begin(self) -> None:
+        self.sync()
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._file = os.open(segment_path(self._folder, self._number + 1), flags, 0o644)
+        self._number += 1
+        self._size = 0
+        fsync(self._folder)
+
+
+def segments_of(ledger: Path) -> Path:
+    """The folder with the segments of a ledger."""
+    return ledger.with_suffix(".segments")
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}{SUFFIX}"
+
+
+def segment_number(body: StoredBody) -> int:
+    return int(Path(body.path).stem)
+
+
+def load(group: LeasedGroup) -> Group:
+    """A leased group with its tokens, read from where its body lies. Raises DataError, which names the cause."""
+    try:
+        body = read_body(group)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"group {group.uid} cannot be read on {socket.gethostname()}: {error}; the run directory must lie on a "
+            f"file system that all nodes share (run_root)"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"group {group.uid} cannot be read: {error}") from error
+    return decode(group.header, body)
+
+
+def read_body(group: LeasedGroup) -> bytes | memoryview:
+    """The body, wherever it lies. Raises OSError, and ValueError when it is not the one that was encoded."""
+    body = group.body
+    if isinstance(body, StoredBody):
+        file = os.open(body.path, os.O_RDONLY)
+        try:
+            body = os.pread(file, group.header.body_bytes, body.offset)
+        finally:
+            os.close(file)
+    check_body(group.header, body)
+    return body

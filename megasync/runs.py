@@ -1,0 +1,142 @@
+"""Integers that repeat, as runs: what versions and loss masks of a response look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+class Runs(Sequence[int]):
+    """An immutable sequence of int32 numbers. ``values[i]`` repeats up to the position ``ends[i]``, which is exclusive.
+
+    Neighbouring runs differ and none is empty, so equal sequences have equal runs. Equal to any sequence of the same
+    numbers.
+    """
+
+    __slots__ = ("ends", "values")
+
+    def __init__(self, values: IntArray, ends: IntArray) -> None:
+        """Takes runs as they are; `of`, `fill` and `join` make them from anything else."""
+        self.values = values
+        self.ends = ends
+
+    @classmethod
+    def of(cls, numbers: Runs | Sequence[int] | NDArray[Any]) -> Runs:
+        """Raises ValueError for what is not a sequence of integers of 32 bits."""
+        if isinstance(numbers, Runs):
+            return numbers
+        array = int_array(numbers)
+        if not array.size:
+            return cls(array, array)
+        last = np.flatnonzero(array[1:] != array[:-1])
+        ends = np.append(last, array.size - 1).astype(np.int32)
+        return cls(_frozen(array[ends]), _frozen(ends + 1))
+
+    @classmethod
+    def fill(cls, value: int, count: int) -> Runs:
+        """The same number ``count`` times."""
+        ends = [count] if count else []
+        return cls(int_array([value] * len(ends)), int_array(ends))
+
+    @classmethod
+    def join(cls, parts: Iterable[Runs]) -> Runs:
+        """All parts, one after the other."""
+        filled = [part for part in parts if len(part)]
+        if len(filled) < 2:
+            return filled[0] if filled else cls.fill(0, 0)
+        starts = np.cumsum([0, *map(len, filled)])
+        values = np.concatenate([part.values for part in filled])
+        ends = np.concatenate([part.ends + start for part, start in zip(filled, starts, strict=False)])
+        last = np.append(values[1:] != values[:-1], True)
+        return cls(_frozen(values[last]), _frozen(ends[last].astype(np.int32)))
+
+    def expand(self) -> IntArray:
+        """One entry per number."""
+        return np.repeat(self.values, np.diff(self.ends, prepend=np.int32(0)))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.ends.size else 0
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: int | slice) -> int | Runs:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return Runs.of(self.expand()[index])
+            return self._part(start, max(start, stop))
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"position {index} of {len(self)}")
+        return int(self.values[np.searchsorted(self.ends, at, "right")])
+
+    def _part(self, start: int, stop: int) -> Runs:
+        if start == stop:
+            return Runs.fill(0, 0)
+        first = np.searchsorted(self.ends, start, "right")
+        last = np.searchsorted(self.ends, stop, "left")
+        ends = np.minimum(self.ends[first : last + 1], stop) - start
+        return Runs(self.values[first : last + 1], _frozen(ends.astype(np.int32)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.expand().tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Runs):
+            return np.array_equal(self.values, other.values) and np.array_equal(self.ends, other.ends)
+        if isinstance(other, Sequence):
+            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        counts = np.diff(self.ends, prepend=np.int32(0))
+        return f"Runs({', '.join(f'{value} x{count}' for value, count in zip(self.values, counts, strict=True))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, (self.values, self.ends)
+
+
+def int_array(numbers: Sequence[int] | NDArray[Any]) -> IntArray:
+    """A read-only int32 array; the same object if it is one. Sequences, and arrays of NumPy and torch, are accepted.
+
+    Raises ValueError for other values than integers of 32 bits.
+    """
+    array = _array(numbers, "iub", "integers")
+    if array.dtype == np.int32 and not array.flags.writeable:
+        return array
+    converted = array.astype(np.int32)
+    if not np.array_equal(converted, array):
+        raise ValueError(f"{numbers!r:.80} holds integers of more than 32 bits")
+    return _frozen(converted)
+
+
+def float_array(numbers: Sequence[float] | NDArray[Any]) -> FloatArray:
+    """A read-only float32 array; the same object if it is one. Raises ValueError for other values than numbers."""
+    array = _array(numbers, "iubf", "numbers")
+    if array.dtype == np.float32 and not array.flags.writeable:
+        return array
+    with np.errstate(over="ignore"):
+        return _frozen(array.astype(np.float32))
+
+
+def _array(numbers: Any, kinds: str, what: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(numbers.expand() if isinstance(numbers, Runs) else numbers)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{numbers!r:.80} is not a sequence of {what} ({error})") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise ValueError(f"{numbers!r:.80} is not a sequence of {what}")
+    return array
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,131 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.buffer.payload import EncodedGroup, check_body, decode, decode_partial, encode, encode_partial
+from megasync.errors import DataError
+from megasync.trajectory import Group, Partial, Trajectory
+
+IDS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(-1e3, 0, width=32)
+VERSIONS = st.integers(0, 3)
+DTYPES = ["<f4", "<f8", "<i2", "|u1", "<i8"]
+
+
+@st.composite
+def trajectories(draw):
+    tokens = draw(st.integers(0, 30))
+
+    def per_token(values):
+        return draw(st.lists(values, min_size=tokens, max_size=tokens))
+
+    arrays = {
+        name: np.array(per_token(st.integers(0, 100)), dtype).reshape(tokens)
+        for name, dtype in draw(st.dictionaries(st.text(max_size=3), st.sampled_from(DTYPES), max_size=3)).items()
+    }
+    if draw(st.booleans()):
+        arrays["experts"] = np.arange(tokens * 6, dtype=np.uint8).reshape(tokens, 2, 3)
+    return Trajectory(
+        draw(st.sampled_from([[1], [1, 2], [3] * 7])),
+        per_token(IDS),
+        per_token(st.sampled_from([0, 1])),
+        per_token(LOGPROBS),
+        per_token(VERSIONS),
+        draw(st.sampled_from(["stop", "length"])),
+        reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2)),
+        arrays=arrays,
+    )
+
+
+GROUPS = st.builds(Group, st.text(max_size=8), st.lists(trajectories(), max_size=5))
+
+
+@given(GROUPS, st.sampled_from([4, 5]))
+def test_a_decoded_group_equals_the_one_that_was_encoded(group, protocol):
+    encoded = pickle.loads(pickle.dumps(encode(group), protocol))
+    check_body(encoded.header, encoded.body)
+    assert decode(encoded.header, encoded.body) == group and encoded.uid == group.uid
+
+
+@given(GROUPS, VERSIONS)
+def test_a_header_says_what_the_trajectories_say(group, least):
+    header = encode(group).header
+    for described, trajectory in zip(header.trajectories, group.trajectories, strict=True):
+        trained = [v for v, keep in zip(trajectory.versions, trajectory.loss_mask, strict=True) if keep]
+        assert dict(described.trained) == {version: trained.count(version) for version in sorted(set(trained))}
+        assert described.trained_tokens == len(trained) and described.oldest_version == trajectory.oldest_version
+        offsets = [at for at, keep in enumerate(trajectory.loss_mask) if keep]
+        assert described.fed == (offsets[-1] if offsets else 0)
+        masked = described.masked(least)
+        assert masked.trained_tokens == sum(version >= least for version in trained)
+    assert header.oldest_version == group.oldest_version
+    masked = header.of(trajectory.masked(least) for trajectory in header.trajectories)
+    assert decode(masked, encode(group).body) == Group(group.uid, [t.masked(least) for t in group.trajectories])
+    same = {(one.prompt_at == other.prompt_at) for one in header.trajectories for other in header.trajectories}
+    equal = {
+        np.array_equal(one.prompt_ids, other.prompt_ids) for one in group.trajectories for other in group.trajectories
+    }
+    assert same == equal, "equal prompts are there once"
+
+
+def test_a_token_takes_about_eight_bytes_and_decoding_copies_none():
+    tokens = 20_000
+    answer = Trajectory([1] * 500, range(tokens), [1] * tokens, [-0.5] * tokens, [3] * tokens, reward=1.0)
+    encoded = encode(Group("0:0", [answer] * 8))
+    assert len(encoded.head) + len(encoded.body) < 8.1 * 8 * tokens
+    decoded = decode(encoded.header, encoded.body)
+    body = np.frombuffer(encoded.body, np.uint8)
+    for trajectory in decoded.trajectories:
+        for array in (trajectory.prompt_ids, trajectory.response_ids, trajectory.logprobs):
+            assert np.shares_memory(array, body) and not array.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda body: body[:-1], "has 67 of 68 bytes"),
+        (lambda body: body[:-1] + bytes([body[-1] ^ 1]), "does not match its checksum"),
+    ],
+)
+def test_a_damaged_body_is_noticed(group, damage, problem):
+    encoded = group("a", 0, 0)
+    with pytest.raises(ValueError, match=f"the body of group a {problem}"):
+        check_body(encoded.header, damage(encoded.body))
+
+
+@pytest.mark.parametrize(
+    "strange", [{"metrics": {"m": object()}}, {"arrays": {"words": np.array(["a"])}}, {"metrics": {1j: 1.0}}]
+)
+def test_what_cannot_be_recorded_is_refused_by_the_name_of_its_group(strange):
+    answer = Trajectory([1], [1], [1], [-0.5], [0], reward=1.0, **strange)
+    with pytest.raises(DataError, match="group 0:7 holds"):
+        encode(Group("0:7", [answer]))
+
+
+def test_arrays_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="values has 2 entries for 1 response tokens"):
+        Trajectory([1], [1], [1], [-0.5], [0], arrays={"values": np.zeros(2)})
+
+
+@given(st.lists(st.tuples(IDS, LOGPROBS, VERSIONS), max_size=20), st.text(max_size=5))
+def test_a_partial_response_survives_encoding(tokens, text):
+    ids, logprobs, versions = ([token[at] for token in tokens] for at in range(3))
+    partial = Partial("digest", ids, logprobs, versions, "stop", text)
+    encoded = encode_partial(partial)
+    assert decode_partial(encoded.data) == partial and encoded.newest_version == max(versions, default=0)
+
+
+def test_a_damaged_partial_response_is_noticed():
+    data = encode_partial(Partial("digest", [1, 2], [-0.5, -0.5], [0, 0])).data
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        decode_partial(data[:-1] + b"\7")
+
+
+def test_an_encoded_group_travels_without_its_decoded_header(group):
+    encoded = group("a", 0, 0)
+    assert isinstance(encoded, EncodedGroup) and encoded.header is encoded.header
+    assert "header" not in vars(pickle.loads(pickle.dumps(encoded)))
