@@ -41,6 +41,8 @@ from megasync.buffer.state import (
     TrajectoryBuffer,
 )
 
+from megasync.errors import MegasyncError
+
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
 
@@ -61,6 +63,18 @@ class _Waiter:
     def notify(self) -> None:
         if self.wake is not None and not self.wake.done():
             self.wake.set_result(None)
+
+
+# The name and the arguments of a method.
+Call = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one call of a batch: ``outcome`` is "done" with the result, "failed" with the error, or "waits"."""
+
+    outcome: str
+    value: Any = None
 
 
 class AsyncBuffer:
@@ -120,6 +134,24 @@ class AsyncBuffer:
     @property
     def _state(self) -> TrajectoryBuffer:
         return self._durable.state
+
+    async def batch(self, calls: Sequence[Call]) -> list[Answer]:
+        """Makes calls of the rollout side in their order, in one transaction. One that has to wait is not made."""
+        answers: list[Answer] = []
+        with self._durable.together():
+            for method, arguments in calls:
+                call = getattr(self, method)(*arguments)
+                try:
+                    # Runs up to the first wait.
+                    call.send(None)
+                except StopIteration as end:
+                    answers.append(Answer("done", end.value))
+                except MegasyncError as error:
+                    answers.append(Answer("failed", error))
+                else:
+                    call.close()
+                    answers.append(Answer("waits"))
+        return answers
 
     # Rollout side
 

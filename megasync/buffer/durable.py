@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,6 +87,20 @@ class DurableBuffer:
             raise
         self._changed.clear()
         return result
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Records all changes within in one transaction, at its end. None may be `to_disk`."""
+        if self.ledger is None or self._broken is not None:
+            yield
+            return
+        try:
+            with self.ledger.together():
+                yield
+        except LedgerError as error:
+            self._broken = error
+            self.state.close(str(error))
+            raise
 
     def commit(self, group: EncodedGroup) -> bool:
         return self.change(lambda state: state.commit(group))

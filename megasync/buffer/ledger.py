@@ -341,7 +341,18 @@ class Ledger:
                 self._with_partials.add(entry.number)
 
     @contextmanager
+    def together(self) -> Generator[None]:
+        """One transaction for all writes within, none of which may be `to_disk`."""
+        with self._explaining("written"), self._transaction():
+            yield
+
+    @contextmanager
     def _transaction(self, to_disk: bool = False) -> Generator[None]:
+        if self._db.in_transaction:
+            # SQLite can change how a transaction is written only before it begins.
+            assert not to_disk
+            yield
+            return
         if to_disk:
             self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("BEGIN IMMEDIATE")

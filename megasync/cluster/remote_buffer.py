@@ -31,6 +31,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megasync.buffer import AsyncBuffer
+from megasync.buffer.async_buffer import Answer, Call
 from megasync.cluster.actors import ActorGroup, kill_process
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
@@ -48,6 +49,8 @@ WINDOW_SECONDS = 300.0
 
 # Calls that wait for other calls; a wake-up or close() ends them, so they have no deadline.
 WAITS = ("admit", "lease", "reclaim")
+# Calls per group. Those that come while others are on their way travel together, in one message and one transaction.
+BATCHED = ("admit", "commit", "drop", "reclaim", "save_partials", "partials")
 # Until the first answer: a process has to start, perhaps on a busy machine.
 START_SECONDS = 180.0
 # Between two different progress reports while the ledger is read. Opening the file may wait for its lock, and may have
@@ -165,6 +168,9 @@ class _BufferProcess:
         self._pid: int | None = None
         self._ready: asyncio.Future[None] | None = None
         self._pulse: asyncio.Future[int] | None = None
+        # Calls for the next batch, with the futures of their answers.
+        self._queued: list[tuple[Call, asyncio.Future[Answer]]] = []
+        self._sending: asyncio.Future[None] | None = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the buffer. Also raises ProcessLost when the process dies or does not answer."""
@@ -172,10 +178,40 @@ class _BufferProcess:
         if self._ready is None:
             self._ready = _shared(self._open())
         await asyncio.shield(self._ready)
-        if method not in WAITS:
+        if method in BATCHED and not kwargs:
+            answer = await self._call_in_batch(method, args)
+            if answer.outcome == "failed":
+                raise answer.value
+            if answer.outcome == "done":
+                return answer.value
+        elif method not in WAITS:
             return await self._actor.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
         waiting = self._actor.call_one(0, method, *args, **kwargs, timeout=None)
         return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
+
+    async def _call_in_batch(self, method: str, args: tuple[Any, ...]) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._queued.append(((method, args), answer))
+        if self._sending is None or self._sending.done():
+            self._sending = _shared(self._send_batches())
+        return await answer
+
+    async def _send_batches(self) -> None:
+        # Calls of other tasks that are ready now come along.
+        await asyncio.sleep(0)
+        while self._queued:
+            batch, self._queued = [entry for entry in self._queued if not entry[1].done()], []
+            calls = [call for call, _ in batch]
+            try:
+                answers = await self._actor.call_one(0, "batch", calls, timeout=ANSWER_SECONDS)
+            except Exception as error:
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, answer), value in zip(batch, answers, strict=True):
+                if not answer.done():
+                    answer.set_result(value)
 
     async def end(self) -> None:
         """Kills the process, even a stopped one. Calls in flight fail."""
