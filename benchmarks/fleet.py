@@ -3,12 +3,13 @@
     python benchmarks/fleet.py [--servers 512] [--requests 10000] [--seconds 30]
 
 Real: the fleet with its slots, health machines, outlier detection and router slot; the agents' long calls through Ray;
-the processes that they watch; the rollout client and its connections. Stand-ins: one process answers for all servers
-and the router (`null_cluster.py`), each server's process is a `sleep`, and the agents of all nodes share two Ray
-actors, because this many servers, actors and nodes do not fit on one machine.
+the processes that they watch; the rollout client and its connections. Stand-ins: one process answers the control calls
+of all servers and of the router (`null_cluster.py`), another one all requests (`null_server.py`), each server's process
+is a `sleep`, and the agents of all nodes share two Ray actors, because this many servers, actors and nodes do not fit
+on one machine.
 
-The requests start one after the other and are answered `--hold` seconds after their start, by default 20, so they end
-evenly over time. The measurement begins when all are in flight. Then one server is killed, to measure how soon the
+The requests start one after the other and are answered `--hold` seconds after their start, so they end evenly over time.
+The measurement begins when all are in flight. Then one server is killed, to measure how soon the
 fleet notices while the load continues.
 """
 
@@ -16,20 +17,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import cloudpickle
-from rollout import watch_lag
+from rollout import null_server, watch_lag
 
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.fleet import Fleet
@@ -44,7 +45,6 @@ from megasync.serving.control import ServerControl
 from megasync.serving.process_watch import ProcessId, ProcessWatch, process_id
 from megasync.serving.router import RouterMembers
 
-HERE = Path(__file__).parent
 VOCABULARY = 1000
 SERVERS_PER_NODE = 8
 AGENT_PROCESSES = 2
@@ -148,22 +148,6 @@ class Measured:
         return max(self.lags)
 
 
-@contextmanager
-def null_cluster(hold: float):
-    """Runs a null cluster within the context. Yields its URL."""
-    process = subprocess.Popen(
-        [sys.executable, HERE / "null_cluster.py", "--hold", str(hold)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.stdin.close()
-        process.wait(30)
-
-
 async def requests(client: RolloutClient, count: int, hold: float, done: list[float]) -> None:
     """Keeps `count` requests in flight; appends a clock reading to `done` for each that ends."""
 
@@ -178,7 +162,7 @@ async def requests(client: RolloutClient, count: int, hold: float, done: list[fl
 
 
 async def drive(
-    url: str, servers: int, count: int, seconds: float, hold: float, settle: float, agents: NodeAgents
+    url: str, generation: str, servers: int, count: int, seconds: float, hold: float, settle: float, agents: NodeAgents
 ) -> Measured:
     config = Config()
     config.rollout.servers, config.rollout.stream_interval = servers, 0
@@ -187,7 +171,7 @@ async def drive(
     fleet.on_departure(lambda *_: departed.set())
     await fleet.start()
     settings = RequestSettings(SamplingConfig(max_new_tokens=NEW_TOKENS), 600.0)
-    client = RolloutClient(fleet.router_url, [], ServedModel(VOCABULARY, 1 << 20), settings)
+    client = RolloutClient(generation, [], ServedModel(VOCABULARY, 1 << 20), settings)
     done: list[float] = []
     load = asyncio.create_task(requests(client, count, hold, done))
     lags: list[float] = []
@@ -216,17 +200,17 @@ async def drive(
 
 
 def measure(
-    servers: int = 512, count: int = 10_000, seconds: float = 30.0, hold: float = 20.0, settle: float = 65.0
+    servers: int = 512, count: int = 10_000, seconds: float = 30.0, hold: float = 30.0, settle: float = 65.0
 ) -> Measured:
     """The driver's lag with this many null servers and requests in flight, `settle` seconds after the start."""
 
-    async def run(url: str) -> Measured:
+    async def run(url: str, generation: str) -> Measured:
         group = ActorGroup(
             "node agent", [ray.remote(Watches).options(num_cpus=0).remote() for _ in range(AGENT_PROCESSES)]
         )
         agents = NodeAgents(lambda node: NodeAgent(group, node))
         try:
-            return await drive(url, servers, count, seconds, hold, settle, agents)
+            return await drive(url, generation, servers, count, seconds, hold, settle, agents)
         finally:
             agents.close()
             group.kill()
@@ -236,8 +220,8 @@ def measure(
     cluster = RayCluster(Config(), devices_needed=AGENT_PROCESSES)
     cluster.connect()
     try:
-        with null_cluster(hold) as url:
-            return asyncio.run(run(url))
+        with null_server("null_cluster.py") as url, null_server("null_server.py", "--hold", str(hold)) as generation:
+            return asyncio.run(run(url, generation))
     finally:
         cluster.close()
 
@@ -247,9 +231,10 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=512)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--hold", type=float, default=20.0)
+    parser.add_argument("--hold", type=float, default=30.0)
     parser.add_argument("--settle", type=float, default=65.0)
     given = parser.parse_args()
+    logging.disable(logging.WARNING)
     found = measure(given.servers, given.requests, given.seconds, given.hold, given.settle)
     ordered = sorted(found.lags)
     row = [given.servers, given.requests, round(found.requests_per_second), round(found.cpu, 2)]

@@ -8,13 +8,11 @@ URL/router/...  the router: its list of servers, and /generate, which is answere
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 
 import orjson
 from aiohttp import web
-from null_server import answer
+from null_server import answer, serve
 
 LOADS = {"loads": [{"token_usage": 0.5, "num_running_reqs": 20, "num_waiting_reqs": 0}]}
 INFO = {"internal_states": [{"last_gen_throughput": 1000.0}]}
@@ -23,20 +21,16 @@ INFO = {"internal_states": [{"last_gen_throughput": 1000.0}]}
 class NullCluster:
     """Keeps the router's list; everything else is constant."""
 
-    def __init__(self, hold: float) -> None:
-        self._hold = hold
-        # By id.
+    def __init__(self) -> None:
+        # URLs by id.
         self._workers: dict[str, str] = {}
         self._made = 0
-        self.changes = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024**2)
         app.router.add_get("/router/workers", self._list)
         app.router.add_post("/router/workers", self._add)
         app.router.add_delete("/router/workers/{id}", self._remove)
-        app.router.add_post("/router/generate", self._generate)
-        app.router.add_get("/changes", self._report)
         app.router.add_get("/{server}/v1/loads", self._loads)
         app.router.add_get("/{server}/server_info", self._info)
         app.router.add_post("/{server}/generate", self._check)
@@ -52,22 +46,12 @@ class NullCluster:
     async def _add(self, request: web.Request) -> web.Response:
         url = orjson.loads(await request.read())["url"]
         self._made += 1
-        self.changes += 1
         self._workers[str(self._made)] = url
         return _json({"status": "accepted"})
 
     async def _remove(self, request: web.Request) -> web.Response:
-        self.changes += 1
         self._workers.pop(request.match_info["id"], None)
         return _json({"status": "accepted"})
-
-    async def _report(self, request: web.Request) -> web.Response:
-        return _json(self.changes)
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = orjson.loads(await request.read())
-        await asyncio.sleep(self._hold)
-        return _json(answer(body))
 
     async def _loads(self, request: web.Request) -> web.Response:
         return _json(LOADS)
@@ -90,18 +74,5 @@ def _json(value: object) -> web.Response:
     return web.Response(body=orjson.dumps(value), content_type="application/json")
 
 
-async def _serve(hold: float) -> None:
-    runner = web.AppRunner(NullCluster(hold).app(), access_log=None, keepalive_timeout=5.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    try:
-        await asyncio.to_thread(sys.stdin.read)
-    finally:
-        await runner.cleanup()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hold", type=float, default=20.0)
-    asyncio.run(_serve(parser.parse_args().hold))
+    asyncio.run(serve(NullCluster().app()))

@@ -1,12 +1,13 @@
-"""A mock SGLang server that answers `/generate` immediately with a constant letter, in a separate process.
+"""A mock SGLang server that answers `/generate` with a constant letter, in a separate process.
 
-    python benchmarks/null_server.py      # prints its URL, and serves until standard input closes
+    python benchmarks/null_server.py [--hold 0]     # prints its URL, and serves until standard input closes
 
 Its replies cost as little as possible, so that a benchmark measures the client.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from typing import Any
@@ -19,12 +20,23 @@ TOKEN = 5
 
 
 def main() -> None:
-    asyncio.run(_serve())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds until a request is answered")
+    hold = parser.parse_args().hold
 
+    async def generate(request: web.Request) -> web.Response:
+        body = await request.read()
+        if hold:
+            await asyncio.sleep(hold)
+        return web.Response(body=orjson.dumps(answer(orjson.loads(body))), content_type="application/json")
 
-async def _serve() -> None:
     app = web.Application(client_max_size=64 * 1024**2)
-    app.router.add_post("/generate", _generate)
+    app.router.add_post("/generate", generate)
+    asyncio.run(serve(app))
+
+
+async def serve(app: web.Application) -> None:
+    """Prints the URL of a free port, and serves until standard input closes."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
@@ -33,11 +45,6 @@ async def _serve() -> None:
         await asyncio.to_thread(sys.stdin.read)
     finally:
         await runner.cleanup()
-
-
-async def _generate(request: web.Request) -> web.Response:
-    whole = answer(orjson.loads(await request.read()))
-    return web.Response(body=orjson.dumps(whole), content_type="application/json")
 
 
 def answer(body: dict[str, Any]) -> dict[str, Any]:

@@ -166,16 +166,15 @@ async def watch_lag(lags: list[float]) -> None:
 
 
 @contextmanager
-def null_server():
+def null_server(script: str = "null_server.py", *options: str):
     """Runs a null server within the context. Yields its URL."""
-    process = subprocess.Popen(
-        [sys.executable, HERE / "null_server.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, str(HERE / script), *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(30)
 
 
 @asynccontextmanager
