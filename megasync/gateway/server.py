@@ -4,14 +4,16 @@
     POST /s/<session>/v1/chat/completions
 
 Invariant: a request is not processed before its session is found and its key is verified. Every response
-is JSON in OpenAI's form, except a stream that breaks off in the middle. `_guarded` guarantees both.
+is JSON in OpenAI's form, except a stream that breaks off in the middle. `_answer` guarantees both.
+
+It is aiohttp's low-level server, without an application: its router and middlewares would take half of the HTTP time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -36,7 +38,9 @@ _CLOSE_SECONDS = 1.0
 _BACKLOG = 4096
 _MIB = 1024**2
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_JSON = {"Content-Type": "application/json; charset=utf-8"}
+# The rollout client has already retried what can be retried, so a retry by the agent would only take time.
+_NO_RETRY = _JSON | {"x-should-retry": "false"}
 
 
 class Gateway:
@@ -47,7 +51,7 @@ class Gateway:
         self._sampling = sampling
         self._model = model
         self._sessions: dict[str, Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
         self._starting = asyncio.Lock()
         self._warned = False
         self.url = ""
@@ -57,13 +61,9 @@ class Gateway:
         async with self._starting:
             if self._runner is not None:
                 return
-            app = web.Application(client_max_size=self._config.body_mb * _MIB, middlewares=[self._guarded])
-            app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
-            app.router.add_get("/s/{session}/v1/models", self._list_models)
-            app.router.add_get("/s/{session}/v1/models/{name:.+}", self._describe_model)
-            app.router.add_route("*", "/s/{session}/{rest:.*}", self._unknown)
             # When an agent disconnects, the handler is cancelled, and with it the generation.
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_SECONDS)
+            server = web.Server(self._answer, request_factory=self._request, access_log=None, handler_cancellation=True)
+            runner = web.ServerRunner(server, shutdown_timeout=_CLOSE_SECONDS)
             await runner.setup()
             host = resolve_host(self._config.host)
             try:
@@ -102,10 +102,15 @@ class Gateway:
 
     # Requests
 
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop, size = asyncio.get_running_loop(), self._config.body_mb * _MIB
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            session = self._sessions.get(request.match_info.get("session", ""))
+            # The path is /s/<session>/<rest>.
+            name, _, path = request.path.removeprefix("/s/").partition("/")
+            session = self._sessions.get(name)
             if session is None:
                 raise RequestError(
                     404,
@@ -115,47 +120,36 @@ class Gateway:
             if not session.admits(request.headers.get("Authorization", "")):
                 raise RequestError(401, "invalid API key for this session; pass the api_key that the agent receives")
             session.begin_request()
-            return await handler(request)
+            if (request.method, path) == ("POST", "v1/chat/completions"):
+                return await self._chat(request, session)
+            if (request.method, path) == ("GET", "v1/models"):
+                return _json({"object": "list", "data": [_model_entry(self._model)]})
+            if request.method == "GET" and path.startswith("v1/models/"):
+                return _json(_model_entry(path.removeprefix("v1/models/")))
+            raise RequestError(
+                404,
+                f"{request.method} /{path} is not supported: the gateway serves POST /v1/chat/completions and GET "
+                f"/v1/models",
+                code="not_supported",
+            )
         except Exception as error:  # every error is reported to the agent
             refused = as_request_error(error)
             if refused.status == 500:
                 log.error("Gateway failed at %s", request.path, exc_info=error)
-            # The rollout client has already retried what can be retried, so a retry by the agent would only take time.
-            headers = {"x-should-retry": "false"}
-            return web.json_response(refused.body(), status=refused.status, headers=headers, dumps=_to_json)
+            return _json(refused.body(), refused.status, _NO_RETRY)
 
-    async def _list_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [_model_entry(self._model)]})
-
-    async def _describe_model(self, request: web.Request) -> web.Response:
-        return web.json_response(_model_entry(request.match_info["name"]))
-
-    async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        raise RequestError(
-            404,
-            f"{request.method} /{request.match_info['rest']} is not supported: the gateway serves POST "
-            f"/v1/chat/completions and GET /v1/models",
-            code="not_supported",
-        )
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._sessions[request.match_info["session"]]
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                raw = await request.read()
-        except TimeoutError:
-            raise RequestError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s") from None
-        body = parse_chat(raw)
+    async def _chat(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
+        body = parse_chat(await _read(request))
         self._warn_of_ignored(body)
         completion = Completion(body.model or self._model)
         if body.stream:
             return await self._stream(request, session, body, completion)
         reply, message = await session.answer(body)
         logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
-        return web.json_response(completion.whole(reply, message, logprobs), dumps=_to_json)
+        return _json(completion.whole(reply, message, logprobs))
 
     async def _stream(
-        self, request: web.Request, session: Session, body: ChatBody, completion: Completion
+        self, request: web.BaseRequest, session: Session, body: ChatBody, completion: Completion
     ) -> web.StreamResponse:
         async with aclosing(session.stream(body)) as parts:
             # Nothing is sent before the first part, so that a refusal can still set the status.
@@ -205,5 +199,16 @@ def _model_entry(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
 
 
-def _to_json(value: Any) -> str:
-    return orjson.dumps(value).decode()
+async def _read(request: web.BaseRequest) -> bytes:
+    if request.content.is_eof():
+        # It arrived together with the headers.
+        return await request.read()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s") from None
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] = _JSON) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers)

@@ -81,7 +81,7 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
-        return reply, self._transcript.answered(reply)
+        return reply, self._transcript.answered(messages, reply)
 
     async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:
         """Yields text as it is sampled, then the answer. Text that must be parsed or cut comes only with the answer.

@@ -4,22 +4,32 @@ An agent sends an earlier answer back unchanged, without its reasoning, or with 
 serialised again. Invariant: an answer with the same content is recognised and replaced by the recorded message, so that
 the next prompt continues from the sampled tokens. Any other answer is kept as the agent sent it, and the conversation
 forks. `restore` guarantees it.
+
+An agent sends all messages again with each request. Those that it has sent before are recognised by one comparison, so
+only new ones are converted.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from megasync.gateway.chat_request import Call, Message
 from megasync.rollout.generation import Reply
+
+# The latest requests of a session whose messages are kept, for agents that alternate between conversations.
+_REQUESTS_KEPT = 8
 
 
 class Transcript:
     """The answers and tool call ids of one session."""
 
     def __init__(self) -> None:
+        # (messages as sent, restored messages) of the latest requests.
+        self._requests: deque[tuple[list[Message], list[dict[str, Any]]]] = deque(maxlen=_REQUESTS_KEPT)
         # (messages before an answer, the answer), by the number of those messages.
         self._answers: dict[int, list[tuple[list[dict[str, Any]], dict[str, Any]]]] = {}
         # Tool call ids that agents see, to the recorded ones. Recorded ids count from 0 in every answer, which breaks
@@ -28,15 +38,18 @@ class Transcript:
 
     def restore(self, messages: list[Message]) -> list[dict[str, Any]]:
         """The agent's messages in the form for `client.chat`, with known answers replaced by the recorded ones."""
-        restored: list[dict[str, Any]] = []
-        for message in messages:
+        sent, before = self._continued(messages)
+        restored = list(before)
+        for message in messages[len(sent) :]:
             plain = self._plain(message)
             restored.append(self._known(plain, restored) or plain)
+        # Shares the earlier messages, which would otherwise be kept once per request.
+        self._requests.appendleft(([*sent, *messages[len(sent) :]], restored))
         return restored
 
-    def answered(self, reply: Reply) -> dict[str, Any]:
-        """Records an answer and returns the message for the agent."""
-        *before, answer = reply.messages
+    def answered(self, before: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
+        """Records the answer to these restored messages and returns the message for the agent."""
+        answer = reply.messages[-1]
         self._answers.setdefault(len(before), []).append((before, answer))
         message: dict[str, Any] = {"role": "assistant", "content": answer["content"], "refusal": None}
         if reasoning := answer.get("reasoning_content"):
@@ -52,6 +65,11 @@ class Transcript:
                 for call in reply.tool_calls
             ]
         return message
+
+    def _continued(self, messages: list[Message]) -> tuple[Sequence[Message], Sequence[dict[str, Any]]]:
+        """The longest earlier request that these messages begin with."""
+        known = [request for request in self._requests if messages[: len(request[0])] == request[0]]
+        return max(known, key=lambda request: len(request[0]), default=((), ()))
 
     def _new_id(self, known: str) -> str:
         shown = f"call_{secrets.token_hex(12)}"
