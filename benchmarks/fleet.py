@@ -8,9 +8,9 @@ of all servers and of the router (`null_cluster.py`), another one all requests (
 is a `sleep`, and the agents of all nodes share two Ray actors, because this many servers, actors and nodes do not fit
 on one machine.
 
-The requests start one after the other and are answered `--hold` seconds after their start, so they end evenly over time.
-The measurement begins when all are in flight. Then one server is killed, to measure how soon the
-fleet notices while the load continues.
+The requests start one after the other and are answered `--hold` seconds later, so they end evenly over time. The
+measurement begins when all are in flight. Then one server is killed, to measure how soon the fleet notices while the
+load continues.
 """
 
 from __future__ import annotations
