@@ -33,10 +33,12 @@ import ray
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.payload import encode
+from megasync.buffer.segments import load
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
+from megasync.runs import Runs
 from megasync.trajectory import Group, Trajectory
 
 SAMPLES = 8
@@ -80,8 +82,13 @@ def make_group(tokens: int, rng: random.Random) -> Group:
 
 def named(group: Group, uid: str, version: int) -> Group:
     """The same responses as a new group, labelled as sampled by `version`."""
-    versions = [version] * len(group.trajectories[0].versions)
+    versions = Runs.fill(version, len(group.trajectories[0].versions))
     return Group(uid, [replace(t, versions=versions) for t in group.trajectories])
+
+
+def as_lists(group: Group) -> dict[str, Any]:
+    """The group as systems with a plain queue hold it: lists of Python numbers."""
+    return {"uid": group.uid, "trajectories": [trajectory.plain() for trajectory in group.trajectories]}
 
 
 def through_buffer(buffer: Any) -> Way:
@@ -91,17 +98,18 @@ def through_buffer(buffer: Any) -> Way:
         step = next(steps)
         ready = [named(group, str(next(uids)), step - 1) for group in groups]
         await asyncio.gather(*(buffer.admit(group.uid) for group in ready))
-        await asyncio.gather(*(buffer.commit(group) for group in ready))
-        assert len(await buffer.lease(step, step - 1)) == STEP
+        await asyncio.gather(*(buffer.commit(encode(group)) for group in ready))
+        batch = await buffer.lease(step, step - 1)
+        assert sum(len(load(group).trajectories) for group in batch) == STEP * SAMPLES
         await buffer.ack(step)
         await buffer.publish(step)
 
     return live
 
 
-def through_queue(queue: Any) -> Way:
+def through_queue(queue: Any, lists: dict[int, dict[str, Any]]) -> Way:
     async def live(groups: list[Group]) -> None:
-        ready = [named(group, "", 0) for group in groups]
+        ready = [lists.setdefault(id(group), as_lists(group)) for group in groups]
         await asyncio.gather(*(queue.put.remote(pickle.dumps(group)) for group in ready))
         assert len([pickle.loads(data) for data in await queue.get.remote(STEP)]) == STEP
 
@@ -113,13 +121,13 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=NORMAL")
     database.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB)")
-    encoded: dict[int, bytes] = {}
+    encoded: dict[int, bytes | memoryview] = {}
 
     async def live(groups: list[Group]) -> None:
         for group in groups:
             # Every step writes the bytes of the group's first encoding.
             if id(group) not in encoded:
-                encoded[id(group)] = encode(group)
+                encoded[id(group)] = encode(group).body
             database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), encoded[id(group)]))
         database.execute("DELETE FROM payloads")
 
@@ -135,7 +143,7 @@ def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
         stack.callback(handle.kill)
     database = stack.enter_context(closing(sqlite3.connect(folder / "raw.db", isolation_level=None)))
     return {
-        "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote()),
+        "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote(), {}),
         **{name: through_buffer(handle) for name, handle in handles.items()},
         "megasync in process, durable": through_buffer(AsyncBuffer(SCHEDULE, ledger=folder / "process.db")),
         "megasync in process, in memory": through_buffer(AsyncBuffer(SCHEDULE)),
@@ -147,7 +155,7 @@ async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
     """The table rows for groups of `tokens` response tokens."""
     rng = random.Random(0)
     groups = [make_group(tokens, rng) for _ in range(STEP)]
-    size = statistics.mean(len(pickle.dumps(named(group, "0", 0))) for group in groups)
+    size = statistics.mean(len(pickle.dumps(as_lists(group))) for group in groups)
     steps = max(2, min(50, 400_000 // tokens))
     seconds: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -176,7 +184,7 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
     group = make_group(tokens, random.Random(0))
     for number in range(groups):
         buffer.change(lambda state, uid=f"live {number}": state.admit(uid))
-        buffer.commit(named(group, f"live {number}", 0))
+        buffer.commit(encode(named(group, f"live {number}", 0)))
     rows = ((10_000_000 + n, f"past {n}") for n in range(history))
     buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '')", rows)
     buffer.ledger.close()
@@ -203,7 +211,7 @@ async def bookkeeping(capacity: int, repeats: int) -> str:
         waits = [asyncio.ensure_future(call) for call in (buffer.lease(1, 0), buffer.reclaim("somebody"))]
         waits += [asyncio.ensure_future(buffer.admit(f"1:{number}")) for number in range(200)]
         await asyncio.sleep(0)
-        groups = [named(group, f"0:{number + 1}", 0) for number in range(100)]
+        groups = [encode(named(group, f"0:{number + 1}", 0)) for number in range(100)]
         start = time.process_time()
         for number, each in enumerate(groups):
             await buffer.commit(each)

@@ -58,7 +58,9 @@ class Runs(Sequence[int]):
 
     def expand(self) -> IntArray:
         """One entry per number."""
-        return np.repeat(self.values, np.diff(self.ends, prepend=np.int32(0)))
+        lengths = self.ends.copy()
+        lengths[1:] -= self.ends[:-1]
+        return self.values.repeat(lengths)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.ends.size else 0

@@ -8,6 +8,7 @@ as there are tokens.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -78,12 +79,20 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when no token is trained."""
-        trained = self.trained_versions()
-        return int(trained.min()) if trained.size else None
+        return min(self.trained(), default=None)
 
-    def trained_versions(self) -> IntArray:
-        """The version of each trained token."""
-        return self.versions.expand()[self.loss_mask.expand() != 0]
+    def trained(self) -> Counter[int]:
+        """The number of trained tokens by version."""
+        counts = Counter[int]()
+        ends, versions = self.versions.ends.tolist(), self.versions.values.tolist()
+        start = at = 0
+        for end, keep in zip(self.loss_mask.ends.tolist(), self.loss_mask.values.tolist(), strict=True):
+            while start < end:
+                stop = min(end, ends[at])
+                if keep:
+                    counts[versions[at]] += stop - start
+                start, at = stop, at + (stop == ends[at])
+        return counts
 
     def masked(self, least: int) -> Trajectory:
         """Returns the trajectory with tokens older than version ``least`` masked out of the loss."""
@@ -192,7 +201,7 @@ def _set(target: object, **values: Any) -> None:
 
 def _check_lengths(tokens: int, per_token: Mapping[str, Any]) -> None:
     for name, values in per_token.items():
-        entries = len(values) if np.ndim(values) or isinstance(values, Runs) else "no"
+        entries = "no" if isinstance(values, np.ndarray) and not values.ndim else len(values)
         if entries != tokens:
             raise ValueError(f"{name} has {entries} entries for {tokens} response tokens")
 

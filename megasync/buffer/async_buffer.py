@@ -34,13 +34,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, LeasedGroup
 from megasync.buffer.state import (
-    BufferCounters,
     BufferCounts,
     BufferStateError,
+    CheckpointedBuffer,
     FailedStep,
     TrajectoryBuffer,
 )
-
 from megasync.errors import MegasyncError
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ class AsyncBuffer:
 
     ``ledger`` is the file that records every change; without one nothing outlives the process. An empty or missing file
     starts with ``version`` and ``counters``; any other is read by `open`, or else by the first call. ``total_groups``,
-    ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds. Every call also raises LedgerError;
-    once a change could not be recorded the buffer is closed.
+    ``version`` and ``counters`` are the state machine's, ``shared`` is `DurableBuffer`'s; ``clock`` returns seconds.
+    Every call also raises LedgerError; once a change could not be recorded the buffer is closed.
     """
 
     def __init__(
@@ -94,9 +93,17 @@ class AsyncBuffer:
         counters: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         ledger: str | Path | None = None,
+        shared: bool = False,
     ) -> None:
         self._load = lambda: DurableBuffer(
-            schedule, total_groups, clock, ledger=ledger, version=version, counters=counters, report=self._report
+            schedule,
+            total_groups,
+            clock,
+            ledger=ledger,
+            version=version,
+            counters=counters,
+            shared=shared,
+            report=self._report,
         )
         self._clock = clock
         self._reading: asyncio.Future[DurableBuffer] | None = None
@@ -138,7 +145,7 @@ class AsyncBuffer:
     async def batch(self, calls: Sequence[Call]) -> list[Answer]:
         """Makes calls of the rollout side in their order, in one transaction. One that has to wait is not made."""
         answers: list[Answer] = []
-        with self._durable.together():
+        with self._waking(), self._durable.together():
             for method, arguments in calls:
                 call = getattr(self, method)(*arguments)
                 try:
@@ -203,7 +210,7 @@ class AsyncBuffer:
         return await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
 
     async def ack(self, step: int) -> None:
-        self._change(lambda state: state.ack(step), to_disk=True)
+        self._change(lambda state: state.ack(step))
 
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
         with self._waking():
@@ -233,11 +240,10 @@ class AsyncBuffer:
     async def counts(self) -> BufferCounts:
         return self._state.counts()
 
-    async def counters(self) -> BufferCounters:
-        return self._state.counters()
-
-    async def live_uids(self) -> list[str]:
-        return self._state.live_uids()
+    async def before_checkpoint(self) -> CheckpointedBuffer:
+        """What a checkpoint keeps of the buffer. All that happened so far is then on disk: no checkpoint knows more."""
+        self._durable.sync()
+        return {"pending": self._state.live_uids(), "buffer": self._state.counters()}
 
     async def waiting(self) -> dict[str, str]:
         """What each waiting call waits for and how long, such as "a free slot: ... (for 3.2 s)", by call."""
@@ -250,9 +256,9 @@ class AsyncBuffer:
 
     # Changing
 
-    def _change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
+    def _change(self, call: Callable[[TrajectoryBuffer], T]) -> T:
         with self._waking():
-            return self._durable.change(call, to_disk)
+            return self._durable.change(call)
 
     @contextmanager
     def _waking(self, wake_all: bool = False) -> Generator[None]:

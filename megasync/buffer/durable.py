@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,9 +38,9 @@ class DurableBuffer:
     """``state`` answers queries; changes go through the methods. Without a ``ledger`` path nothing is recorded.
 
     A ledger that holds anything takes precedence over ``version`` and ``counters``. ``rollback_step`` is the oldest
-    step that a rollback will go to, if older than the kept checkpoints. ``report`` receives the progress of the read.
-    Once the ledger could not be written or read, the buffer is closed and every later change raises the same
-    LedgerError.
+    step that a rollback will go to, if older than the kept checkpoints. With ``shared`` other machines read the bodies
+    of leased groups, over a file system that they share. ``report`` receives the progress of the read. Once the ledger
+    could not be written or read, the buffer is closed and every later change raises the same LedgerError.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class DurableBuffer:
         version: int = 0,
         counters: Mapping[str, Any] | None = None,
         rollback_step: int | None = None,
+        shared: bool = False,
         report: Report = lambda text: None,
     ) -> None:
         # Entries changed since the last record, by number.
         self._changed: dict[int, GroupEntry] = {}
         self._broken: LedgerError | None = None
+        self._shared = shared
         self.ledger = Ledger(ledger) if ledger is not None else None
         self.state = TrajectoryBuffer(
             Pacing.of(schedule),
@@ -70,33 +72,37 @@ class DurableBuffer:
             changed=self._mark_changed if self.ledger is not None else lambda entry: None,
         )
 
-    def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False, to_readers: bool = False) -> T:
-        """Makes the call and records its changes.
-
-        With ``to_disk`` they survive a power loss too. With ``to_readers`` other machines can read the bodies.
-        """
-        if self._broken is not None:
-            raise self._broken
-        try:
+    def change(self, call: Callable[[TrajectoryBuffer], T], to_disk: bool = False) -> T:
+        """Makes the call and records its changes. With ``to_disk`` they survive a power loss too."""
+        with self._recording():
             result = call(self.state)
             if self.ledger is not None:
-                self.ledger.write(self.state.status, self._changed.values(), to_disk, to_readers)
-        except LedgerError as error:
-            self._broken = error
-            self.state.close(str(error))
-            raise
+                self.ledger.write(self.state.status, self._changed.values(), to_disk)
         self._changed.clear()
         return result
 
     @contextmanager
     def together(self) -> Generator[None]:
         """Records all changes within in one transaction, at its end. None may be `to_disk`."""
-        if self.ledger is None or self._broken is not None:
+        with self._recording(), self.ledger.together() if self.ledger is not None else nullcontext():
             yield
-            return
+
+    def sync(self) -> None:
+        """All that was recorded survives a power loss, and other machines that share the file system can read it.
+
+        Does nothing with a broken ledger.
+        """
+        if self.ledger is not None and self._broken is None:
+            with self._recording():
+                self.ledger.sync()
+
+    @contextmanager
+    def _recording(self) -> Generator[None]:
+        """An error of the ledger closes the buffer, and every later change raises it."""
+        if self._broken is not None:
+            raise self._broken
         try:
-            with self.ledger.together():
-                yield
+            yield
         except LedgerError as error:
             self._broken = error
             self.state.close(str(error))
@@ -112,7 +118,10 @@ class DurableBuffer:
                 for uid, problem in damaged.items():
                     log.warning("Group %s is generated again: %s", uid, problem)
                     self.change(lambda state, uid=uid: state.damaged(uid))
-        return self.change(lambda state: state.lease(step, version), to_readers=True)
+        groups = self.change(lambda state: state.lease(step, version))
+        if self._shared and groups is not None:
+            self.sync()
+        return groups
 
     def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
         """As the state machine's. The bodies of the groups are checked again before they are leased again."""

@@ -8,8 +8,8 @@
 
 Each `write` is one transaction. In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating
 system's hands, so it survives the death of any process. Only transactions with ``to_disk``, and everything before them,
-also survive a power loss. The buffer requests that where a checkpoint could otherwise know more than the ledger: when a
-step was trained and when a version was published.
+also survive a power loss. The buffer requests that when a version was published, and before a checkpoint is written,
+which could otherwise know more than the ledger.
 
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
@@ -44,6 +44,7 @@ from megasync.buffer.payload import (
 from megasync.buffer.segments import SegmentWriter, read_body, segment_number, segment_path, segments_of
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
+from megasync.files import fsync
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
@@ -202,17 +203,8 @@ class Ledger:
 
     # Writing
 
-    def write(
-        self,
-        status: BufferStatus,
-        entries: Collection[GroupEntry],
-        to_disk: bool = False,
-        to_readers: bool = False,
-    ) -> None:
-        """Records these entries and the changed fields of the status. Writes nothing when nothing changed.
-
-        With ``to_readers`` other machines that share the file system can read all bodies.
-        """
+    def write(self, status: BufferStatus, entries: Collection[GroupEntry], to_disk: bool = False) -> None:
+        """Records these entries and the changed fields of the status. Writes nothing when nothing changed."""
         changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
         if not changed and not entries:
             return
@@ -221,9 +213,15 @@ class Ledger:
             self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
             for entry in entries:
                 self._write(entry)
-            if to_disk or to_readers:
+            if to_disk:
                 self._segments.sync()
         self._status |= {name: _copy(name, value) for name, value in changed.items()}
+
+    def sync(self) -> None:
+        """Flushes everything written so far to disk."""
+        with self._explaining("written"):
+            self._segments.sync()
+            fsync(self.path.with_name(f"{self.path.name}-wal"))
 
     def merge_log(self) -> None:
         """Copies the log into the file, which then needs no log."""

@@ -253,8 +253,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, int], uid: str) 
         if array.dtype.kind not in "iubf":
             raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
         writer.add(array)
-    versions, counts = np.unique(t.trained_versions(), return_counts=True)
-    trained = np.flatnonzero(t.loss_mask.values)
+    trained_runs = np.flatnonzero(t.loss_mask.values)
     return TrajectoryHeader(
         prompt_at=prompts[prompt],
         prompt_tokens=len(t.prompt_ids),
@@ -262,8 +261,8 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, int], uid: str) 
         response_tokens=len(t.response_ids),
         mask_runs=len(t.loss_mask.values),
         version_runs=len(t.versions.values),
-        fed=int(t.loss_mask.ends[trained[-1]]) - 1 if trained.size else 0,
-        trained=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        fed=int(t.loss_mask.ends[trained_runs[-1]]) - 1 if trained_runs.size else 0,
+        trained=tuple(sorted(t.trained().items())),
         reward=t.reward,
         finish_reason=t.finish_reason,
         metrics=t.metrics,
@@ -307,7 +306,7 @@ def decode_trajectory(header: TrajectoryHeader, body: bytes | memoryview) -> Tra
         metrics=header.metrics,
         arrays={name: reader.array(dtype, int(np.prod(shape))).reshape(shape) for name, dtype, shape in header.arrays},
     )
-    return trajectory.masked(header.mask_below)
+    return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 
 
 def encode_partial(partial: Partial) -> EncodedPartial:

@@ -79,6 +79,13 @@ class BufferCounters(TypedDict):
     removed_trajectories: int
 
 
+class CheckpointedBuffer(TypedDict):
+    """What a checkpoint keeps of the buffer: the uids of live groups, in the order of their admission, and counters."""
+
+    pending: list[str]
+    buffer: BufferCounters
+
+
 class BufferCounts(BufferCounters):
     """``admitted == trained + sum(dropped.values()) + live``; ``slots`` are those of ``capacity`` in use, by state."""
 

@@ -111,8 +111,7 @@ class RemoteBuffer:
     checkpointed = _in_process(AsyncBuffer.checkpointed)
     close = _in_process(AsyncBuffer.close)
     counts = _in_process(AsyncBuffer.counts)
-    counters = _in_process(AsyncBuffer.counters)
-    live_uids = _in_process(AsyncBuffer.live_uids)
+    before_checkpoint = _in_process(AsyncBuffer.before_checkpoint)
     waiting = _in_process(AsyncBuffer.waiting)
 
     async def reclaim(self) -> str:
@@ -162,7 +161,8 @@ class _BufferProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ROLES["buffer"].actor
         remote: Any = ray.remote(actor).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
-        self._handle = remote.remote(schedule, total_groups, ledger=ledger)
+        # Ranks on other machines read what this process writes.
+        self._handle = remote.remote(schedule, total_groups, ledger=ledger, shared=len(ray.nodes()) > 1)
         self._actor = ActorGroup("buffer", [self._handle])
         self._title = actor.__name__
         self._pid: int | None = None
@@ -204,7 +204,7 @@ class _BufferProcess:
             calls = [call for call, _ in batch]
             try:
                 answers = await self._actor.call_one(0, "batch", calls, timeout=ANSWER_SECONDS)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, every caller gets it
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)

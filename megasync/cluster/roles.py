@@ -53,7 +53,7 @@ ROLES = {
             (
                 *("admit", "commit", "drop", "reclaim", "save_partials", "partials", "unfinished"),
                 *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
-                *("counts", "counters", "live_uids", "waiting"),
+                *("before_checkpoint", "counts", "waiting"),
                 *("open", "opening", "batch"),
             ),
         ),

@@ -268,11 +268,7 @@ class Controller:
 
     async def _save(self) -> None:
         self._observer.activity("trainer", "saving a checkpoint")
-        state = self.progress.state() | {
-            "cursor": self._cursor(),
-            "pending": await self._buffer.live_uids(),
-            "buffer": await self._buffer.counters(),
-        }
+        state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
         with self._watchdog.bounded():
             saved = await self._trainer.save(self.progress.step, state)
         self._saved_step = self.progress.step

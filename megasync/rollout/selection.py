@@ -78,7 +78,7 @@ class Selection:
 
     def _penalised(self, trajectory: Trajectory, counts: Counter[str]) -> Trajectory:
         penalty = self.config.overlong_penalty * overlong_share(
-            len(trajectory.trained_versions()), self.max_new_tokens, self.config.overlong_tokens
+            trajectory.trained().total(), self.max_new_tokens, self.config.overlong_tokens
         )
         if trajectory.reward is None or not penalty:
             return trajectory

@@ -2,6 +2,7 @@ import asyncio
 import inspect
 import pickle
 import random
+import shutil
 
 import pytest
 
@@ -46,7 +47,7 @@ async def test_admit_blocks_until_a_weight_publication_frees_a_slot(group):
     assert not waiting.done()
     await buffer.publish(1)
     await asyncio.wait_for(waiting, 1)
-    assert await buffer.live_uids() == ["b"]
+    assert (await buffer.before_checkpoint())["pending"] == ["b"]
 
 
 async def test_admit_blocks_until_a_drop_frees_a_slot():
@@ -181,7 +182,7 @@ async def test_a_cancelled_admit_does_not_consume_a_slot():
     await settle()
     await buffer.drop("a", "failed")  # b is woken, and cancelled before it runs
     await cancelled(waiting)
-    assert await buffer.live_uids() == [] and await buffer.waiting() == {}
+    assert (await buffer.before_checkpoint())["pending"] == [] and await buffer.waiting() == {}
     await asyncio.wait_for(buffer.admit("b"), 1)
 
 
@@ -257,7 +258,7 @@ async def test_a_waiter_cancelled_during_wakeup_passes_the_wakeup_to_the_next(gr
     await buffer.drop("a", "failed")
     first.cancel()
     await asyncio.wait_for(second, 1)
-    assert await buffer.live_uids() == ["b" if alike else "c"]
+    assert (await buffer.before_checkpoint())["pending"] == ["b" if alike else "c"]
 
 
 async def test_duplicate_pending_calls_get_the_same_result(group):
@@ -289,7 +290,9 @@ async def test_slots_freed_by_one_publication_go_to_as_many_pending_admits(group
     await settle()
     await buffer.publish(1)
     await asyncio.wait_for(asyncio.gather(*waits[:3]), 1)
-    assert await buffer.live_uids() == ["d", "e", "f"] and not any(wait.done() for wait in waits[3:])
+    assert (await buffer.before_checkpoint())["pending"] == ["d", "e", "f"] and not any(
+        wait.done() for wait in waits[3:]
+    )
     for wait in waits[3:]:
         await cancelled(wait)
 
@@ -306,7 +309,7 @@ async def test_calls_are_rejected_until_the_ledger_is_loaded(tmp_path):
         await buffer.counts()
     await asyncio.wait_for(asyncio.gather(*opens), 5)
     await buffer.open()
-    assert await buffer.live_uids() == ["a"]
+    assert (await buffer.before_checkpoint())["pending"] == ["a"]
     buffer._durable.ledger.close()
 
 
@@ -332,7 +335,7 @@ async def test_waiting_reports_each_pending_call_its_blocker_and_its_duration():
 async def test_a_resumed_buffer_continues_its_counters():
     buffer = AsyncBuffer(schedule(), 4, 3, {"trained": 2, "dropped": {"failed": 1}})
     assert (await buffer.counts())["admitted"] == 3
-    assert await buffer.counters() == {
+    assert (await buffer.before_checkpoint())["buffer"] == {
         "trained": 2,
         "dropped": {"failed": 1},
         "regenerated": 0,
@@ -412,3 +415,34 @@ async def test_concurrent_loops_coupled_only_by_the_buffer_complete_the_run(grou
     counts = await buffer.counts()
     assert counts["trained"] == total and counts["live"] == 0
     assert counts["admitted"] == total + sum(counts["dropped"].values())
+
+
+async def test_a_batch_makes_each_call_once_and_waits_for_none(group, tmp_path):
+    buffer = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0), ledger=tmp_path / "ledger.db")
+    calls = [("admit", ("a",)), ("admit", ("b",)), ("admit", ("c",)), ("commit", (group("a"),)), ("drop", ("z", "why"))]
+    admitted, second, third, committed, unknown = await buffer.batch(calls)
+    assert [answer.outcome for answer in (admitted, second, third)] == ["done", "done", "waits"]
+    assert (committed.outcome, committed.value, unknown.outcome) == ("done", True, "failed")
+    assert "group z cannot be dropped" in str(unknown.value) and await buffer.waiting() == {}
+    counts = await buffer.counts()
+    assert (counts["admitted"], counts["slots"]["finished"]) == (2, 1)
+    again = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0), ledger=copied(tmp_path))
+    assert await again.counts() == counts, "a batch is recorded when it is answered"
+
+
+async def test_a_batch_wakes_those_who_wait(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0))
+    lease = asyncio.create_task(buffer.lease(1, 0))
+    await asyncio.sleep(0)
+    await buffer.batch([(name, (uid,)) for name, uid in (("admit", "a"), ("admit", "b"))])
+    await buffer.batch([("commit", (group(uid),)) for uid in "ab"])
+    assert [leased.uid for leased in await asyncio.wait_for(lease, 1)] == ["a", "b"]
+
+
+def copied(folder):
+    """What a kill leaves of the ledger in this folder."""
+    left = folder / "left"
+    left.mkdir()
+    for file in folder.glob("ledger.db*"):
+        shutil.copy(file, left)
+    return left / "ledger.db"

@@ -68,7 +68,7 @@ class Life:
             await self.buffer.publish(self.step)
         cursor = json.loads(json.dumps(self.source.state()))
         await asyncio.sleep(0.001)  # the rollout goes on between the two halves of a checkpoint
-        live = await self.buffer.live_uids()
+        live = (await self.buffer.before_checkpoint())["pending"]
         await self.buffer.close("stopped")
         self.rollouter.stop()
         await asyncio.wait_for(rollout, 5)
