@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-# The token id of every reply. Any id in the vocabulary of the benchmark's character tokenizer works.
-TOKEN = 5
+# The token id of every reply, and the letter that it is in the benchmark's character tokenizer.
+TOKEN, LETTER = 5, "$"
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
         "weight_versions": [{"version": "0", "start": 0, "end": count}],
         "output_token_logprobs": [[-0.5, TOKEN, None]] * count,
     }
-    return {"text": "c" * count, "output_ids": [TOKEN] * count, "meta_info": meta}
+    return {"text": LETTER * count, "output_ids": [TOKEN] * count, "meta_info": meta}
 
 
 if __name__ == "__main__":

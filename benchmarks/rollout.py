@@ -1,6 +1,7 @@
 """Many concurrent conversations through the client and the gateway, compared with raw requests to the same null server.
 
     python benchmarks/rollout.py [--sessions 1000] [--turns 4] [--tokens 64] [--repeats 3]
+    python benchmarks/rollout.py --long [--live 16000]
 
 The null server is a separate process and answers immediately, so the benchmark measures megasync's own work in the
 driver process. Every variant plays `sessions` conversations of `turns` turns, all concurrently:
@@ -13,6 +14,11 @@ driver process. Every variant plays `sessions` conversations of `turns` turns, a
 Variants alternate within each round, so that other load on the machine affects all of them. The first round is a
 warm-up; the table shows medians of the others. `lag` is how late a 10 ms sleep ends on the driver's event loop, `CPU`
 the driver's CPU time per request, and `growth` the growth of its memory from the first counted round to the last.
+
+`--long` measures conversations of 50 turns and 32k tokens: the driver's CPU time by turn, of conversations that run one
+after another, and what their trajectories cost. Prompts are given as `generation.tokens + new`, as lists, or as chat
+messages. `--live` then runs that many conversations at once, and measures the driver's memory when all have reached
+their full length.
 """
 
 from __future__ import annotations
@@ -31,14 +37,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import orjson
 import psutil
 
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.inflight import RequestGate
+from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.tokens import Tokens
 from megasync.serving.control import ServerControl
 
 HERE = Path(__file__).parent
@@ -49,6 +59,16 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+# A long conversation: turns, and tokens of the first prompt, of a tool's output, and of an answer. Ids are as large as
+# those of Qwen 3.
+LONG_TURNS, PROMPT, TOOL, ANSWER = 50, 512, 384, 256
+VOCABULARY = 151_936
+LONG_REPEATS = 12
+SHOWN_TURNS = (1, 2, 10, 25, 50)
+
+NUMBERS = np.random.default_rng(0)
+last_reply: dict[SampleClient, Reply] = {}
 
 # Plays one conversation. Returns the number of trained tokens in its trajectory.
 Play = Callable[[int], Awaitable[int]]
@@ -94,10 +114,9 @@ class Bench:
     async def generate(self, number: int) -> int:
         client = self.sample(number)
         asked = self.tokenizer.encode(QUESTION["content"])
-        ids: list[int] = []
+        ids = Tokens.of(())
         for _ in range(self.turns):
-            ids = ids + asked
-            ids = ids + (await client.generate(ids)).token_ids
+            ids = (await client.generate(ids + asked)).tokens
         return trained(client)
 
     async def chat(self, number: int) -> int:
@@ -130,7 +149,7 @@ class Bench:
 
 def trained(client: SampleClient) -> int:
     (trajectory,) = client.conversation.trajectories(0.0)
-    return sum(trajectory.loss_mask)
+    return int(trajectory.loss_mask.expand().sum())
 
 
 def make_tokenizer():
@@ -250,6 +269,101 @@ async def play_agents(turns: int) -> None:
         await asyncio.gather(*running)
 
 
+# Long conversations
+
+
+def long_client(url: str) -> RolloutClient:
+    return RolloutClient(
+        url,
+        [],
+        ServedModel(VOCABULARY, 1_000_000, make_tokenizer()),
+        RequestSettings(SamplingConfig(max_new_tokens=ANSWER), REQUEST_TIMEOUT),
+    )
+
+
+def long_sample(client: RolloutClient, number: int, responses: PartialResponses) -> SampleClient:
+    return SampleClient(client, RequestGate(), routing_key=f"0:{number}", responses=responses.sample(f"0:{number}", 0))
+
+
+def new_ids(count: int) -> list[int]:
+    """Fresh objects, as a tokenizer returns them."""
+    return NUMBERS.integers(0, VOCABULARY, count).tolist()
+
+
+async def by_tokens(client: SampleClient, last: Generation | None) -> tuple[Generation, float]:
+    new = new_ids(PROMPT if last is None else TOOL)
+    start = time.process_time()
+    return await client.generate(new if last is None else last.tokens + new), start
+
+
+async def by_lists(client: SampleClient, last: Generation | None) -> tuple[Generation, float]:
+    new = new_ids(PROMPT if last is None else TOOL)
+    start = time.process_time()
+    return await client.generate(new if last is None else [*last.prompt_ids, *last.token_ids, *new]), start
+
+
+async def by_messages(client: SampleClient, last: Generation | None) -> tuple[Generation, float]:
+    messages = [] if last is None else last_reply[client].messages
+    # One token for each character; the template adds some.
+    asked = {"role": "user", "content": ("What do you see? " * 64)[: PROMPT if last is None else TOOL - 20]}
+    start = time.process_time()
+    reply = last_reply[client] = await client.chat([*messages, asked])
+    return reply.generation, start
+
+
+async def measure_long(url: str) -> None:
+    client = long_client(url)
+    print(f"Conversations of {LONG_TURNS} turns; CPU of the driver per turn in ms, medians of {LONG_REPEATS}:\n")
+    print(f"| prompts as | {' | '.join(f'turn {turn}' for turn in SHOWN_TURNS)} | last / first | trajectories, ms |")
+    print("|---|" + "---|" * (len(SHOWN_TURNS) + 2))
+    for name, play in {"tokens + new": by_tokens, "lists": by_lists, "chat messages": by_messages}.items():
+        times: list[list[float]] = [[] for _ in range(LONG_TURNS)]
+        ends: list[float] = []
+        for repeat in range(LONG_REPEATS + 1):
+            sample, generation = long_sample(client, repeat, PartialResponses()), None
+            for turn in times:
+                generation, start = await play(sample, generation)
+                turn.append(1e3 * (time.process_time() - start))
+            start = time.process_time()
+            assert trained(sample) == LONG_TURNS * ANSWER
+            ends.append(1e3 * (time.process_time() - start))
+        last_reply.clear()
+        # The first conversation opens connections and fills caches.
+        medians = [statistics.median(turn[1:]) for turn in times]
+        shown = " | ".join(f"{medians[turn - 1]:.2f}" for turn in SHOWN_TURNS)
+        print(f"| {name} | {shown} | {medians[-1] / medians[0]:.2f} | {statistics.median(ends[1:]):.2f} |")
+    await client.close()
+
+
+async def measure_live(url: str, count: int) -> None:
+    client, responses = long_client(url), PartialResponses()
+    arrived, everyone = 0, asyncio.Event()
+    gc.collect()
+    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+
+    async def play(number: int) -> int:
+        nonlocal arrived
+        sample, generation = long_sample(client, number, responses), None
+        for _ in range(LONG_TURNS):
+            generation, _ = await by_tokens(sample, generation)
+        arrived += 1
+        if arrived == count:
+            everyone.set()
+        await everyone.wait()
+        return len(generation.tokens)
+
+    playing = [asyncio.create_task(play(number)) for number in range(count)]
+    waiting = asyncio.create_task(everyone.wait())
+    await asyncio.wait({waiting, *playing}, return_when=asyncio.FIRST_COMPLETED)
+    held, seconds = psutil.Process().memory_info().rss - before, time.perf_counter() - start
+    lengths = set(await asyncio.gather(*playing))
+    print(
+        f"\n{count} live conversations of {lengths} tokens hold {held / 1e9:.2f} GB, {held / count / 1e6:.3f} MB each; "
+        f"{count * LONG_TURNS / seconds:.0f} requests/s"
+    )
+    await client.close()
+
+
 async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int) -> dict[str, list[Round]]:
     bench = Bench(url, sessions, turns, tokens)
     connector = aiohttp.TCPConnector(limit=0)
@@ -287,10 +401,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--live", type=int, default=0)
     parser.add_argument("--agents", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.agents:
         asyncio.run(play_agents(given.agents))
+        return
+    if given.long:
+        with null_server("null_fixed.py", str(ANSWER)) as url:
+            asyncio.run(measure_long(url))
+            if given.live:
+                asyncio.run(measure_live(url, given.live))
         return
     with null_server() as url:
         rounds = asyncio.run(measure(url, given.sessions, given.turns, given.tokens, given.repeats))

@@ -45,6 +45,24 @@ class Runs(Sequence[int]):
         return cls(int_array([value] * len(ends)), int_array(ends))
 
     @classmethod
+    def of_spans(cls, spans: Iterable[tuple[int, int]]) -> Runs:
+        """Each value as often as the count beside it: the opposite of `spans`."""
+        merged: list[list[int]] = []
+        for value, count in spans:
+            if count and merged and merged[-1][0] == value:
+                merged[-1][1] += count
+            elif count:
+                merged.append([value, count])
+        values = np.array([value for value, _ in merged], np.int32)
+        ends = np.cumsum([count for _, count in merged], dtype=np.int32)
+        return cls(_frozen(values), _frozen(ends))
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(value, count) of each run."""
+        ends = self.ends.tolist()
+        return [(value, end - start) for value, start, end in zip(self.values.tolist(), [0, *ends], ends, strict=False)]
+
+    @classmethod
     def join(cls, parts: Iterable[Runs]) -> Runs:
         """All parts, one after the other."""
         filled = [part for part in parts if len(part)]

@@ -401,7 +401,7 @@ class CheckAnswer:
     @property
     def tokens(self) -> int:
         """Tokens sampled so far."""
-        return len(self._parts.token_ids)
+        return len(self._parts)
 
     def add(self, piece: bytes) -> None:
         """Adds a piece, or the whole answer. Raises InvalidAnswer, StreamedError, CheckAborted."""

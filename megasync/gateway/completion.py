@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.rollout.generation import Generation, Reply
+from megasync.runs import IntArray
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[int] | IntArray], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ def finish_reason(reply: Reply) -> str:
 
 def usage(generation: Generation) -> dict[str, int]:
     """Token counts of a generation."""
-    asked, answered = len(generation.prompt_ids), len(generation.token_ids)
-    return {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
+    asked, total = len(generation.prompt), len(generation.tokens)
+    return {"prompt_tokens": asked, "completion_tokens": total - asked, "total_tokens": total}
 
 
 def token_logprobs(generation: Generation, decode: Decode) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class LiveText:
         self._decode = decode
         self._before = self._read = 0
 
-    def grown(self, ids: Sequence[int]) -> str:
+    def grown(self, ids: Sequence[int] | IntArray) -> str:
         known = self._decode(ids[self._before : self._read])
         now = self._decode(ids[self._before :])
         # An incomplete character decodes to U+FFFD.

@@ -26,6 +26,7 @@ from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
 from megasync.rollout.generation import Reply
 from megasync.rollout.sample_client import SampleClient
+from megasync.runs import IntArray
 
 # A reply, and the message that the agent receives for it.
 Answered = tuple[Reply, dict[str, Any]]
@@ -64,7 +65,7 @@ class Session:
         self._ended = True
         await cancel_and_wait(*self._requests)
 
-    async def answer(self, body: ChatBody, watch: Callable[[Sequence[int]], None] | None = None) -> Answered:
+    async def answer(self, body: ChatBody, watch: Callable[[IntArray], None] | None = None) -> Answered:
         """The reply to a request, and the message for the agent.
 
         `watch` is called with all token ids so far as the response grows. Raises RequestError, DataError and
@@ -91,7 +92,7 @@ class Session:
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         live = LiveText(self.decode)
 
-        def watch(ids: Sequence[int]) -> None:
+        def watch(ids: IntArray) -> None:
             if text := live.grown(ids):
                 pieces.put_nowait(text)
 
@@ -104,7 +105,7 @@ class Session:
         finally:
             await cancel_and_wait(answer)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
         """The text of token ids as the agent sees it, without special tokens."""
         return self._client.tokenizer.decode(ids, skip_special_tokens=True)
 

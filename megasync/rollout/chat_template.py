@@ -1,7 +1,7 @@
 """A tokenizer's chat template: renders messages, encodes and decodes text, and finds the token that closes an answer.
 
 Rendered text is guarded (`OutsideText`): names of special tokens in messages and tools are marked, so that only the
-template's own special tokens are encoded as such.
+template's own special tokens are encoded as such. Messages are guarded by the caller, once each.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ class ChatTemplate:
         self._outside = OutsideText(tokenizer)
         self._shows_tools: bool | None = None
 
+    def guard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Mark the names of special tokens in a message. Returns the message itself if it has none."""
+        return self._outside.guard(message)
+
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, answer: bool) -> str:
-        """Render the conversation as guarded text. With `answer`, append the prompt for the assistant's turn.
+        """Render guarded messages as guarded text. With `answer`, append the prompt for the assistant's turn.
 
         Raises DataError if the template rejects the messages.
         """
@@ -52,7 +56,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                self._outside.guard(list(messages)),
+                list(messages),
                 tools=self._outside.guard(list(tools)) or None,
                 add_generation_prompt=answer,
                 tokenize=False,
@@ -71,9 +75,10 @@ class ChatTemplate:
 
     def closing(self, generation: Generation) -> str:
         """Return the special token that ended the answer. Empty if it was truncated or ended by a stop string."""
-        ids = generation.token_ids
-        closed = generation.finish_reason == "stop" and ids and ids[-1] in self._special
-        return self.decode(ids[-1:]) if closed else ""
+        answered = len(generation.tokens) > len(generation.prompt)
+        if generation.finish_reason != "stop" or not answered or generation.tokens[-1] not in self._special:
+            return ""
+        return self.decode([generation.tokens[-1]])
 
     def closings(self, generation: Generation) -> list[str]:
         """Return the texts that may end this answer in the rendered conversation."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import random
 import ssl
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import aiohttp
-import orjson
 
 from megasync.concurrency.tasks import Backoff
 from megasync.config import Config
@@ -38,7 +36,10 @@ from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
+from megasync.rollout.request_body import RequestBody
 from megasync.rollout.sampling import base_params, check_trained, merge_params
+from megasync.rollout.tokens import Tokens
+from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.router import ROUTING_KEY_HEADER
@@ -173,7 +174,7 @@ class RolloutClient:
         routing_key: str | None = None,
         seed: int | None = None,
         keep: Keep | None = None,
-        watch: Callable[[Sequence[int]], None] | None = None,
+        watch: Callable[[IntArray], None] | None = None,
         trained: bool = False,
         **sampling: Any,
     ) -> Generation:
@@ -184,6 +185,9 @@ class RolloutClient:
         is not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
         grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
         arrive. A `trained` response must be sampled from the distribution that the trainer scores.
+
+        `prompt_ids` is a list of ids, an array, or `Tokens` such as `generation.tokens + [...]`, of which only the new
+        ids are read.
 
         Raises DataError for ids outside the vocabulary, unknown parameters, parameters that a trained response may not
         have, and prompts that a server rejects; ContextLengthExceeded for a prompt that leaves no room; PoisonPrompt
@@ -200,27 +204,28 @@ class RolloutClient:
             )
         params["max_new_tokens"] = budget
         parts = PartialResponse() if keep is None else keep(request_digest(prompt, params))
+        parts.follow(prompt)
         parts.watch = watch
         # Deterministic servers use the same seed for every request that has none.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         failures: list[str] = []
         try:
             async with self._ticket(routing_key, prompt) as ticket, asyncio.timeout(self._timeout) as deadline:
-                await self._finish(parts, prompt, params, routing_key, failures, ticket, deadline)
+                await self._finish(parts, params, routing_key, failures, ticket, deadline)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
                 f"no complete answer from {self.url} within {self._timeout:g} s (timeouts.request) for a prompt of "
-                f"{len(prompt)} tokens and a budget of {budget}, after {len(parts.token_ids)} tokens{last}"
+                f"{len(prompt)} tokens and a budget of {budget}, after {len(parts)} tokens{last}"
             ) from None
         count = len(parts.texts)
         # A caller that receives this response again gets the same text.
         parts.texts = [self._text(parts, params)]
         return Generation(
             prompt_ids=prompt,
-            token_ids=list(parts.token_ids),
-            logprobs=list(parts.logprobs),
-            versions=list(parts.versions),
+            token_ids=parts.token_ids,
+            logprobs=parts.logprobs,
+            versions=parts.versions,
             finish_reason=parts.finish_reason,
             text=parts.texts[0],
             parts=count,
@@ -267,7 +272,7 @@ class RolloutClient:
         if len(ids) < 2:
             raise DataError("score() needs at least two tokens: the first has no log-prob")
         body = {
-            "input_ids": ids,
+            "input_ids": ids[:],
             # One token is sampled and discarded; the log-probs of the input come with it.
             "sampling_params": self._base | {"temperature": 1.0, "max_new_tokens": 1, "stop": []},
             "return_logprob": True,
@@ -275,7 +280,7 @@ class RolloutClient:
         }
         answer = await server.post("/generate", body, timeout=self._timeout)
         try:
-            return read_scored(answer, ids)
+            return read_scored(answer, body["input_ids"])
         except InvalidAnswer as error:
             self._invalid_answers += 1
             raise InvalidAnswer(f"{server.url}/generate: {error}") from error
@@ -299,7 +304,6 @@ class RolloutClient:
     async def _finish(
         self,
         parts: PartialResponse,
-        prompt: list[int],
         params: dict[str, Any],
         routing_key: str | None,
         failures: list[str],
@@ -312,9 +316,9 @@ class RolloutClient:
         minimum = min(params["min_new_tokens"], budget)
         stop_ids = frozenset() if params["ignore_eos"] else self._stop_ids.union(params["stop_token_ids"])
         invalid = 0
-        while not parts.finished and (done := len(parts.token_ids)) < budget:
+        while not parts.finished and (done := len(parts)) < budget:
             body = {
-                "input_ids": prompt + parts.token_ids,
+                "input_ids": parts.tokens,
                 "sampling_params": params | {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)},
                 "return_logprob": True,
                 "stream": self._stream,
@@ -339,7 +343,7 @@ class RolloutClient:
                 wait = failed
             if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
-            if len(parts.token_ids) > done:
+            if len(parts) > done:
                 empty.reset()
                 failed.reset()
             else:
@@ -347,7 +351,7 @@ class RolloutClient:
         if not parts.finished:
             parts.finish_reason = "length"
 
-    def _ticket(self, key: str | None, prompt: list[int]) -> AbstractAsyncContextManager[Ticket | None]:
+    def _ticket(self, key: str | None, prompt: Tokens) -> AbstractAsyncContextManager[Ticket | None]:
         if self._quarantine is None or key is None:
             return nullcontext()
         return self._quarantine.request(key, prompt)
@@ -371,6 +375,7 @@ class RolloutClient:
 
         Raises _TransientError, InvalidAnswer, and the errors of `_raise_refusal`.
         """
+        ids, rest = body["input_ids"], {name: value for name, value in body.items() if name != "input_ids"}
         sampling = body["sampling_params"]
         limits = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
         parts.begin_request(limits.tokens, self.published_version())
@@ -378,13 +383,13 @@ class RolloutClient:
             async with self._open().post(
                 # A redirect would send the request elsewhere.
                 url + "/generate",
-                data=orjson.dumps(body),
+                data=RequestBody(ids, self.vocab_size, rest),
                 headers=headers,
                 allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     text = (await read_bounded(response, _REFUSAL_BYTES))[:_BODY_SHOWN].decode("utf-8", "replace")
-                    self._raise_refusal(response.status, text, len(body["input_ids"]))
+                    self._raise_refusal(response.status, text, len(ids))
                 elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
                     raise InvalidAnswer(f"the answer has the encoding {encoding!r:.100}, which was not requested")
                 elif self._stream:
@@ -392,7 +397,7 @@ class RolloutClient:
                 elif not parts.add(read_generated(await read_bounded(response, limits.most_bytes), limits)):
                     raise InvalidAnswer("the answer has no finish_reason")
         except StreamedError as error:
-            self._raise_refusal(error.status, str(error), len(body["input_ids"]))
+            self._raise_refusal(error.status, str(error), len(ids))
         except (aiohttp.ClientError, OSError) as error:
             # A request that could not connect reached no server.
             cut = not isinstance(error, aiohttp.ClientConnectorError)
@@ -425,25 +430,19 @@ class RolloutClient:
         error = DataError if status in _BAD_REQUEST else ServerError
         raise error(f"{self.url}/generate refused a prompt of {sent} tokens: {failure}")
 
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        """Returns a new list of plain integers, each in [0, vocab_size). Raises DataError for other values."""
-        try:
-            # Also accepts NumPy and tensor integers, and rejects floats.
-            checked = list(map(operator.index, ids))
-        except TypeError as error:
-            raise DataError(f"token ids must be integers: {error}") from error
-        if not checked:
+    def _checked(self, ids: Sequence[int]) -> Tokens:
+        """Raises DataError for no ids, and for other values than integers in [0, vocab_size)."""
+        tokens = Tokens.of(ids)
+        if not len(tokens):
             raise DataError("the prompt has no tokens")
-        if min(checked) < 0 or max(checked) >= self.vocab_size:
-            bad = next((at, i) for at, i in enumerate(checked) if not 0 <= i < self.vocab_size)
-            raise DataError(f"token id {bad[1]} at position {bad[0]} is outside the vocabulary [0, {self.vocab_size})")
-        return checked
+        tokens.check(self.vocab_size)
+        return tokens
 
     def _text(self, parts: PartialResponse, params: dict[str, Any]) -> str:
         if len(parts.texts) == 1 or self.tokenizer is None or params["stop"]:
             return "".join(parts.texts)
         # A character may be split between two requests, which the server decoded separately.
-        return self.tokenizer.decode(parts.token_ids, skip_special_tokens=params["skip_special_tokens"])
+        return self.tokenizer.decode(parts.token_ids.tolist(), skip_special_tokens=params["skip_special_tokens"])
 
     def _chats(self) -> Chat:
         if self._chat is None:

@@ -21,11 +21,12 @@ token is trained exactly once. `record` and `Generation.trajectory` guarantee th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megasync.errors import DataError
 from megasync.rollout.generation import Generation
+from megasync.rollout.tokens import Tokens
 from megasync.trajectory import Trajectory
 
 Messages = Sequence[dict[str, Any]]
@@ -37,6 +38,7 @@ _END = "endOfTheAnswer7Q3V"
 class Template(Protocol):
     """What a conversation requires of a chat template and its tokenizer."""
 
+    def guard(self, message: dict[str, Any]) -> dict[str, Any]: ...
     def render(self, messages: Messages, tools: Messages, *, answer: bool) -> str: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -44,18 +46,42 @@ class Template(Protocol):
     def closings(self, generation: Generation) -> list[str]: ...
 
 
+class _Text:
+    """A text that continues an earlier one, whose characters it shares."""
+
+    __slots__ = ("before", "piece")
+
+    def __init__(self, before: _Text | None, piece: str) -> None:
+        self.before = before
+        self.piece = piece
+
+    def __str__(self) -> str:
+        pieces, at = [], self
+        while at is not None:
+            pieces.append(at.piece)
+            at = at.before
+        return "".join(reversed(pieces))
+
+    def grown(self, text: str) -> _Text:
+        """The text, sharing this one's characters if it begins with them."""
+        known = str(self)
+        return _Text(self, text[len(known) :]) if text.startswith(known) else _Text(None, text)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A prompt that is ready to be sent.
 
-    `text` is the text of all its tokens; `rendered` is the template's rendering of the messages.
+    `guarded` are the messages as they are rendered. `text` is the text of all tokens; `rendered` is the template's
+    rendering of the messages, the same object where it is the same text.
     """
 
     messages: list[dict[str, Any]]
+    guarded: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    ids: list[int]
-    text: str
-    rendered: str
+    ids: Tokens
+    text: _Text
+    rendered: _Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +92,7 @@ class _Turn:
     generation: Generation
     answer: dict[str, Any]
     # The text of all tokens, including the answer's.
-    text: str
+    text: _Text
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -91,22 +117,27 @@ class Conversation:
         self.forked = 0
         self._turns: list[_Turn] = []
 
+    def tokens(self, prompt_ids: Sequence[int]) -> Tokens:
+        """The prompt as the continuation of the longest earlier turn that it begins with, whose tokens it shares."""
+        if isinstance(prompt_ids, Tokens):
+            return prompt_ids
+        tokens = Tokens.of(prompt_ids)
+        parent = self._parent(tokens)
+        return tokens if parent is None else parent.tokens + tokens.array[len(parent.tokens) :]
+
     def record(self, generation: Generation) -> Generation:
-        """Record a generation and return it with its parent, the longest earlier turn that its prompt begins with."""
+        """Record a generation. Its parent is the longest earlier turn that its prompt begins with."""
+        generation.parent = self._parent(generation.prompt)
+        self.generations.append(generation)
+        return generation
+
+    def _parent(self, prompt: Tokens) -> Generation | None:
         best: Generation | None = None
-        reached = -1
-        for earlier in self.generations:
-            begun = len(earlier.prompt_ids)
-            length = begun + len(earlier.token_ids)
-            if (
-                reached < length <= len(generation.prompt_ids)
-                and generation.prompt_ids[begun:length] == earlier.token_ids
-                and generation.prompt_ids[:begun] == earlier.prompt_ids
-            ):
-                best, reached = earlier, length
-        placed = replace(generation, parent=best)
-        self.generations.append(placed)
-        return placed
+        for earlier in reversed(self.generations):
+            longer = best is None or len(earlier.tokens) >= len(best.tokens)
+            if longer and prompt.begins_with(earlier.tokens):
+                best = earlier
+        return best
 
     def prompt(
         self, template: Template, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
@@ -116,24 +147,33 @@ class Conversation:
         With `realign_rewritten`, a template that rewrites earlier turns causes no fork: the model still sees the turns
         as they were sampled.
         """
-        messages, tools = [dict(message) for message in messages], list(tools)
-        rendered = template.render(messages, tools, answer=True)
-        before = sorted((t for t in self._turns if t.is_continued_by(messages)), key=lambda t: len(t.prompt.messages))
-        for turn in reversed(before):
-            if rendered.startswith(turn.text):
-                return _extended(template, turn, messages, tools, rendered, rendered[len(turn.text) :])
-        if not before:
-            return ChatPrompt(messages, tools, template.encode(rendered), rendered, rendered)
-        last = before[-1]
-        if (after := _text_after(template, last, messages, tools, rendered, realign_rewritten)) is not None:
-            self.realigned += 1
-            return _extended(template, last, messages, tools, rendered, after)
-        self.forked += 1
-        return ChatPrompt(messages, tools, template.encode(rendered), rendered, rendered)
+        turns = sorted(reversed(self._turns), key=lambda turn: -len(turn.prompt.messages))
+        longest = next((turn for turn in turns if turn.is_continued_by(messages)), None)
+        known, guarded = ([], []) if longest is None else (longest.prompt.messages, longest.prompt.guarded)
+        # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
+        added = [dict(message) for message in messages[len(known) :]]
+        messages, guarded, tools = [*known, *added], [*guarded, *map(template.guard, added)], list(tools)
+        rendered = template.render(guarded, tools, answer=True)
+
+        def extended(turn: _Turn, text: _Text, shown: _Text) -> ChatPrompt:
+            ids = turn.generation.tokens + template.encode(text.piece)
+            return ChatPrompt(messages, guarded, tools, ids, text, shown)
+
+        for turn in turns:
+            if turn.is_continued_by(messages) and (text := turn.text.grown(rendered)).before is not None:
+                return extended(turn, text, text)
+        if longest is not None:
+            after = _text_after(template, longest, messages, guarded, tools, rendered, realign_rewritten)
+            if after is not None:
+                self.realigned += 1
+                return extended(longest, _Text(longest.text, after), longest.prompt.rendered.grown(rendered))
+            self.forked += 1
+        text = _Text(None, rendered)
+        return ChatPrompt(messages, guarded, tools, Tokens.of(template.encode(rendered)), text, text)
 
     def answered(self, template: Template, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]) -> None:
         """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it."""
-        text = prompt.text + template.decode(generation.token_ids)
+        text = _Text(prompt.text, template.decode(generation.token_ids))
         self._turns.append(_Turn(prompt, generation, answer, text))
 
     def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
@@ -166,30 +206,37 @@ class Conversation:
 
 
 def _text_after(
-    template: Template, turn: _Turn, messages: Messages, tools: Messages, rendered: str, realign_rewritten: bool
+    template: Template,
+    turn: _Turn,
+    messages: Messages,
+    guarded: Messages,
+    tools: Messages,
+    rendered: str,
+    realign_rewritten: bool,
 ) -> str | None:
     """Return the text after the turn's answer, or None if the tokens up to there do not represent these messages."""
     if list(tools) != turn.prompt.tools or list(messages[: len(turn.messages)]) != turn.messages:
         return None
     try:
-        if not realign_rewritten and not _renders_unchanged(template, turn, tools, rendered):
+        if not realign_rewritten and not _renders_unchanged(template, turn, guarded, tools, rendered):
             return None
-        return _after_answer(template, turn, messages, tools)
+        return _after_answer(template, turn, guarded, tools)
     except DataError:
         # The template rejects a prefix or the marked variant of the messages, so the comparison is impossible.
         return None
 
 
-def _renders_unchanged(template: Template, turn: _Turn, tools: Messages, rendered: str) -> bool:
+def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools: Messages, rendered: str) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
-    before = template.render(turn.prompt.messages, tools, answer=False)
-    done = template.render(turn.messages, tools, answer=False)
-    return turn.prompt.rendered.startswith(before) and done.startswith(before) and rendered.startswith(done)
+    count = len(turn.prompt.messages)
+    before = template.render(guarded[:count], tools, answer=False)
+    done = template.render(guarded[: count + 1], tools, answer=False)
+    return str(turn.prompt.rendered).startswith(before) and done.startswith(before) and rendered.startswith(done)
 
 
-def _after_answer(template: Template, turn: _Turn, messages: Messages, tools: Messages) -> str | None:
-    marked = [*messages]
-    marked[len(turn.prompt.messages)] = _marked(turn.answer)
+def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
+    marked = [*guarded]
+    marked[len(turn.prompt.messages)] = template.guard(_marked(turn.answer))
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
         return None
@@ -211,11 +258,3 @@ def _marked(answer: dict[str, Any]) -> dict[str, Any]:
         arguments = {**function["arguments"], _END: _END}
         marked["tool_calls"] = [*calls[:-1], calls[-1] | {"function": function | {"arguments": arguments}}]
     return marked
-
-
-def _extended(
-    template: Template, turn: _Turn, messages: Messages, tools: Messages, rendered: str, added: str
-) -> ChatPrompt:
-    generation = turn.generation
-    ids = generation.prompt_ids + generation.token_ids + template.encode(added)
-    return ChatPrompt(list(messages), list(tools), ids, turn.text + added, rendered)

@@ -7,10 +7,15 @@ version of its own generation. Tokens between two generations (tool output, temp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megasync.rollout.tokens import Tokens
+from megasync.runs import FloatArray, Runs, float_array
 from megasync.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -18,22 +23,56 @@ if TYPE_CHECKING:
     from megasync.rollout.tools import ToolCall
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Generation:
     """One response to one prompt.
 
-    `logprobs` are natural logarithms of probabilities at the sampling temperature.
+    `tokens` are those of prompt and response, to be continued by the next prompt: `generation.tokens + observation`.
+    `prompt_ids`, `token_ids`, `logprobs` and `versions` are new lists with every access. `finish_reason` is "stop" or
+    "length". `parts` is the number of requests: 1, plus one for each interruption. `parent` is the earlier generation
+    that this one continues, which the conversation sets.
     """
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str  # "stop" or "length"
-    text: str = ""
-    # Number of requests: 1, plus one for each interruption.
-    parts: int = 1
-    parent: Generation | None = None
+    __slots__ = ("_logprobs", "_spans", "finish_reason", "parent", "parts", "prompt", "text", "tokens")
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[Any],
+        logprobs: Sequence[float] | NDArray[Any],
+        versions: Sequence[int],
+        finish_reason: str,
+        text: str = "",
+        parts: int = 1,
+    ) -> None:
+        """`logprobs` are natural logarithms of probabilities at the sampling temperature, kept as float32."""
+        self.prompt = Tokens.of(prompt_ids)
+        self.tokens = self.prompt + token_ids
+        self._logprobs: FloatArray = float_array(logprobs)
+        # (version, number of tokens), in the order of the tokens.
+        self._spans = Runs.of(versions).spans()
+        self.finish_reason = finish_reason
+        self.text = text
+        self.parts = parts
+        self.parent: Generation | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.prompt[:]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the sampled tokens."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One log-prob per sampled token, at the sampling temperature."""
+        return self._logprobs.tolist()
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight version that sampled each token."""
+        return list(Runs.of_spans(self._spans))
 
     def line(self) -> list[Generation]:
         """Return this generation and its ancestors, oldest first."""
@@ -57,23 +96,27 @@ class Generation:
         get a loss mask of 0, because another trajectory trains them.
         """
         line = self.line()
-        prompt, response_ids, logprobs = line[0].prompt_ids, list[int](), list[float]()
-        loss_mask, versions = list[int](), list[int]()
+        prompt = len(line[0].prompt)
+        response = self.tokens.array[prompt:]
+        logprobs = np.zeros(response.size, np.float32)
+        masks: list[tuple[int, int]] = []
+        versions: list[tuple[int, int]] = []
+        at = 0
         for generation in line:
-            written = len(generation.prompt_ids) - len(prompt) - len(response_ids)
-            between = generation.prompt_ids[len(generation.prompt_ids) - written :]
-            response_ids.extend(between + generation.token_ids)
-            loss_mask.extend([0] * written + [int(generation not in untrained)] * len(generation.token_ids))
-            logprobs.extend([0.0] * written + generation.logprobs)
-            # Tokens between generations were not sampled. Their versions only fill the list and are never read.
-            last = versions[-1] if versions else 0
-            versions.extend([last] * written + generation.versions)
+            start, end = len(generation.prompt) - prompt, len(generation.tokens) - prompt
+            logprobs[start:end] = generation._logprobs
+            # Tokens between generations were not sampled. Their versions only fill the gap and are never read.
+            masks += [(0, start - at), (int(generation not in untrained), end - start)]
+            versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
+            at = end
+        # An array that nobody can change is taken as it is.
+        logprobs.flags.writeable = False
         return Trajectory(
-            prompt_ids=prompt,
-            response_ids=response_ids,
-            loss_mask=loss_mask,
+            prompt_ids=line[0].prompt.array,
+            response_ids=response,
+            loss_mask=Runs.of_spans(masks),
             logprobs=logprobs,
-            versions=versions,
+            versions=Runs.of_spans(versions),
             finish_reason=self.finish_reason,
             text=self.text if text is None else text,
             reward=reward,

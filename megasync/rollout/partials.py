@@ -5,7 +5,7 @@ or a resumed run, continues from it.
 
 Invariants:
 
-- `token_ids`, `logprobs` and `versions` of a `PartialResponse` have one entry per sampled token, in order, over all of
+- Ids, `logprobs` and `versions` of a `PartialResponse` have one entry per sampled token, in order, over all of
   its requests; `add` rejects an answer that would break this. So when a request is cut, the tokens that are here can be
   sent again as part of the prompt.
 - A finished response is kept as finished and returned as it is. Nothing is ever sampled after its last token, because
@@ -22,15 +22,16 @@ request ends, and nothing while it is paused, has retracted the request or is bu
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from megasync.errors import InvalidAnswer
+from megasync.rollout.tokens import Tokens
+from megasync.runs import FloatArray, IntArray, Runs
 from megasync.serving.answers import GeneratedPiece
 from megasync.trajectory import Partial
 
@@ -43,55 +44,99 @@ BATCH_TOKENS = 2**18
 EMPTY_PIECES = 4
 
 
-@dataclass(slots=True)
 class PartialResponse:
-    """One response while it is generated."""
+    """One response while it is generated. Its tokens follow those of its prompt, in the array of the conversation.
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    # The text of each request that returned tokens.
-    texts: list[str] = field(default_factory=list)
-    # "stop" or "length" once the response is finished.
-    finish_reason: str = "abort"
-    # The `state` that was last saved.
-    saved: tuple[int, str] = (0, "abort")
-    # Called with all token ids whenever some were added.
-    watch: Callable[[Sequence[int]], None] | None = None
-    # Of the current request: the index of its first token, its token budget, and the version of its latest piece.
-    _start: int = 0
-    _budget: int = 0
-    _version: int | None = None
-    # Consecutive pieces without a token.
-    _empty: int = 0
+    `texts` has the text of each request that returned tokens. `finish_reason` is "stop" or "length" once the response
+    is finished. `watch` is called with all token ids whenever some were added.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_empty",
+        "_logprobs",
+        "_prompt",
+        "_spans",
+        "_start",
+        "_start_span",
+        "_version",
+        "finish_reason",
+        "saved",
+        "texts",
+        "tokens",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] | IntArray = (),
+        logprobs: Sequence[float] | FloatArray = (),
+        versions: Runs | Sequence[int] = (),
+        texts: Sequence[str] = (),
+        finish_reason: str = "abort",
+    ) -> None:
+        # The ids of prompt and response, and the length of the prompt.
+        self.tokens = Tokens.of(token_ids)
+        self._prompt = 0
+        self._logprobs = array("f", logprobs)
+        # (version, number of tokens), in the order of the tokens.
+        self._spans = Runs.of(versions).spans()
+        self.texts = list(texts)
+        self.finish_reason = finish_reason
+        # The `state` that was last saved.
+        self.saved: tuple[int, str] = (0, "abort")
+        self.watch: Callable[[IntArray], None] | None = None
+        # Of the current request: the indices of its first token and of its first span, its token budget, the version of
+        # its latest piece, and how many consecutive pieces had no token.
+        self._start = self._start_span = self._budget = self._empty = 0
+        self._version: int | None = None
 
     @classmethod
     def from_saved(cls, partial: Partial) -> PartialResponse:
         """Restores a saved response, to be continued or, if it is finished, returned."""
-        response = cls(
-            partial.token_ids.tolist(),
-            partial.logprobs.tolist(),
-            list(partial.versions),
-            [partial.text] if len(partial.token_ids) else [],
-            partial.finish_reason,
-        )
+        texts = [partial.text] if len(partial.token_ids) else []
+        response = cls(partial.token_ids, partial.logprobs, partial.versions, texts, partial.finish_reason)
         response.saved = response.state
         return response
 
+    def follow(self, prompt: Tokens) -> None:
+        """Puts the response behind its prompt, the same one in every attempt."""
+        self.tokens, self._prompt = prompt + self.token_ids, len(prompt)
+
     def snapshot(self, request_digest: str) -> Partial:
+        """The response as it is now."""
+        text = "".join(self.texts)
         return Partial(
-            request_digest,
-            self.token_ids,
-            self.logprobs,
-            self.versions,
-            self.finish_reason,
-            "".join(self.texts),
+            request_digest, self.token_ids, np.array(self._logprobs), self.versions, self.finish_reason, text
         )
+
+    def __len__(self) -> int:
+        """The number of sampled tokens."""
+        return len(self.tokens) - self._prompt
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The ids of the sampled tokens, a read-only view."""
+        return self.tokens.array[self._prompt :]
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """One log-prob per sampled token: a read-only view, while which exists nothing can be added."""
+        if not self._logprobs:
+            return np.empty(0, np.float32)
+        view = np.frombuffer(self._logprobs, np.float32)
+        view.flags.writeable = False
+        return view
+
+    @property
+    def versions(self) -> Runs:
+        """The version of each token."""
+        return Runs.of_spans(self._spans)
 
     @property
     def state(self) -> tuple[int, str]:
         """Number of tokens and finish reason, which change with every change of the response."""
-        return len(self.token_ids), self.finish_reason
+        return len(self), self.finish_reason
 
     @property
     def finished(self) -> bool:
@@ -103,36 +148,39 @@ class PartialResponse:
         `published` is the version that every serving server holds at least. The tokens of the first piece get it until
         the server reports their versions, because they may be older than the piece's own version.
         """
-        if not self.texts or len(self.token_ids) > self._start:
+        if not self.texts or len(self) > self._start:
             self.texts.append("")
-        self._start, self._budget, self._version, self._empty = len(self.token_ids), budget, published, 0
+        self._start, self._start_span = len(self), len(self._spans)
+        self._budget, self._version, self._empty = budget, published, 0
 
     def add(self, piece: GeneratedPiece) -> bool:
         """Appends a piece, or the whole answer, of the current request; True when it is the request's last piece.
 
         Raises InvalidAnswer, and appends nothing, for a piece that does not fit the request.
         """
-        count = len(self.token_ids) - self._start + len(piece.token_ids)
+        added = len(piece.token_ids)
+        count = len(self) - self._start + added
         if count > self._budget:
             raise InvalidAnswer(f"{count} tokens, but at most {self._budget} were requested")
         if piece.finish is None:
-            self._empty = 0 if piece.token_ids else self._empty + 1
+            self._empty = 0 if added else self._empty + 1
             if self._empty >= EMPTY_PIECES:
                 raise InvalidAnswer(
                     f"the stream does not end: {self._empty} pieces without a token after {count} tokens"
                 )
             before, self._version = self._version, piece.version
-            self.versions += [piece.version if before is None else before] * len(piece.token_ids)
+            if added:
+                self._spans.append((piece.version if before is None else before, added))
         else:
             if count == 0 and piece.finish.type != "abort":
                 raise InvalidAnswer(f"the answer finished ({piece.finish.type}) without a token")
             if sum(tokens for _, tokens in piece.spans) != count:
                 raise InvalidAnswer(f"weight_versions {piece.spans} do not cover {count} tokens")
             # The server's own report for the whole request.
-            self.versions[self._start :] = [version for version, tokens in piece.spans for _ in range(tokens)]
+            self._spans[self._start_span :] = piece.spans
             self.finish_reason = piece.finish.type
-        self.logprobs += piece.logprobs
-        self.token_ids += piece.token_ids
+        self._logprobs.extend(piece.logprobs)
+        self.tokens = self.tokens + piece.token_ids
         self.texts[-1] += piece.text
         if self.watch is not None:
             self.watch(self.token_ids)
@@ -140,8 +188,8 @@ class PartialResponse:
 
     def discard_request(self) -> None:
         """Removes what the current request returned, after an invalid answer."""
-        for values in (self.token_ids, self.logprobs, self.versions):
-            del values[self._start :]
+        self.tokens = self.tokens.first(self._prompt + self._start)
+        del self._logprobs[self._start :], self._spans[self._start_span :]
         self.texts[-1] = ""
         self.finish_reason = "abort"
 
@@ -150,13 +198,13 @@ class PartialResponse:
 
         SGLang reports an abort that arrives in the very step that samples the stop, which hides the stop.
         """
-        if len(self.token_ids) == self._start:
+        if len(self) == self._start:
             return False
         # The server checks after each token, so a stop text within this request was completed by its last token.
         at = min((found for stop in stop_texts if (found := self.texts[-1].find(stop)) >= 0), default=-1)
         if at >= 0 and trim:
             self.texts[-1] = self.texts[-1][:at]
-        if at >= 0 or self.token_ids[-1] in stop_ids:
+        if at >= 0 or self.tokens[-1] in stop_ids:
             self.finish_reason = "stop"
         return self.finished
 
@@ -198,7 +246,7 @@ class PartialResponses:
             digest, response = known
             batch[uid, *key] = response.snapshot(digest)
             copied.append((response, response.state))
-            tokens += len(response.token_ids)
+            tokens += len(response)
             if tokens >= BATCH_TOKENS:
                 yield batch
                 _mark_saved(copied)
@@ -234,8 +282,6 @@ class SampleResponses:
                 del self._turns[key]
 
 
-def request_digest(prompt_ids: Sequence[int], params: Mapping[str, Any]) -> str:
+def request_digest(prompt: Tokens, params: Mapping[str, Any]) -> str:
     """Digest of everything that a response depends on except its seed, including token budget and stop texts."""
-    digest = hashlib.sha256(array("q", prompt_ids).tobytes())
-    digest.update(orjson.dumps(dict(params), option=orjson.OPT_SORT_KEYS))
-    return digest.hexdigest()[:32]
+    return prompt.digest(orjson.dumps(dict(params), option=orjson.OPT_SORT_KEYS))[:32]

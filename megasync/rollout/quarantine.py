@@ -312,7 +312,7 @@ class Quarantine:
             "reason": "kills_servers",
             "deaths": deaths,
             "prompt_ids": [list(ids) for ids in {tuple(ticket.prompt) for ticket in tickets}],
-            "input_ids": request.get("input_ids", []),
+            "input_ids": list(request.get("input_ids", [])),
             "sampling_params": request.get("sampling_params", {}),
         }
         log.error("Poison prompt, not sent again: %s", self._evidence[key])

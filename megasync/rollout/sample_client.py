@@ -61,9 +61,11 @@ class SampleClient:
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """Generates from token ids; see `RolloutClient.generate`.
 
-        A prompt that begins with all tokens of an earlier turn continues that turn's trajectory.
+        A prompt that begins with all tokens of an earlier turn continues that turn's trajectory. Given as
+        `generation.tokens + [...]`, it costs only what is new.
         """
-        return self.conversation.record(await self._send(self._client.generate, prompt_ids, options))
+        prompt = self.conversation.tokens(prompt_ids)
+        return self.conversation.record(await self._send(self._client.generate, prompt, options))
 
     async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Reply:
         """Answers chat messages; see `RolloutClient.chat`.

@@ -3,12 +3,13 @@
 Invariant: no part of an answer is used before all of it is validated. An invalid answer leaves this module only as
 InvalidAnswer, which callers treat as a failure of that server: the request is repeated, and the answer never reaches
 training. `read_generated`, `read_scored` and `parse_as` guarantee this. msgspec checks each token while it parses;
-`min`, `max` and `==` check whole lists.
+`min`, `max` and `==` check all of them. Tokens leave this module as arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from array import array
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -65,7 +66,7 @@ class _Error(msgspec.Struct):
 class _Generated(msgspec.Struct):
     meta_info: _Meta | None = None
     text: str | None = None
-    output_ids: list[int] | None = None
+    output_ids: tuple[int, ...] | None = None
     error: _Error | None = None
 
 
@@ -102,14 +103,14 @@ class AnswerLimits:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedPiece:
-    """A whole answer, or one piece of a streamed answer; lists are per token.
+    """A whole answer, or one piece of a streamed answer: per token its id (int32) and its log-prob (float32).
 
     Only the last piece has a `finish`, and only it tells which token has which version: `spans` are (version, tokens).
     The other pieces carry the version at the time of sending.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: array[int]
+    logprobs: array[float]
     text: str
     finish: Finish | None
     version: int
@@ -135,9 +136,9 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     meta = answer.meta_info
     if meta is None:
         raise InvalidAnswer(f"no meta_info: {raw[:_SHOWN]!r}")
-    entries = meta.output_token_logprobs or []
-    token_ids = [entry[1] for entry in entries]
-    logprobs = [entry[0] for entry in entries]
+    logprobs, token_ids, _ = (
+        zip(*meta.output_token_logprobs, strict=True) if meta.output_token_logprobs else ((), (), ())
+    )
     if answer.output_ids is not None and answer.output_ids != token_ids:
         raise InvalidAnswer(f"{len(answer.output_ids)} output_ids and other log-probs, of {len(token_ids)} tokens")
     if token_ids:
@@ -149,8 +150,8 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
             f"it stopped at the text {finish.matched[:_SHOWN]!r}, which is not a stop text of the request"
         )
     return GeneratedPiece(
-        token_ids,
-        logprobs,
+        array("i", token_ids),
+        array("f", logprobs),
         answer.text or "",
         finish,
         _version(meta.weight_version, limits) if finish is None else -1,
@@ -210,7 +211,7 @@ async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[b
                 yield content
 
 
-def _check_tokens(token_ids: list[int], logprobs: list[float], limits: AnswerLimits) -> None:
+def _check_tokens(token_ids: Sequence[int], logprobs: Sequence[float], limits: AnswerLimits) -> None:
     if len(token_ids) > limits.tokens:
         raise InvalidAnswer(f"{len(token_ids)} tokens, and at most {limits.tokens} were requested")
     if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
@@ -219,7 +220,7 @@ def _check_tokens(token_ids: list[int], logprobs: list[float], limits: AnswerLim
     _check_logprobs(logprobs)
 
 
-def _check_logprobs(logprobs: list[float]) -> None:
+def _check_logprobs(logprobs: Sequence[float]) -> None:
     low, high = _LOGPROBS
     # JSON has neither NaN nor infinity.
     if min(logprobs) < low or max(logprobs) > high:

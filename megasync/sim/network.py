@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from megasync.rollout.request_body import RequestBody
 from megasync.serving.router import ROUTING_KEY_HEADER
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ class Network:
         self.servers: dict[str, SimServer] = {}
         self.router: SimRouter
 
-    async def call(self, url: str, data: bytes | None, key: str) -> Answer:
+    async def call(self, url: str, data: bytes | RequestBody | None, key: str) -> Answer:
         """Send a request and return its response. Raises aiohttp.ClientConnectionError if nothing listens there."""
         parts = urlsplit(url)
-        base, body = f"{parts.scheme}://{parts.netloc}", orjson.loads(data) if data else {}
+        base, body = f"{parts.scheme}://{parts.netloc}", orjson.loads(data.decode()) if data else {}
         await asyncio.sleep(self.chance.seconds("call", LATENCY_SECONDS, key or base))
         if base == ROUTER_URL:
             return await self._routed(body, key)
@@ -127,17 +128,25 @@ class SimSession:
         self._network = network
 
     def post(
-        self, url: str, *, data: bytes | None = None, headers: Mapping[str, str] | None = None, **_: Any
+        self, url: str, *, data: bytes | RequestBody | None = None, headers: Mapping[str, str] | None = None, **_: Any
     ) -> AbstractAsyncContextManager[Answer]:
         return self._exchange(url, data, (headers or {}).get(ROUTING_KEY_HEADER, ""), None)
 
     def request(
-        self, method: str, url: str, *, data: bytes | None = None, timeout: aiohttp.ClientTimeout, **_: Any
+        self,
+        method: str,
+        url: str,
+        *,
+        data: bytes | RequestBody | None = None,
+        timeout: aiohttp.ClientTimeout,
+        **_: Any,
     ) -> AbstractAsyncContextManager[Answer]:
         return self._exchange(url, data, "", timeout.total)
 
     @asynccontextmanager
-    async def _exchange(self, url: str, data: bytes | None, key: str, timeout: float | None) -> AsyncGenerator[Answer]:
+    async def _exchange(
+        self, url: str, data: bytes | RequestBody | None, key: str, timeout: float | None
+    ) -> AsyncGenerator[Answer]:
         """A request and its response. Leaving the context before the response has ended closes the connection."""
         async with asyncio.timeout(timeout):
             answer = await self._network.call(url, data, key)

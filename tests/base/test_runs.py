@@ -57,3 +57,11 @@ def test_floats_become_float32_and_keep_what_is_not_finite():
     assert np.isnan(array[2]) and array[3] == -np.inf
     with pytest.raises(ValueError, match="is not a sequence of numbers"):
         float_array(["0.1"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3))))
+def test_runs_of_spans_are_the_numbers_that_the_spans_stand_for(spans):
+    runs = Runs.of_spans(spans)
+    assert runs == Runs.of([value for value, count in spans for _ in range(count)])
+    assert Runs.of_spans(runs.spans()) == runs
+    assert all(count > 0 for _, count in runs.spans())

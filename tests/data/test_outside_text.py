@@ -182,7 +182,7 @@ def test_chat_messages_tool_outputs_and_tools_cannot_inject_special_tokens():
             {"role": "tool", "name": "f", "content": text},
         ]
         tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}]
-        return template.encode(template.render(messages, tools, answer=True))
+        return template.encode(template.render([template.guard(m) for m in messages], tools, answer=True))
 
     assert special_in(tokenizer, ids(EVIL)) == special_in(tokenizer, ids("fine"))
 

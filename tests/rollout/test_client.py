@@ -65,7 +65,7 @@ async def test_a_generation_carries_tokens_logprobs_and_versions(fake, client):
     got = await client.generate([1, 2, 3])
     assert got.prompt_ids == [1, 2, 3]
     assert got.token_ids == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert got.logprobs == [-i / 100 for i in got.token_ids]
+    assert got.logprobs == [-i / 128 for i in got.token_ids]
     assert got.versions == [7] * 8
     assert (got.finish_reason, got.parts) == ("length", 1)
 
@@ -229,7 +229,7 @@ async def test_tokens_streamed_before_a_server_died_are_kept(fake):
     fake.script += [Break(((1, 4), (2, 4))), Break(((2, 5),))]
     got = await client.generate([1])
     assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert got.logprobs == [-i / 100 for i in got.token_ids]
+    assert got.logprobs == [-i / 128 for i in got.token_ids]
     assert got.versions == [4, 4, 4, 5, 5, 0, 0, 0]
     assert [r["input_ids"] for r in fake.requests] == [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
     assert [r["sampling_params"]["max_new_tokens"] for r in fake.requests] == [8, 5, 3]
@@ -292,13 +292,13 @@ async def test_consecutive_streams_reuse_one_connection(fake):
 
 
 async def test_a_generation_continues_from_a_kept_partial_response_and_updates_it(fake, client):
-    kept = PartialResponse([2, 3], [-0.1, -0.2], [7, 7])
+    kept = PartialResponse([2, 3], [-0.25, -0.5], [7, 7])
     fake.script += [finish(3, "abort")]
     got = await client.generate([1], keep=lambda prompt: kept)
     assert [r["input_ids"] for r in fake.requests] == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
-    assert got.token_ids == kept.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert got.token_ids == list(kept.token_ids) == [2, 3, 4, 5, 6, 7, 8, 9]
     assert got.versions == [7, 7, 0, 0, 0, 0, 0, 0]
-    assert got.logprobs[:2] == [-0.1, -0.2]
+    assert got.logprobs[:2] == [-0.25, -0.5]
 
 
 async def test_a_kept_response_that_is_complete_sends_no_request(fake, client):
@@ -312,7 +312,7 @@ async def test_a_failed_generation_keeps_its_partial_tokens(fake):
     fake.script += [Break(((1, 4), (2, 4))), *[refuse(503)] * 10_000]
     with pytest.raises(ServerError, match="after 3 tokens"):
         await client.generate([1], keep=lambda prompt: kept)
-    assert (kept.token_ids, kept.versions) == ([2, 3, 4], [4, 4, 4])
+    assert (list(kept.token_ids), kept.versions) == ([2, 3, 4], [4, 4, 4])
     await client.close()
 
 
@@ -484,7 +484,7 @@ async def test_an_invalid_answer_is_counted_and_retried_on_another_server(fake, 
     fake.script += [finish(3, "abort"), lying]
     got = await client.generate([1], routing_key="group")
     assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert got.logprobs == [-i / 100 for i in got.token_ids]
+    assert got.logprobs == [-i / 128 for i in got.token_ids]
     assert got.versions == [0] * 8
     assert got.text == "<2><3><4><5><6><7><8><9>"
     assert client.metrics() == {"rollout/invalid_answers": 1.0}

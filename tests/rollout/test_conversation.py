@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megasync.errors import DataError
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
-from megasync.runs import float_array
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}
@@ -190,14 +189,14 @@ def test_what_two_branches_share_is_trained_once():
 
 def test_raw_generations_are_merged_by_prefix():
     conversation = Conversation()
-    first = conversation.record(Generation([1, 2], [3], [-0.3], [0], "stop"))
-    second = conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.4], [1], "stop"))
+    first = conversation.record(Generation([1, 2], [3], [-0.25], [0], "stop"))
+    second = conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.5], [1], "stop"))
     other = conversation.record(Generation([1, 2, 4], [5], [-0.5], [1], "stop"))
     assert (first.parent, second.parent, other.parent) == (None, first, None)
     merged = second.trajectory(reward=1.0)
-    plain = merged.plain()
-    assert (plain["prompt_ids"], plain["response_ids"], plain["loss_mask"]) == ([1, 2], [3, 9, 9, 4], [1, 0, 0, 1])
-    assert plain["logprobs"] == pytest.approx([-0.3, 0.0, 0.0, -0.4]) and plain["versions"] == [0, 0, 0, 1]
+    assert (merged.prompt_ids.tolist(), merged.response_ids.tolist()) == ([1, 2], [3, 9, 9, 4])
+    assert (merged.loss_mask, merged.versions) == ([1, 0, 0, 1], [0, 0, 0, 1])
+    assert merged.logprobs.tolist() == [-0.25, 0.0, 0.0, -0.5]
 
 
 def test_trajectories_of_nothing_are_refused():
@@ -231,18 +230,18 @@ def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was
     trained = Counter()
     for trajectory in trajectories:
         entries = zip(
-            *(trajectory.response_ids.tolist(), trajectory.logprobs.tolist()),
-            *(trajectory.versions, trajectory.loss_mask),
+            trajectory.response_ids.tolist(),
+            trajectory.logprobs.tolist(),
+            trajectory.versions,
+            trajectory.loss_mask,
             strict=True,
         )
         trained.update((token, logprob, version) for token, logprob, version, mask in entries if mask)
     sampled = Counter(
-        entry
-        for g in talk.conversation.generations
-        for entry in zip(g.token_ids, float_array(g.logprobs).tolist(), g.versions, strict=True)
+        entry for g in talk.conversation.generations for entry in zip(g.token_ids, g.logprobs, g.versions, strict=True)
     )
     assert trained == sampled
     for trajectory in trajectories:
         # What is trained on is what some request held, and its answer.
-        whole = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
+        whole = [*trajectory.prompt_ids, *trajectory.response_ids]
         assert any(g.prompt_ids + g.token_ids == whole for g in talk.conversation.generations)

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from local_rollouter import local_rollouter
+from responses import grow
 
 from megasync.buffer import AsyncBuffer, BufferClosed
 from megasync.buffer.durable import begin_ledger, resume_ledger
@@ -110,12 +111,10 @@ class FakeHalfway:
     async def generate(self, prompt_ids, keep, **options):
         parts = keep(str(prompt_ids))
         self.found.append(list(parts.token_ids))
-        if not parts.token_ids:
-            parts.token_ids += [7, 8]
-            parts.logprobs += [-0.1, -0.2]
-            parts.versions += [0, 0]
+        if not len(parts):
+            grow(parts, [7, 8], version=0)
             await asyncio.Event().wait()
-        return Generation(list(prompt_ids), list(parts.token_ids), list(parts.logprobs), list(parts.versions), "stop")
+        return Generation(prompt_ids, parts.token_ids, parts.logprobs, parts.versions, "stop")
 
 
 async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from responses import grow
 
 from megasync.buffer.payload import decode_partial
 from megasync.errors import DataError, ServerError
@@ -333,9 +334,7 @@ def grows(tokens, last=None):
     async def behave(ids, options):
         calls.append(ids)
         parts = options["keep"](str(ids))
-        parts.token_ids += [7] * tokens
-        parts.logprobs += [-0.5] * tokens
-        parts.versions += [3] * tokens
+        grow(parts, [7] * tokens, version=3)
         if last is not None and len(calls) > last:
             await asyncio.sleep(600)
         return "x"
@@ -364,8 +363,8 @@ async def test_a_resumed_run_continues_saved_responses_with_an_unchanged_prompt(
     begun = []
 
     async def behave(ids, options):
-        begun.append(len(options["keep"](str(ids)).token_ids))
-        begun.append(len(options["keep"](str([*ids, 1])).token_ids))
+        begun.append(len(options["keep"](str(ids))))
+        begun.append(len(options["keep"](str([*ids, 1]))))
         return "x"
 
     second = make_bench(total=1, behave=behave, save_seconds=600.0)
@@ -584,7 +583,7 @@ async def test_a_finished_response_survives_a_server_error_but_not_a_sample_erro
         parts = options["keep"]("the same request")
         if not parts.finished:
             sampled.append(parts)
-            parts.token_ids.append(7)
+            grow(parts, [7])
             parts.finish_reason = "stop"
         return "x"
 

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,21 +46,26 @@ def taken(answer: object) -> PartialResponse:
     return parts
 
 
+def tokens(parts: PartialResponse) -> tuple[list[int], list[float], list[int]]:
+    return list(parts.token_ids), [round(value, 6) for value in parts.logprobs], list(parts.versions)
+
+
 SPANS = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 4}]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", None])
 def test_an_answer_is_taken_as_it_is(finish):
     parts = taken(answer(finish=finish))
-    assert parts.token_ids == [10, 11, 12, 13]
-    assert parts.logprobs == [-1.0, -1.1, -1.2, -1.3]
-    assert parts.versions == [2] * 4
+    assert tokens(parts) == ([10, 11, 12, 13], [-1.0, -1.1, -1.2, -1.3], [2] * 4)
     assert parts.finish_reason == (finish or "abort")
     assert parts.texts == ["xxxx"]
 
 
 def test_an_abort_without_a_token_and_other_fields_of_the_server_are_no_mistake():
-    assert taken({"meta_info": {"finish_reason": {"type": "abort", "message": "m", "err_type": None}}}).token_ids == []
+    assert taken({"meta_info": {"finish_reason": {"type": "abort", "message": "m", "err_type": None}}}).state == (
+        0,
+        "abort",
+    )
 
 
 def entries(*pairs: tuple) -> dict:
@@ -137,7 +143,7 @@ def test_an_answer_that_makes_no_sense_is_refused_and_nothing_of_it_is_kept(lie)
     parts.begin_request(ASKED.tokens)
     with pytest.raises(InvalidAnswer):
         parts.add(read_generated(lie if isinstance(lie, bytes) else raw(lie), ASKED))
-    assert (parts.token_ids, parts.logprobs, parts.versions, parts.texts) == ([], [], [], [""])
+    assert (*tokens(parts), parts.texts) == ([], [], [], [""])
     assert not parts.finished
 
 
@@ -169,7 +175,7 @@ def test_a_request_that_is_discarded_leaves_the_parts_before_it():
     parts.begin_request(ASKED.tokens)
     parts.add(read_generated(raw(answer(4, finish="length")), ASKED))
     parts.discard_request()
-    assert (parts.token_ids, parts.logprobs, parts.versions, parts.texts) == ([1], [-0.5], [0], ["a", ""])
+    assert (*tokens(parts), parts.texts) == ([1], [-0.5], [0], ["a", ""])
     assert not parts.finished
 
 
@@ -247,11 +253,11 @@ def test_whatever_a_server_writes_is_taken_whole_or_refused_with_the_one_error_f
     except (InvalidAnswer, StreamedError):
         return
     assert len(parts.token_ids) == len(parts.logprobs) == len(parts.versions) <= ASKED.tokens
-    assert all(type(token) is int and 0 <= token < VOCAB for token in parts.token_ids)
-    assert all(type(value) is float and -1000 <= value <= 1e-3 for value in parts.logprobs)
-    assert all(type(version) is int and 0 <= version <= 3 for version in parts.versions)
+    assert all(0 <= token < VOCAB for token in parts.token_ids)
+    assert all(-1000 <= value <= np.float32(1e-3) for value in parts.logprobs)
+    assert all(0 <= version <= 3 for version in parts.versions)
     assert parts.finish_reason in ("stop", "length", "abort")
-    assert parts.token_ids or not parts.finished
+    assert len(parts) or not parts.finished
 
 
 # Scores

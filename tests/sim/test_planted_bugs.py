@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
 from megasync.serving import answers
+from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
@@ -87,8 +89,10 @@ def counts_recovery(self: Watchdog) -> Iterator[None]:
 
 def gives_a_part_twice(partial: Partial) -> PartialResponse:
     parts = OF(partial)
-    for values in (parts.token_ids, parts.logprobs, parts.versions):
-        values.extend(values[-1:])
+    if len(parts):
+        parts.begin_request(1)
+        piece = GeneratedPiece(array("i", parts.token_ids[-1:]), array("f", [-0.5]), "", None, parts.versions[-1], [])
+        parts.add(piece)
     return parts
 
 

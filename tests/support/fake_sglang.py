@@ -31,7 +31,7 @@ class Break:
 
 
 class FakeSGLang:
-    """The next token is always the last one plus one (mod `vocab`), its log-prob is -id/100.
+    """The next token is always the last one plus one (mod `vocab`), its log-prob is -id/128, exact in float32.
 
     `script` holds what happens to the next `/generate` requests, in order; after that they are answered in full.
     """
@@ -96,7 +96,7 @@ class FakeSGLang:
             "id": "0",
             "finish_reason": None,
             "weight_version": str(version),
-            "output_token_logprobs": [[-i / 100, i, None] for i in ids],
+            "output_token_logprobs": [[-i / 128, i, None] for i in ids],
         }
         return {"text": self.words(ids), "output_ids": ids, "meta_info": meta | (last or {})}
 

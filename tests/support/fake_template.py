@@ -24,6 +24,9 @@ class FakeTemplate:
     def __init__(self, *, forgets=False, tidies=False, refuses=False, hides_answers=False):
         self.forgets, self.tidies, self.refuses, self.hides_answers = forgets, tidies, refuses, hides_answers
 
+    def guard(self, message):
+        return message
+
     def render(self, messages, tools=(), *, answer):
         if self.refuses and messages[-1]["role"] == "assistant":
             raise DataError("refused")

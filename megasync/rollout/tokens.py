@@ -1,0 +1,186 @@
+"""The token ids of prompts and conversations: growing arrays, shared by everything that begins with the same tokens.
+
+    prompt = Tokens.of([1, 2, 3])
+    whole = prompt + [7, 8]          # one array holds both: 1 2 3 7 8
+    other = prompt + [9]             # the array has gone on differently, so this is a copy: 1 2 3 9
+
+A conversation of 50 turns thus holds its tokens once, and a turn costs what it adds. What is known of an array's first
+ids, that they are in the vocabulary and what their digest is, is known once for all prompts that begin with them.
+
+Invariant: an array is only ever appended to, so what a `Tokens` holds never changes. `_Line.append` guarantees it. Not
+thread-safe: tokens are extended on the event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasync.errors import DataError
+from megasync.runs import IntArray
+
+# An array that is full grows by this share of its length, and by at least this many ids.
+_GROWTH, _LEAST_GROWTH = 1 / 16, 64
+
+
+class Tokens(Sequence[int]):
+    """An immutable sequence of token ids, [tokens]. `tokens + ids` appends ids, as a list or an array."""
+
+    __slots__ = ("_length", "_line")
+
+    def __init__(self, line: _Line, length: int) -> None:
+        """The first `length` ids of a line; `of` and `+` make tokens from anything else."""
+        self._line = line
+        self._length = length
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | NDArray[Any]) -> Tokens:
+        """Raises DataError for what is not a sequence of integers of 32 bits."""
+        if isinstance(ids, Tokens):
+            return ids
+        line = _Line(id_array(ids).copy())
+        return cls(line, line.length)
+
+    @property
+    def array(self) -> IntArray:
+        """A read-only view of the ids, [tokens]."""
+        view = self._line.ids[: self._length]
+        view.flags.writeable = False
+        return view
+
+    def first(self, count: int) -> Tokens:
+        """The first `count` ids, without a copy."""
+        return Tokens(self._line, min(count, self._length))
+
+    def begins_with(self, other: Tokens) -> bool:
+        if other._length > self._length:
+            return False
+        if other._line is self._line:
+            return True
+        theirs = other.array
+        # Other conversations mostly differ in the last id, which saves comparing all of them.
+        return not theirs.size or bool(
+            self._line.ids[theirs.size - 1] == theirs[-1] and np.array_equal(self._line.ids[: theirs.size], theirs)
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raises DataError for an id outside [0, vocab_size). Looks only at ids that were not checked before."""
+        self._line.check(self._length, vocab_size)
+
+    def digest(self, rest: bytes = b"") -> str:
+        """SHA-256 of all ids and the `rest`, in hexadecimal. Hashes only ids that were not hashed before."""
+        return self._line.digest(self._length, rest)
+
+    def __add__(self, ids: Sequence[int] | NDArray[Any]) -> Tokens:
+        """Raises DataError for what is not a sequence of integers of 32 bits."""
+        added = ids.array if isinstance(ids, Tokens) else id_array(ids)
+        line = self._line.continued(self._length, added)
+        return Tokens(line, self._length + added.size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._line.ids[: self._length][index].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tokens):
+            return self._length == other._length and self.begins_with(other)
+        return self[:] == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Tokens({self[:]!r:.200})"
+
+
+class _Line:
+    """The array of ids that `Tokens` are prefixes of. Entries beyond `length` are unused."""
+
+    __slots__ = ("_checked", "_digest", "_hashed", "_vocab_size", "ids", "length")
+
+    def __init__(self, ids: IntArray) -> None:
+        self.ids = ids
+        self.length = ids.size
+        # The first `_checked` ids are in [0, _vocab_size); `_digest` is of the first `_hashed` ids.
+        self._vocab_size = self._checked = 0
+        self._digest = hashlib.sha256()
+        self._hashed = 0
+
+    def continued(self, length: int, added: IntArray) -> _Line:
+        """The line with the first `length` ids and then `added`: this one if it goes on so, or ends there."""
+        known = self.ids[length : min(self.length, length + added.size)]
+        if np.array_equal(known, added[: known.size]):
+            self.append(added[known.size :])
+            return self
+        return _Line(np.concatenate([self.ids[:length], added]))
+
+    def append(self, added: IntArray) -> None:
+        end = self.length + added.size
+        if end > self.ids.size:
+            grown = np.empty(end + max(_LEAST_GROWTH, int(end * _GROWTH)), np.int32)
+            grown[: self.length] = self.ids[: self.length]
+            # Views of the array that was full stay as they are.
+            self.ids = grown
+        self.ids[self.length : end] = added
+        self.length = end
+
+    def check(self, length: int, vocab_size: int) -> None:
+        if vocab_size != self._vocab_size:
+            self._vocab_size, self._checked = vocab_size, 0
+        unchecked = self.ids[self._checked : length]
+        if not unchecked.size:
+            return
+        if unchecked.min() < 0 or unchecked.max() >= vocab_size:
+            at = int(np.flatnonzero((unchecked < 0) | (unchecked >= vocab_size))[0])
+            raise DataError(
+                f"token id {unchecked[at]} at position {self._checked + at} is outside the vocabulary [0, {vocab_size})"
+            )
+        self._checked = length
+
+    def digest(self, length: int, rest: bytes) -> str:
+        if length < self._hashed:
+            digest = hashlib.sha256(self.ids[:length].data)
+        else:
+            self._digest.update(self.ids[self._hashed : length].data)
+            self._hashed = length
+            digest = self._digest.copy()
+        digest.update(rest)
+        return digest.hexdigest()
+
+
+def id_array(ids: Sequence[int] | NDArray[Any]) -> IntArray:
+    """Token ids as an array. Sequences, and arrays of NumPy and torch, are accepted; floats are not.
+
+    Raises DataError for what is not a sequence of integers of 32 bits.
+    """
+    try:
+        if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1:
+            if ids.dtype == np.int32:
+                return ids
+            converted = ids.astype(np.int32)
+            if not np.array_equal(converted, ids):
+                raise OverflowError
+            return converted
+        if isinstance(ids, array) and ids.typecode == "i":
+            return np.array(ids)
+        # `array` accepts what has `__index__`, as integers of torch do. It would take bytes as they are in memory.
+        numbers = array("i", ids if isinstance(ids, list) else list(ids))
+    except OverflowError:
+        at, bad = next((at, number) for at, number in enumerate(ids) if not -(2**31) <= number < 2**31)
+        raise DataError(f"token id {bad} at position {at} does not fit into 32 bits") from None
+    except TypeError as error:
+        raise DataError(f"token ids must be integers: {error}") from error
+    return np.frombuffer(numbers, np.int32) if numbers else np.empty(0, np.int32)

@@ -1,0 +1,168 @@
+"""Token ids that are shared: whatever grows out of them, each sequence keeps its own ids."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.errors import DataError
+from megasync.rollout.conversation import Conversation
+from megasync.rollout.generation import Generation
+from megasync.rollout.tokens import Tokens, id_array
+
+
+def test_what_is_appended_is_shared_and_a_branch_is_a_copy():
+    prompt = Tokens.of([1, 2, 3])
+    whole = prompt + [7, 8]
+    other = prompt + [9]
+    again = prompt + [7, 8, 5]
+    assert (prompt, whole, other, again) == ([1, 2, 3], [1, 2, 3, 7, 8], [1, 2, 3, 9], [1, 2, 3, 7, 8, 5])
+    assert np.shares_memory(again.array, (prompt + [7]).array)
+    assert not np.shares_memory(other.array, prompt.array)
+    assert again.begins_with(whole) and not again.begins_with(other) and not whole.begins_with(again)
+
+
+def test_the_ids_of_a_view_do_not_change_when_its_array_grows():
+    tokens = Tokens.of([1, 2])
+    view = tokens.array
+    for number in range(1000):
+        tokens = tokens + [number]
+    assert view.tolist() == [1, 2]
+    assert tokens[2:] == list(range(1000))
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 5
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[3, 4], (3, 4), range(3, 5), np.array([3, 4], np.uint8), torch.tensor([3, 4]), bytes([3, 4]), [np.int64(3), 4]],
+)
+def test_integers_of_any_kind_are_ids(ids):
+    assert id_array(ids).tolist() == [3, 4]
+    assert Tokens.of([2]) + ids == [2, 3, 4]
+
+
+@pytest.mark.parametrize("ids", [[1.0], ["1"], [None], "12", np.array([1.0]), np.array([[1]]), torch.tensor([1.5]), 7])
+def test_other_values_are_refused(ids):
+    with pytest.raises(DataError, match="must be integers"):
+        Tokens.of(ids)
+
+
+@pytest.mark.parametrize("ids", [[1, 2**31], np.array([1, 2**40]), [1, -(2**31) - 1]])
+def test_an_id_beyond_32_bits_is_named(ids):
+    with pytest.raises(DataError, match=f"token id {ids[1]} at position 1"):
+        Tokens.of(ids)
+
+
+def test_only_ids_that_are_not_known_are_checked_and_every_bad_one_is_found():
+    tokens = Tokens.of([1, 2])
+    tokens.check(5)
+    longer = tokens + [3, 7]
+    with pytest.raises(DataError, match=r"token id 7 at position 3 .*\[0, 5\)"):
+        longer.check(5)
+    with pytest.raises(DataError, match="token id 7 at position 3"):
+        longer.check(5)
+    with pytest.raises(DataError, match="token id 2 at position 1"):
+        tokens.check(2)
+    longer.check(8)
+
+
+IDS = st.lists(st.integers(0, 2), max_size=5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), IDS, st.booleans()), max_size=12))
+def test_sequences_that_grow_out_of_each_other_are_as_lists_are(steps):
+    known: list[tuple[Tokens, list[int]]] = [(Tokens.of([1]), [1])]
+    for which, cut, added, hashed in steps:
+        tokens, ids = known[which % len(known)]
+        cut = min(cut, len(ids))
+        known.append((tokens.first(cut) + added, ids[:cut] + added))
+        if hashed:
+            known[-1][0].digest()
+    for tokens, ids in known:
+        assert (tokens[:], len(tokens), list(tokens)) == (ids, len(ids), ids)
+        assert tokens.digest(b"x") == hashlib.sha256(np.array(ids, np.int32).tobytes() + b"x").hexdigest()
+        for other, theirs in known:
+            assert tokens.begins_with(other) == (ids[: len(theirs)] == theirs)
+            assert (tokens == other) == (ids == theirs)
+
+
+class ListConversation:
+    """The plain rule: a generation continues the longest earlier one that its prompt begins with."""
+
+    def __init__(self):
+        self.generations = []
+
+    def add(self, prompt, answer, logprobs, version):
+        parent = None
+        for number, (begin, rest, *_) in enumerate(self.generations):
+            known = begin + rest
+            best = -1 if parent is None else len(self.generations[parent][0] + self.generations[parent][1])
+            if best < len(known) and prompt[: len(known)] == known:
+                parent = number
+        self.generations.append((prompt, answer, logprobs, version, parent))
+
+    def trajectories(self):
+        parents = {generation[4] for generation in self.generations}
+        trained, found = set(), []
+        for leaf in (number for number in range(len(self.generations)) if number not in parents):
+            line, at = [], leaf
+            while at is not None:
+                line.insert(0, at)
+                at = self.generations[at][4]
+            first = self.generations[line[0]][0]
+            ids, mask, logprobs, versions = [], [], [], []
+            for number in line:
+                prompt, answer, given, version, _ = self.generations[number]
+                between = prompt[len(first) + len(ids) :]
+                ids += between + answer
+                mask += [0] * len(between) + [int(number not in trained)] * len(answer)
+                logprobs += [0.0] * len(between) + given
+                versions += [versions[-1] if versions else 0] * len(between) + [version] * len(answer)
+            trained.update(line)
+            found.append((first, ids, mask, logprobs, versions))
+        return found
+
+
+# How a prompt is made: from an earlier generation (or from nothing), cut somewhere, with ids after it; and its answer.
+TURNS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), IDS, IDS, st.booleans()), min_size=1, max_size=12)
+
+
+@given(TURNS)
+def test_trajectories_are_those_of_the_plain_rule_however_prompts_are_given(turns):
+    conversation, plain = Conversation(), ListConversation()
+    for version, (which, cut, added, answer, as_list) in enumerate(turns):
+        earlier = conversation.generations[which] if which < len(conversation.generations) else None
+        base = Tokens.of([1]) if earlier is None else earlier.tokens.first(max(1, len(earlier.tokens) - cut))
+        given = [*base, *added] if as_list else base + added
+        logprobs = [-n / 8 for n in range(len(answer))]
+        prompt = conversation.tokens(given)
+        assert prompt == [*base, *added]
+        conversation.record(Generation(prompt, answer, logprobs, [version] * len(answer), "stop"))
+        plain.add([*base, *added], answer, logprobs, version)
+    found = [
+        (t.prompt_ids.tolist(), t.response_ids.tolist(), list(t.loss_mask), t.logprobs.tolist(), list(t.versions))
+        for t in conversation.trajectories()
+    ]
+    assert found == plain.trajectories()
+
+
+def test_a_conversation_of_lists_holds_its_tokens_once():
+    conversation = Conversation()
+    ids = list(range(100))
+    for turn in range(20):
+        generation = conversation.record(
+            Generation(conversation.tokens(ids), [turn] * 10, [0.0] * 10, [turn] * 10, "stop")
+        )
+        ids = [*generation.prompt_ids, *generation.token_ids, *range(turn, turn + 10)]
+    *_, before, last = conversation.generations
+    assert np.shares_memory(before.tokens.array, last.tokens.array)
+    assert [g.prompt_ids + g.token_ids for g in conversation.generations[:2]] == [
+        [*range(100), *[0] * 10],
+        [*range(100), *[0] * 10, *range(10), *[1] * 10],
+    ]
