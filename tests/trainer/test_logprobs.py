@@ -15,7 +15,7 @@ def plain(logits, targets, vocab_size, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)], ids=["both", "logprob", "entropy"])
 def test_values_and_gradients_equal_plain_torch(monkeypatch, temperature, weights):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300)  # several chunks
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 300)  # several chunks
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(9, 128, generator=generator) * 4).requires_grad_()
     targets = torch.randint(0, 100, (9,), generator=generator)
