@@ -1,11 +1,12 @@
-"""Training throughput of the real ranks on synthetic groups, compared with Hugging Face with as many threads.
+"""Training throughput of the real ranks on synthetic groups, compared with plain Megatron and with Hugging Face.
 
-    python benchmarks/trainer.py CONFIG [--prompt 110] [--response 8] [--steps 5] [key=value ...]
+    python benchmarks/trainer.py CONFIG [--prompt 110] [--response 8] [--steps 5] [--hf] [key=value ...]
 
-Both do one policy-gradient forward and backward pass over the same sequences. megasync packs them without padding,
-splits them over its ranks, and computes logits only where a response token is predicted. The Hugging Face baseline is
-one process that pads them into batches, as most small trainers do. The results are medians over the steps, without the
-first one.
+All do one policy-gradient forward and backward pass and an update over the same sequences. megasync packs them without
+padding, splits them over its ranks, computes a common prompt once, and computes logits only where a response token is
+predicted. Plain Megatron runs in the same ranks on the same microbatches, alternating with megasync. With --hf, the
+Hugging Face baseline is one process with as many threads that pads the sequences into batches, as most small trainers
+do. The results are medians over the steps, without the first one.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
-from megasync.buffer.payload import LeasedGroup, in_memory
+import torch
+
+from megasync.buffer.payload import in_memory
 from megasync.config import Config, load_config
 from megasync.config.pools import pool_specs
 from megasync.layout.model_files import read_hf_config
 from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 
+if TYPE_CHECKING:
+    from megasync.trainer.batch import Batch
+    from megasync.trainer.engine import MegatronEngine, Share
 
-def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[LeasedGroup]:
+
+def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:
     """The groups of one step, with random tokens. Lengths vary by up to 25% around the given ones."""
     draw = random.Random(0)
 
@@ -40,8 +49,7 @@ def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[
     groups = []
     for row in range(config.schedule.groups_per_step):
         ids = tokens(prompt)
-        group = Group(f"0:{row}", [answer(ids) for _ in range(config.schedule.samples_per_group)])
-        groups.append(in_memory(group))
+        groups.append(Group(f"0:{row}", [answer(ids) for _ in range(config.schedule.samples_per_group)]))
     return groups
 
 
@@ -50,16 +58,103 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
     if rank == 0:
         pipe.send(worker.rendezvous())
     worker.start(*pipe.recv())
+    shares, run = [], worker._engine.run
+
+    def recording_run(share: Share, *args: Any, **kwargs: Any) -> list[Any]:
+        shares.append(share)
+        return run(share, *args, **kwargs)
+
+    worker._engine.run = recording_run
+    plain: PlainMegatron | None = None
     while (job := pipe.recv()) is not None:
-        start = time.monotonic()
-        worker.step(*job)
-        pipe.send(time.monotonic() - start)
+        with Clock() as ours:
+            worker.step(*job)
+        plain = plain or PlainMegatron(worker._engine)
+        torch.distributed.barrier()
+        with Clock() as theirs:
+            plain.step(shares[-1], job[1])
+        pipe.send((ours.seconds, theirs.seconds))
     worker.stop()
 
 
-def measure_ranks(config: Config, groups: list[LeasedGroup], steps: int) -> list[float]:
-    """Time of each step on the slowest rank, in seconds."""
+class Clock:
+    """CPU seconds of this process, which other processes of the machine hardly change."""
+
+    def __enter__(self) -> Clock:
+        self._start = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.process_time() - self._start
+
+
+class PlainMegatron:
+    """Megatron's own GPTModel, cross entropy, gradient reduction and optimizer, on the microbatches of an engine.
+
+    Only its attention over packed tokens is megasync's: on a CPU Megatron has none. One pipeline stage.
+    """
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        from megasync.trainer.architecture import rope_parameters
+        from megasync.trainer.layer_specs import chunk_specs
+        from megasync.trainer.model import transformer_config
+        from megasync.trainer.optimizer import Optimizer
+
+        layout, trainer, device = engine.layout, engine.trainer_config, engine.device
+        config = transformer_config(layout, trainer, device, engine.dtype)
+        config.perform_initialization = True
+        rope = rope_parameters(layout.hf_config)
+        model = GPTModel(
+            config,
+            chunk_specs(config, layout, range(layout.sizes.layers), device.spec, rope),
+            vocab_size=layout.padded_vocab,
+            max_sequence_length=layout.hf_config["max_position_embeddings"],
+            position_embedding_type="rope",
+            rotary_base=int(rope["rope_theta"]),
+            share_embeddings_and_output_weights=layout.tied,
+        )
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=trainer.distributed_optimizer and trainer.data_parallel > 1,
+        )
+        self._engine = engine
+        self._model = DistributedDataParallel(config, options, model)
+        self._optimizer = Optimizer([self._model], trainer.optimizer, 10, engine.dtype, device.torch_device)
+
+    def step(self, share: Share, number: int) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=self._engine._batches(share),
+            model=self._model,
+            num_microbatches=len(share.microbatches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self._optimizer.step(number, True)
+
+    def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """The loss is the mean negative log-prob of the targets, over all ranks."""
+        batch = next(batches)
+        rows = batch.packed.rows
+        labels, counts = torch.zeros_like(batch.ids), torch.zeros(batch.ids.shape)
+        labels[0, rows] = batch.targets
+        counts[0, rows] = float(batch.counted)
+        losses = model(batch.ids, None, None, labels=labels, packed_seq_params=batch.packed)
+        return losses, lambda losses: ((losses * counts).sum(), counts.sum().int(), {})
+
+
+def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple[float, float]]:
+    """Time of each step on the slowest rank in seconds: megasync's, and that of plain Megatron right after it."""
     world = pool_specs(config)["trainer"].slots
+    leased = [*map(in_memory, groups)]
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(world)]
     with tempfile.TemporaryDirectory() as folder:
@@ -76,8 +171,9 @@ def measure_ranks(config: Config, groups: list[LeasedGroup], steps: int) -> list
         seconds = []
         for step in range(1, steps + 2):
             for pipe in pipes:
-                pipe.send((groups, step, 0))
-            seconds.append(max(pipe.recv() for pipe in pipes))
+                pipe.send((leased, step, 0))
+            ours, plain = zip(*(pipe.recv() for pipe in pipes), strict=True)
+            seconds.append((max(ours), max(plain)))
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
@@ -85,16 +181,15 @@ def measure_ranks(config: Config, groups: list[LeasedGroup], steps: int) -> list
     return seconds[1:]
 
 
-def measure_hugging_face(config: Config, groups: list[LeasedGroup], steps: int, threads: int) -> list[float]:
+def measure_hugging_face(config: Config, groups: list[Group], steps: int, threads: int) -> list[float]:
     """Time of each step, in seconds. Padded batches have about as many tokens as megasync's microbatches."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     dtype = getattr(torch, config.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-    sequences = [t.prompt_ids + t.response_ids for group in groups for t in group.trajectories]
+    sequences = [[*t.prompt_ids.tolist(), *t.response_ids.tolist()] for group in groups for t in group.trajectories]
     prompts = [len(t.prompt_ids) for group in groups for t in group.trajectories]
     longest = max(map(len, sequences))
     size = max(1, config.trainer.tokens_per_microbatch // longest)
@@ -122,6 +217,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=110, help="tokens of a prompt, on average")
     parser.add_argument("--response", type=int, default=8, help="tokens of a response, on average")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--hf", action="store_true", help="also measure Hugging Face")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
     config = load_config(given.config, given.overrides)
@@ -129,11 +225,16 @@ def main() -> None:
     tokens = sum(len(t.prompt_ids) + len(t.response_ids) for group in groups for t in group.trajectories)
     world = pool_specs(config)["trainer"].slots
     print(f"{sum(len(g.trajectories) for g in groups)} sequences, {tokens} tokens, {world} ranks, {config.model.dtype}")
-    ours = statistics.median(measure_ranks(config, groups, given.steps))
-    theirs = statistics.median(measure_hugging_face(config, groups, given.steps, world))
-    print("| way | seconds a step | tokens/s | ratio |\n|---|---|---|---|")
-    print(f"| megasync, {world} ranks | {ours:.2f} | {tokens / ours:.0f} | {theirs / ours:.2f} |")
-    print(f"| Hugging Face, padded, {world} threads | {theirs:.2f} | {tokens / theirs:.0f} | 1.00 |")
+    pairs = measure_ranks(config, groups, given.steps)
+    ours, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratios = [theirs / mine for mine, theirs in pairs]
+    print("| way | seconds a step | tokens/s | megasync's speed / its |\n|---|---|---|---|")
+    print(f"| megasync, {world} ranks | {ours:.2f} | {tokens / ours:.0f} | |")
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"| megatron-core, {world} ranks | {plain:.2f} | {tokens / plain:.0f} | {spread} |")
+    if given.hf:
+        theirs = statistics.median(measure_hugging_face(config, groups, given.steps, world))
+        print(f"| Hugging Face, padded, {world} threads | {theirs:.2f} | {tokens / theirs:.0f} | {theirs / ours:.2f} |")
 
 
 if __name__ == "__main__":

@@ -33,16 +33,20 @@ ALIGNMENT = 8
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Lengths are in tokens, ``prompt_at`` and ``at`` in bytes of the body, where the arrays begin.
+    """Lengths are in tokens. ``prompt_at`` and ``at`` are where the arrays begin in the body, in bytes.
 
-    Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the last trained
-    response token: it and what follows are not fed to the model. ``trained`` holds (version, number of trained tokens),
-    ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and shapes.
+    The trajectory's own arrays are ``size`` bytes long. ``checksum`` (CRC-32) is of its prompt and these, so that it
+    can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the
+    last trained response token: it and what follows are not fed to the model. ``trained`` holds (version, number of
+    trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and
+    shapes.
     """
 
     prompt_at: int
     prompt_tokens: int
     at: int
+    size: int
+    checksum: int
     response_tokens: int
     mask_runs: int
     version_runs: int
@@ -186,15 +190,14 @@ class _Writer:
         self._size = 0
 
     def add(self, array: NDArray[Any]) -> int:
-        if padding := -self._size % min(ALIGNMENT, max(array.itemsize, 1)):
-            self._append(b"\0" * padding)
-        at = self._size
-        self._append(array.tobytes())
-        return at
+        return self.append(array.tobytes(), min(ALIGNMENT, max(array.itemsize, 1)))
 
-    def _append(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._size += len(part)
+    def append(self, part: bytes, alignment: int = ALIGNMENT) -> int:
+        padding = -self._size % alignment
+        at = self._size + padding
+        self._parts += (b"\0" * padding, part) if padding else (part,)
+        self._size = at + len(part)
+        return at
 
     def body(self) -> bytes:
         return b"".join(self._parts)
@@ -203,9 +206,9 @@ class _Writer:
 class _Reader:
     """Reads arrays in the order in which they were written, as views."""
 
-    def __init__(self, body: bytes | memoryview, at: int = 0) -> None:
+    def __init__(self, body: bytes | memoryview) -> None:
         self._body = body
-        self._at = at
+        self._at = 0
 
     def array(self, dtype: Any, count: int) -> NDArray[Any]:
         size = np.dtype(dtype).itemsize
@@ -245,19 +248,29 @@ def in_memory(group: Group) -> LeasedGroup:
 def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, int], uid: str) -> TrajectoryHeader:
     prompt = t.prompt_ids.tobytes()
     if prompt not in prompts:
-        prompts[prompt] = writer.add(t.prompt_ids)
-    at = writer.add(t.response_ids)
-    for array in (t.logprobs, t.loss_mask.values, t.loss_mask.ends, t.versions.values, t.versions.ends):
-        writer.add(array)
+        prompts[prompt] = writer.append(prompt)
+    arrays = _Writer()
+    for array in (
+        t.response_ids,
+        t.logprobs,
+        t.loss_mask.values,
+        t.loss_mask.ends,
+        t.versions.values,
+        t.versions.ends,
+    ):
+        arrays.add(array)
     for name, array in t.arrays.items():
         if array.dtype.kind not in "iubf":
             raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
-        writer.add(array)
+        arrays.add(array)
+    own = arrays.body()
     trained_runs = np.flatnonzero(t.loss_mask.values)
     return TrajectoryHeader(
         prompt_at=prompts[prompt],
         prompt_tokens=len(t.prompt_ids),
-        at=at,
+        at=writer.append(own),
+        size=len(own),
+        checksum=zlib.crc32(own, zlib.crc32(prompt)),
         response_tokens=len(t.response_ids),
         mask_runs=len(t.loss_mask.values),
         version_runs=len(t.versions.values),
@@ -289,14 +302,30 @@ def check_body(header: GroupHeader, body: bytes | memoryview) -> None:
 
 def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
     """The group's trajectories as the header has them now, with tokens masked. Arrays are views of ``body``."""
-    return Group(header.uid, [decode_trajectory(trajectory, body) for trajectory in header.trajectories])
+    view = memoryview(body)
+    return Group(
+        header.uid,
+        [decode_trajectory(t, *(view[at : at + size] for at, size in parts_of(t))) for t in header.trajectories],
+    )
 
 
-def decode_trajectory(header: TrajectoryHeader, body: bytes | memoryview) -> Trajectory:
-    reader = _Reader(body, header.at)
+def parts_of(header: TrajectoryHeader) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where the prompt and the trajectory's own arrays lie in the body: first byte, and number of bytes."""
+    return (header.prompt_at, 4 * header.prompt_tokens), (header.at, header.size)
+
+
+def check_parts(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes | memoryview) -> None:
+    """Raises ValueError for parts that are not those that were encoded."""
+    if zlib.crc32(own, zlib.crc32(prompt)) != header.checksum:
+        raise ValueError(f"the trajectory at byte {header.at} of the body does not match its checksum")
+
+
+def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes | memoryview) -> Trajectory:
+    """One trajectory, from the two parts of the body that hold it (`parts_of`); arrays are views of these."""
+    reader = _Reader(own)
     ids: IntArray = reader.array(np.int32, header.response_tokens)
     trajectory = Trajectory(
-        prompt_ids=_Reader(body, header.prompt_at).array(np.int32, header.prompt_tokens),
+        prompt_ids=_Reader(prompt).array(np.int32, header.prompt_tokens),
         response_ids=ids,
         logprobs=reader.array(np.float32, header.response_tokens),
         loss_mask=reader.runs(header.mask_runs),

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megasync.buffer.payload import LeasedGroup, StoredBody, check_body, decode
+from megasync.buffer.payload import (
+    Body,
+    LeasedGroup,
+    StoredBody,
+    check_body,
+    check_parts,
+    decode,
+    decode_trajectory,
+    parts_of,
+)
 from megasync.errors import DataError
 from megasync.files import fsync
-from megasync.trajectory import Group
+from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
 # Bytes after which a segment ends: a run holds a few of them, and one straggler keeps at most this much on disk.
@@ -95,8 +105,47 @@ def segment_number(body: StoredBody) -> int:
 
 def load(group: LeasedGroup) -> Group:
     """A leased group with its tokens, read from where its body lies. Raises DataError, which names the cause."""
+    with _naming(group):
+        return decode(group.header, read_body(group))
+
+
+def load_trajectories(group: LeasedGroup, places: Sequence[int]) -> list[Trajectory]:
+    """Some trajectories of a leased group, by their positions in its header. Reads nothing else of the body.
+
+    Raises DataError, which names the cause.
+    """
+    with _naming(group), _opened(group.body) as read:
+        prompts: dict[int, bytes | memoryview] = {}
+        loaded: list[Trajectory] = []
+        for header in (group.header.trajectories[place] for place in places):
+            (at, size), own_part = parts_of(header)
+            if at not in prompts:
+                prompts[at] = read(at, size)
+            prompt, own = prompts[at], read(*own_part)
+            check_parts(header, prompt, own)
+            loaded.append(decode_trajectory(header, prompt, own))
+        return loaded
+
+
+@contextmanager
+def _opened(body: Body) -> Generator[Callable[[int, int], bytes | memoryview]]:
+    """A function that returns ``size`` bytes of a body from ``at`` on."""
+    if not isinstance(body, StoredBody):
+        view = memoryview(body)
+        yield lambda at, size: view[at : at + size]
+        return
+    file = os.open(body.path, os.O_RDONLY)
     try:
-        body = read_body(group)
+        yield lambda at, size: os.pread(file, size, body.offset + at)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _naming(group: LeasedGroup) -> Generator[None]:
+    """Turns errors of reading a group into a DataError."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise DataError(
             f"group {group.uid} cannot be read on {socket.gethostname()}: {error}; the run directory must lie on a "
@@ -104,17 +153,11 @@ def load(group: LeasedGroup) -> Group:
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"group {group.uid} cannot be read: {error}") from error
-    return decode(group.header, body)
 
 
 def read_body(group: LeasedGroup) -> bytes | memoryview:
     """The body, wherever it lies. Raises OSError, and ValueError when it is not the one that was encoded."""
-    body = group.body
-    if isinstance(body, StoredBody):
-        file = os.open(body.path, os.O_RDONLY)
-        try:
-            body = os.pread(file, group.header.body_bytes, body.offset)
-        finally:
-            os.close(file)
+    with _opened(group.body) as read:
+        body = read(0, group.header.body_bytes)
     check_body(group.header, body)
     return body

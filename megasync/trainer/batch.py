@@ -2,19 +2,56 @@
 
 A *segment* is a range of packed tokens that attends causally to itself and, if it continues a prompt, to the whole
 segment of that prompt. A tree with one sample is a single segment; otherwise its prompt and each response are segments.
+
+Tokens are numpy arrays until they are tensors: Python loops go over samples, never over tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
 
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
-from megasync.trainer.packing import Microbatch, Sample, Tree
+from megasync.trainer.packing import Ints, Lengths, Microbatch
+from megasync.trajectory import Ids
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and a response as int32 ids; ``scored`` are the response offsets whose log-probs are computed.
+
+    ``scored`` is an ascending integer array and not empty. Only the first ``fed`` response tokens are fed to the model:
+    the last scored token and those after it predict no scored token.
+    """
+
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    scored: NDArray[Any]
+    fed: int
+
+    @classmethod
+    def of(cls, prompt: Ids, response: Ids, scored: Ids | None = None) -> Sample:
+        """From any sequences; by default every response token is scored."""
+        offsets = np.arange(len(response)) if scored is None else np.asarray(scored, dtype=np.int64)
+        return cls(np.asarray(prompt, np.int32), np.asarray(response, np.int32), offsets, int(offsets[-1]))
+
+
+# Samples by their index; a rank has only those that it computes.
+Samples = Mapping[int, Sample] | Sequence[Sample]
+
+
+def lengths_of(samples: Sequence[Sample]) -> Lengths:
+    """The lengths of samples whose prompts are compared token by token."""
+    prompts: dict[bytes, int] = {}
+    numbers = [prompts.setdefault(sample.prompt.tobytes(), len(prompts)) for sample in samples]
+    columns = (numbers, [len(sample.prompt) for sample in samples], [sample.fed for sample in samples])
+    return Lengths(*(np.array(column, dtype=np.int64) for column in columns))
 
 
 @dataclass
@@ -35,13 +72,14 @@ class PackedTokens(PackedSeqParams):
 class Batch:
     """One microbatch on its device.
 
-    ``ids`` are [1, tokens]. ``targets`` [targets] are grouped by sample, in the order of ``samples``; ``counts`` are
-    the numbers of targets per sample. ``counted`` is false for a masked copy. The last ``padding`` tokens are padding.
+    ``index`` is its position among the rank's microbatches. ``ids`` are [1, tokens]. ``targets`` [targets] are grouped
+    by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per sample. ``counted`` is
+    false for a masked copy. The last ``padding`` tokens are padding.
     """
 
+    index: int
     ids: torch.Tensor
     targets: torch.Tensor
-    samples: tuple[int, ...]
     counts: tuple[int, ...]
     packed: PackedTokens
     counted: bool
@@ -55,83 +93,90 @@ class Batch:
 
     @property
     def segments(self) -> torch.Tensor:
-        """The index into ``samples`` of each target's sample; int64 [targets]."""
+        """The position of each target's sample among the samples; int64 [targets]."""
         counts = torch.tensor(self.counts, device=self.targets.device)
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.targets.device), counts)
 
 
-class _Packing:
+class _Packed:
     """Builds a packed microbatch tree by tree."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
+        self.tokens = 0
+        self.ids: list[NDArray[np.int32]] = []
         self.segments: list[Segment] = []
-        self.rows: list[int] = []
-        self.targets: list[int] = []
-        self.samples: list[int] = []
-        self.counts: list[int] = []
+        # The position in its sequence of each segment's first token.
+        self.first_positions: list[int] = []
+        self.rows: list[Ints] = []
+        self.targets: list[NDArray[np.int32]] = []
 
-    def add_segment(self, ids: Sequence[int], first_position: int = 0, prefix: int | None = None) -> int:
+    def add_segment(self, *ids: NDArray[np.int32], first_position: int = 0, prefix: int | None = None) -> int:
         """Appends a segment; returns its first packed position."""
-        start = len(self.ids)
+        start = self.tokens
         self.ids += ids
-        self.positions += range(first_position, first_position + len(ids))
-        self.segments.append(Segment(start, len(ids), prefix))
+        self.tokens += sum(map(len, ids))
+        self.segments.append(Segment(start, self.tokens - start, prefix))
+        self.first_positions.append(first_position)
         return start
 
-    def add_tree(self, tree: Tree, samples: Sequence[Sample]) -> None:
-        members = [samples[index] for index in tree.members]
-        prompt = len(tree.prompt)
+    def add_tree(self, members: Sequence[Sample]) -> None:
+        prompt = members[0].prompt
         if len(members) == 1:
-            only = members[0]
-            starts = [self.add_segment([*tree.prompt, *only.response[: only.fed]]) + prompt]
+            (only,) = members
+            starts = [self.add_segment(prompt, only.response[: only.fed]) + len(prompt)]
         else:
             root = len(self.segments)
-            self.add_segment(tree.prompt)
+            self.add_segment(prompt)
             starts = []
             for member in members:
-                starts.append(len(self.ids))
+                starts.append(self.tokens)
                 if member.fed:
-                    self.add_segment(member.response[: member.fed], prompt, root)
-        last_of_prompt = starts[0] - 1
-        for index, member, start in zip(tree.members, members, starts, strict=True):
-            self.rows += [start + offset - 1 if offset else last_of_prompt for offset in member.scored]
-            self.targets += [member.response[offset] for offset in member.scored]
-            self.samples.append(index)
-            self.counts.append(len(member.scored))
+                    self.add_segment(member.response[: member.fed], first_position=len(prompt), prefix=root)
+        for member, start in zip(members, starts, strict=True):
+            rows = member.scored.astype(np.int64) + (start - 1)
+            if not member.scored[0]:
+                # The last token of the prompt predicts the first of the response.
+                rows[0] = starts[0] - 1
+            self.rows.append(rows)
+            self.targets.append(member.response[member.scored])
+
+    def positions(self) -> Ints:
+        lengths = [segment.length for segment in self.segments]
+        shifts = [first - segment.start for first, segment in zip(self.first_positions, self.segments, strict=True)]
+        return np.arange(self.tokens) + np.repeat(np.array(shifts), lengths)
 
 
 def make_batch(
-    microbatch: Microbatch, samples: Sequence[Sample], *, multiple: int, device: torch.device, flavour: str
+    microbatch: Microbatch, samples: Samples, *, index: int, multiple: int, device: torch.device, flavour: str
 ) -> Batch:
     """The tensors of one microbatch, padded to its room and to a multiple of ``multiple`` tokens by an unused segment.
 
     ``flavour`` is that of the layer spec: "te" for plain sequences, "local" for trees.
     """
-    packing = _Packing()
+    packing = _Packed()
     for tree in microbatch.trees:
-        packing.add_tree(tree, samples)
-    padding = max(microbatch.room - len(packing.ids), 0)
-    padding += -(len(packing.ids) + padding) % multiple
+        packing.add_tree([samples[sequence] for sequence in tree])
+    padding = max(microbatch.room - packing.tokens, 0)
+    padding += -(packing.tokens + padding) % multiple
     if padding:
-        packing.add_segment([0] * padding)
+        packing.add_segment(np.zeros(padding, dtype=np.int32))
 
-    def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
+    def tensor(values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
 
     # With a plan, attention sees the whole microbatch as one sequence.
-    lengths = [segment.length for segment in packing.segments] if flavour == "te" else [len(packing.ids)]
-    starts, longest = tensor([0, *accumulate(lengths)], torch.int32), max(lengths)
-    packed = PackedTokens("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, rows=tensor(packing.rows))
+    lengths = [segment.length for segment in packing.segments] if flavour == "te" else [packing.tokens]
+    starts, longest = tensor(np.cumsum([0, *lengths], dtype=np.int32)), max(lengths)
+    rows = tensor(np.concatenate(packing.rows))
+    packed = PackedTokens("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, rows=rows)
     if flavour != "te":
-        packed.positions = tensor(packing.positions)
+        packed.positions = tensor(packing.positions())
         packed.plan = plan_attention(packing.segments, device)
     return Batch(
-        ids=tensor(packing.ids)[None],
-        targets=tensor(packing.targets),
-        samples=tuple(packing.samples),
-        counts=tuple(packing.counts),
+        index=index,
+        ids=tensor(np.concatenate(packing.ids, dtype=np.int64))[None],
+        targets=tensor(np.concatenate(packing.targets, dtype=np.int64)),
+        counts=tuple(map(len, packing.targets)),
         packed=packed,
         counted=microbatch.counted,
         padding=padding,

@@ -1,8 +1,8 @@
 """One Megatron rank of the policy: load weights, score tokens, accumulate gradients, update, save.
 
-Every public method is a collective: all ranks call it with the same arguments in the same order. Token counts and
-packing are computed from these arguments, so ranks agree on them without communication. Results are the same on every
-rank.
+Every public method is a collective: all ranks call it in the same order. What a rank computes is its `Share` of a
+packing, which every rank plans from the same lengths, so ranks agree on it without communication. Tensor and pipeline
+peers have the same share. Nothing that a rank holds or sends grows with the number of ranks.
 
 A bfloat16 model holds bfloat16 weights, also on a CPU, with float32 gradients and main weights in the optimizer.
 Float32 weights under autocast would be cast again in every microbatch, and Megatron's linear layers leave autocast in
@@ -13,10 +13,10 @@ The trained weights are bitwise those that are served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,13 +40,13 @@ from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
 from megasync.trainer.architecture import check_architecture, check_experts
-from megasync.trainer.batch import Batch, make_batch
+from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
-from megasync.trainer.packing import Microbatch, Sample, assign, build_trees, pad_alike
+from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.reference import ReferenceWeights
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,20 @@ LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor,
 # (batch, this rank's logits [targets, columns], or a critic's values [targets, 1]) -> (loss, report); called on the
 # last pipeline stage.
 Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank computes in a pass, the same on its tensor and pipeline peers.
+
+    ``samples`` are those that the microbatches refer to by index. ``tokens`` are counted tokens of all microbatches on
+    all data-parallel ranks; only expert layers use them. Every rank has the same number of microbatches, with an
+    interleaved pipeline a multiple of its stages.
+    """
+
+    microbatches: Sequence[Microbatch]
+    samples: Samples
+    tokens: int
 
 
 class MegatronEngine:
@@ -156,32 +170,36 @@ class MegatronEngine:
 
     # Computation
 
-    def _pack(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
-        """The microbatches of every data-parallel rank."""
+    def plan(self, lengths: Lengths) -> Packing:
+        """Packs sequences for all ranks; not a collective. See `share` for what this rank computes of it."""
         sizes = self.layout.sizes
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
-        attention_cost = 2 * sizes.q_rows / linear
-        ranks, budget = self.topology.data, self.trainer_config.tokens_per_microbatch
-        rounds = self.topology.pipeline if self.topology.virtual > 1 else 1
-        trees = build_trees(samples, ranks * rounds, budget, attention_cost, share_prompts=self.device.spec == "local")
-        return assign(trees, ranks, budget, rounds)
+        return plan_packing(
+            lengths,
+            ranks=self.topology.data,
+            budget=self.trainer_config.tokens_per_microbatch,
+            attention_cost=2 * sizes.q_rows / linear,
+            share_prompts=self.device.spec == "local",
+            multiple=self.topology.pipeline if self.topology.virtual > 1 else 1,
+        )
 
-    def _own_microbatches(self, per_rank: list[list[Microbatch]]) -> list[Microbatch]:
+    def own_microbatches(self, packing: Packing) -> list[Microbatch]:
         """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it."""
         dp = self.coords.dp
-        if not self.layout.sizes.experts or self.device.expert_dispatcher != "allgather":
-            return per_rank[dp]
-        peers = self.topology.expert_peers(dp)
-        return pad_alike(per_rank, peers)[dp - peers.start]
+        lockstep = self.layout.sizes.experts and self.device.expert_dispatcher == "allgather"
+        return packing.microbatches(dp, self.topology.expert_peers(dp) if lockstep else None)
 
-    def forward_backward(
-        self, samples: Sequence[Sample], loss: LossFunction, temperature: float = 1.0
-    ) -> dict[str, float]:
-        """Computes the gradients of the summed loss of all samples, replacing earlier gradients; see `update`.
+    def share(self, samples: Sequence[Sample]) -> Share:
+        """This rank's share of samples that every rank has; not a collective."""
+        packing = self.plan(lengths_of(samples))
+        return Share(self.own_microbatches(packing), samples, packing.counted_tokens)
+
+    def forward_backward(self, share: Share, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+        """Computes the gradients of the summed loss of all ranks' shares, replacing earlier gradients; see `update`.
 
         ``loss`` must already be normalised by a count over all samples: gradients are summed over microbatches and
         data-parallel ranks, never averaged. Returns "loss" and every sum that ``loss`` reports, summed over all
-        microbatches and data-parallel ranks.
+        microbatches and data-parallel ranks; the same on every rank.
         """
         self.zero_grad()
 
@@ -189,7 +207,7 @@ class MegatronEngine:
             value, sums = loss(batch, *self.score_logits(logits, batch, temperature))
             return value, {"loss": value.detach(), **sums}
 
-        return self._sum_reports(self._run(samples, evaluate, forward_only=False))
+        return self._sum_reports(self.run(share, evaluate, forward_only=False))
 
     def zero_grad(self) -> None:
         """Zeroes the gradients."""
@@ -203,25 +221,16 @@ class MegatronEngine:
         """
         return self._optimizer.step(step, loss_is_finite)
 
-    def score(
-        self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
-    ) -> list[torch.Tensor]:
-        """Log-probs of each sample's scored tokens, float32 [scored] on the device, on every rank.
+    def score(self, share: Share, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
+        """Log-probs of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
 
         ``reference`` scores with the weights of `keep_reference` instead of the current ones; see `reference`. Raises
         TrainingError for ``reference`` without `keep_reference`.
         """
-        starts = [0]
-        for sample in samples:
-            starts.append(starts[-1] + len(sample.scored))
-        scores = torch.zeros(starts[-1], dtype=torch.float32, device=self.device.torch_device)
 
-        def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, _ = self.score_logits(logits, batch, temperature)
-            if batch.counted and self.coords.tp == 0:
-                for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
-                    scores[starts[index] : starts[index + 1]] = part
-            return logprobs.sum(), None
+            return logprobs.sum(), logprobs
 
         if not reference:
             weights = nullcontext()
@@ -230,61 +239,61 @@ class MegatronEngine:
         else:
             raise TrainingError("there are no reference weights to score with; call keep_reference first")
         with torch.no_grad(), weights:
-            self._run(samples, collect, forward_only=True)
-        # One rank has written each token; all others hold zero there.
-        dist.all_reduce(scores)
-        return [scores[start:end] for start, end in pairwise(starts)]
+            return self.run(share, collect, forward_only=True)
 
-    def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    def score_everywhere(
+        self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """Log-probs of each sample's scored tokens, float32 [scored] on the device, on every rank.
+
+        For a few samples that every rank has. `score` keeps its results where they are computed.
+        """
+        share = self.share(samples)
+        parts = [torch.zeros(len(sample.scored), device=self.device.torch_device) for sample in samples]
+        scores = self.score(share, temperature=temperature, reference=reference)
+        for microbatch, logprobs in zip(share.microbatches, scores, strict=False):
+            if microbatch.counted and self.coords.tp == 0:
+                own = [parts[index] for index in microbatch.sequences]
+                for part, values in zip(own, logprobs.split([len(part) for part in own]), strict=True):
+                    part.copy_(values)
+        # One rank has written each token; all others hold zero there.
+        flat = torch.cat(parts)
+        dist.all_reduce(flat)
+        return list(flat.split([len(part) for part in parts]))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, at temperature 1."""
-        samples = [Sample(ids[:1], ids[1:], range(len(ids) - 1)) for ids in sequences if len(ids) > 1]
-        scored = iter(self.score(samples) if samples else [])
+        samples = [Sample.of(ids[:1], ids[1:]) for ids in sequences if len(ids) > 1]
+        scored = iter(self.score_everywhere(samples) if samples else [])
         return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
 
-    def _run(self, samples: Sequence[Sample], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
-        per_rank = self._pack(samples)
-        counted = sum(item.tokens for own in per_rank for item in own if item.counted)
-        return self.run(self._own_microbatches(per_rank), samples, counted, evaluate, forward_only=forward_only)
-
-    def run(
-        self,
-        microbatches: Sequence[Microbatch],
-        samples: Sequence[Sample],
-        tokens: int,
-        evaluate: Evaluate,
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Runs Megatron's schedule over this rank's microbatches; the last stage returns the reports of ``evaluate``.
+    def run(self, share: Share, evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
+        """Runs Megatron's schedule over a share; the last stage returns the reports of ``evaluate``, others none.
 
         Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first.
-
-        Args:
-            microbatches: the same number on every rank; a multiple of the stages with an interleaved pipeline.
-            samples: those that the trees of the microbatches refer to by index.
-            tokens: counted tokens of all microbatches on all data-parallel ranks; used by expert layers only.
         """
-        set_step_tokens(self._chunks, tokens)
+        set_step_tokens(self._chunks, share.tokens)
         balanced = self.trainer_config.moe_aux_loss > 0
         interleaved = self.topology.virtual > 1
-        batches = [self._batches(microbatches, samples) for _ in self._models]
+        batches = [self._batches(share) for _ in self._models]
         return get_forward_backward_func()(
             forward_step_func=partial(forward_step, evaluate, balanced),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
-            num_microbatches=len(microbatches),
+            num_microbatches=len(share.microbatches),
             # Ignored: microbatches differ in length, so stages send shapes along with tensors.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _batches(self, microbatches: Iterable[Microbatch], samples: Sequence[Sample]) -> Iterator[Batch]:
+    def _batches(self, share: Share) -> Iterator[Batch]:
         parallel = self.trainer_config.sequence_parallel
-        for microbatch in microbatches:
+        for index, microbatch in enumerate(share.microbatches):
             yield make_batch(
                 microbatch,
-                samples,
+                share.samples,
+                index=index,
                 multiple=self.topology.tensor if parallel else 1,
                 device=self.device.torch_device,
                 flavour=self.device.spec,

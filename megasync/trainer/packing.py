@@ -1,175 +1,278 @@
-"""Packs sequences into microbatches, identically on every rank and without communication. Plain Python, no torch.
+"""Packs sequences into microbatches from their lengths alone, identically on every rank and without communication.
 
 Sequences with equal prompts share one *tree*: the prompt is computed once and every response continues it, which is
 exact because attention is causal. Trees are packed into microbatches under a token budget, and microbatches are
-assigned to data-parallel ranks by work. `assign` guarantees:
+assigned to data-parallel ranks by work. `plan_packing` guarantees:
 
 - Every tree is in exactly one counted microbatch.
 - A microbatch exceeds the budget only if it is a single tree of a single sequence.
 - Every rank gets the same number of microbatches, a multiple of the given number (an interleaved pipeline needs a
   multiple of its stages). None is empty: a masked copy of the cheapest tree fills a gap.
 - The loads of two ranks differ by at most the work of the largest microbatch (`_to_ranks`).
+
+The time is O(n log n) for n sequences. numpy, no torch.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and a response as token ids; ``scored`` are the response offsets whose log-probs are computed.
+class Lengths:
+    """What packing knows of sequences; int64 arrays [sequences].
 
-    ``scored`` is ascending and not empty. The last scored token and those after it predict no scored token, so they are
-    not fed to the model.
+    ``prompts`` are equal where prompts are equal. ``fed`` are the numbers of response tokens that are fed to the model.
     """
 
-    prompt: Sequence[int]
-    response: Sequence[int]
-    scored: Sequence[int]
+    prompts: Ints
+    prompt_tokens: Ints
+    fed: Ints
 
-    @property
-    def fed(self) -> int:
-        """Number of response tokens that are fed to the model."""
-        return self.scored[-1]
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A prompt and the samples (by index) that continue it. ``work`` is in units of one token's linear layers."""
-
-    prompt: Sequence[int]
-    members: tuple[int, ...]
-    tokens: int
-    work: float
+    def __getitem__(self, selection: Ints) -> Lengths:
+        return Lengths(self.prompts[selection], self.prompt_tokens[selection], self.fed[selection])
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Trees that are computed in one pass. A masked copy (``counted`` false) is a filler that must not reach the loss.
+    """Trees that are computed in one pass, each as the indices of its sequences.
 
-    ``room`` is the number of tokens to pad to, so that ranks in lockstep have equal lengths; see `pad_alike`.
+    A masked copy (``counted`` false) must not reach the loss. ``room`` is the number of tokens to pad to, so that ranks
+    in lockstep have equal lengths.
     """
 
-    trees: tuple[Tree, ...]
+    trees: tuple[tuple[int, ...], ...]
+    tokens: int
     counted: bool = True
     room: int = 0
 
     @property
-    def tokens(self) -> int:
-        return sum(tree.tokens for tree in self.trees)
+    def sequences(self) -> tuple[int, ...]:
+        """The indices of all its sequences, in the order in which they are packed."""
+        return tuple(index for tree in self.trees for index in tree)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Arrays over trees. The sequences of tree i are ``members[starts[i]:starts[i + 1]]``.
+
+    ``work`` is in units of one token's linear layers.
+    """
+
+    members: Ints
+    starts: Ints
+    tokens: Ints
+    work: Floats
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The microbatches of every rank, as arrays; `microbatches` returns those of one rank.
+
+    The trees of microbatch i are ``order[starts[i]:starts[i + 1]]``. ``tokens`` and ``work`` are [microbatches],
+    ``table`` [ranks, microbatches per rank] are the microbatches of each rank in the order in which it computes them.
+    Microbatches from number ``counted`` on are masked copies.
+    """
+
+    trees: Trees
+    order: Ints
+    starts: Ints
+    tokens: Ints
+    work: Floats
+    table: Ints
+    counted: int
 
     @property
-    def work(self) -> float:
-        return sum(tree.work for tree in self.trees)
+    def counted_tokens(self) -> int:
+        """Tokens of all ranks' microbatches without masked copies."""
+        return int(self.tokens[: self.counted].sum())
+
+    def microbatches(self, rank: int, peers: range | None = None) -> list[Microbatch]:
+        """The microbatches of a rank, each padded to the longest of the same position among ``peers`` if given."""
+        own = self.table[rank]
+        rooms = np.zeros_like(own) if peers is None else self.tokens[self.table[peers.start : peers.stop]].max(axis=0)
+        return [
+            Microbatch(tuple(self._trees(index)), int(self.tokens[index]), index < self.counted, room)
+            for index, room in zip(own.tolist(), rooms.tolist(), strict=True)
+        ]
+
+    def _trees(self, index: int) -> Iterator[tuple[int, ...]]:
+        starts = self.trees.starts
+        for tree in self.order[self.starts[index] : self.starts[index + 1]].tolist():
+            yield tuple(self.trees.members[starts[tree] : starts[tree + 1]].tolist())
 
 
-def pad_alike(per_rank: Sequence[Sequence[Microbatch]], ranks: Iterable[int]) -> list[list[Microbatch]]:
-    """The microbatches of some data-parallel ranks, each padded to the longest of the same position."""
-    peers = [per_rank[rank] for rank in ranks]
-    rooms = [max(microbatch.tokens for microbatch in position) for position in zip(*peers, strict=True)]
-    return [[replace(item, room=room) for item, room in zip(own, rooms, strict=True)] for own in peers]
+def plan_packing(
+    lengths: Lengths, *, ranks: int, budget: int, attention_cost: float, share_prompts: bool, multiple: int = 1
+) -> Packing:
+    """Packs sequences into microbatches for each rank, balanced by work.
 
+    Every rank gets the same number of microbatches, a multiple of ``multiple``. Raises ValueError without sequences.
 
-def build_trees(
-    samples: Sequence[Sample], parts: int, budget: int, attention_cost: float, share_prompts: bool
-) -> list[Tree]:
-    """Puts every sample on one tree. Splits trees at ``budget`` tokens, and into at least ``parts`` trees if possible.
-
-    ``attention_cost`` is the work of one query-key pair, in units of one token's linear layers. Without
-    ``share_prompts`` each sample is computed separately.
+    Args:
+        lengths: of all sequences that all ranks compute in this pass.
+        budget: tokens of a microbatch.
+        attention_cost: work of one query-key pair, in units of one token's linear layers.
+        share_prompts: without it, each sequence is a tree of its own.
     """
-    families: dict[tuple[int, ...], list[int]] = {}
-    for index, sample in enumerate(samples):
-        families.setdefault(tuple(sample.prompt) if share_prompts else (index,), []).append(index)
-    shared = sum(
-        len(samples[members[0]].prompt) + sum(samples[i].fed for i in members) for members in families.values()
-    )
-    limit = min(budget, -(-shared // parts))
-    trees = []
-    for members in families.values():
-        prompt = samples[members[0]].prompt
-        parts_of_tree = _split(members, samples, len(prompt), limit)
-        trees.extend(_tree(prompt, part, samples, attention_cost) for part in parts_of_tree)
-    return trees
-
-
-def _split(members: list[int], samples: Sequence[Sample], prompt: int, limit: int) -> Iterable[list[int]]:
-    part, tokens = [members[0]], prompt + samples[members[0]].fed
-    for index in members[1:]:
-        fed = samples[index].fed
-        if tokens + fed > limit:
-            yield part
-            part, tokens = [], prompt
-        part.append(index)
-        tokens += fed
-    yield part
-
-
-def _tree(prompt: Sequence[int], members: list[int], samples: Sequence[Sample], attention_cost: float) -> Tree:
-    length = len(prompt)
-    fed = [samples[index].fed for index in members]
-    tokens = length + sum(fed)
-    pairs = length * (length + 1) / 2 + sum(n * length + n * (n + 1) / 2 for n in fed)
-    return Tree(prompt, tuple(members), tokens, tokens + attention_cost * pairs)
-
-
-def assign(trees: Sequence[Tree], ranks: int, budget: int, multiple: int = 1) -> list[list[Microbatch]]:
-    """Packs trees into microbatches for each rank, balanced by work.
-
-    Every rank gets the same number of microbatches: the smallest multiple of ``multiple`` that the budget allows.
-    Raises ValueError if there are no trees.
-    """
-    if not trees:
+    if not len(lengths.fed):
         raise ValueError("nothing to pack")
-    order = sorted(trees, key=lambda tree: -tree.work)
+    trees = build_trees(lengths, ranks * multiple, budget, attention_cost, share_prompts)
+    by_work = np.argsort(-trees.work, kind="stable")
+    tokens, work = trees.tokens[by_work], trees.work[by_work]
     # A lower bound: by volume, and because two trees of more than half the budget never share a microbatch.
-    needed = max(-(-sum(tree.tokens for tree in trees) // budget), sum(2 * tree.tokens > budget for tree in trees))
+    needed = max(-(-int(tokens.sum()) // budget), int((2 * tokens > budget).sum()))
     rounds = multiple * max(1, -(-needed // (ranks * multiple)))
-    while (bins := _fill(order, rounds * ranks, budget)) is None:
-        rounds += multiple
-    filler = Microbatch((order[-1],), counted=False)
-    return _to_ranks([Microbatch(tuple(content)) if content else filler for content in bins], ranks)
+    while (bins := _fill(tokens, work, rounds * ranks, budget)) is None:
+        rounds += multiple * -(-rounds // (STEPS * multiple))
+    # Each gap is filled with the last tree, which has the least work.
+    count, counted = rounds * ranks, min(rounds * ranks, len(tokens))
+    bins = np.concatenate((bins, np.arange(counted, count)))
+    by_work = np.concatenate((by_work, np.full(count - counted, by_work[-1])))
+    by_bin = np.argsort(bins, kind="stable")
+    order = by_work[by_bin]
+    starts = np.concatenate(([0], np.cumsum(np.bincount(bins, minlength=count))))
+    bin_tokens = np.add.reduceat(trees.tokens[order], starts[:-1])
+    bin_work = np.bincount(bins, weights=trees.work[by_work], minlength=count).astype(np.float64, copy=False)
+    return Packing(trees, order, starts, bin_tokens, bin_work, _to_ranks(bin_work, ranks), counted)
 
 
-def _fill(order: list[Tree], count: int, budget: int) -> list[list[Tree]] | None:
+# If the trees do not fit, the number of microbatches grows by at least one part in this many, so attempts are few.
+STEPS = 64
+
+
+def build_trees(lengths: Lengths, parts: int, budget: int, attention_cost: float, share_prompts: bool) -> Trees:
+    """Puts every sequence on one tree. Splits trees at ``budget`` tokens, and into at least ``parts`` if possible."""
+    prompt, fed = lengths.prompt_tokens, lengths.fed
+    if share_prompts:
+        members, first = _split(lengths, parts, budget)
+    else:
+        members, first = np.arange(len(fed)), np.ones(len(fed), dtype=bool)
+    starts = np.flatnonzero(first)
+    prompt, fed = prompt[members], fed[members]
+    root = prompt[starts]
+    tokens = root + np.add.reduceat(fed, starts)
+    pairs = root * (root + 1) // 2 + np.add.reduceat(fed * prompt + fed * (fed + 1) // 2, starts)
+    return Trees(members, np.append(starts, len(members)), tokens, tokens + attention_cost * pairs)
+
+
+def _split(lengths: Lengths, parts: int, budget: int) -> tuple[Ints, NDArray[np.bool_]]:
+    """The sequences ordered by prompt, prompts in order of appearance, and which of them begin a new tree."""
+    _, appearance, prompts = np.unique(lengths.prompts, return_index=True, return_inverse=True)
+    members = np.argsort(appearance[prompts], kind="stable")
+    shared = int(lengths.prompt_tokens[appearance].sum() + lengths.fed.sum())
+    limit = min(budget, -(-shared // parts))
+    first = np.zeros(len(members), dtype=bool)
+    family, tokens = -1, 0
+    columns = (prompts[members], lengths.prompt_tokens[members], lengths.fed[members])
+    for place, (prompt, root, fed) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if prompt != family or tokens + fed > limit:
+            first[place] = True
+            family, tokens = prompt, root
+        tokens += fed
+    return members, first
+
+
+class _Bin(NamedTuple):
+    """A bin's load (its work), number and room in tokens. Bins are ordered by load, then by number."""
+
+    load: float
+    number: int
+    room: int
+
+
+_NONE = _Bin(float("inf"), -1, -1)
+
+
+class _Bins:
+    """Open bins by room; finds the least loaded one with enough room in O(log budget).
+
+    ``_least`` is a binary tree over all rooms from 0 to the budget. The node of a room, and every node above it, has
+    the least loaded bin of its rooms.
+    """
+
+    def __init__(self, bins: list[_Bin], budget: int) -> None:
+        self._leaves = 1 << budget.bit_length()
+        self._least = [_NONE] * (2 * self._leaves)
+        self._by_room: dict[int, list[_Bin]] = {}
+        for item in bins:
+            self.add(item)
+
+    def add(self, item: _Bin) -> None:
+        """Adds a bin. One without room never takes another tree and is left out."""
+        if item.room > 0:
+            heapq.heappush(self._by_room.setdefault(item.room, []), item)
+            self._update(item.room)
+
+    def take(self, tokens: int) -> _Bin | None:
+        """Removes and returns the least loaded bin with room for ``tokens``; None if there is none."""
+        least, node = self._least, self._leaves + tokens
+        best = least[1]
+        if best.room < tokens:
+            best = least[node]
+            while node > 1:
+                if not node & 1:
+                    best = min(best, least[node + 1])
+                node >>= 1
+            if best is _NONE:
+                return None
+        heapq.heappop(self._by_room[best.room])
+        self._update(best.room)
+        return best
+
+    def _update(self, room: int) -> None:
+        least, bins = self._least, self._by_room[room]
+        node, best = self._leaves + room, bins[0] if bins else _NONE
+        while node and least[node] != best:
+            least[node] = best
+            node >>= 1
+            if node:
+                best = min(least[2 * node], least[2 * node + 1])
+
+
+def _fill(tokens: Ints, work: Floats, count: int, budget: int) -> Ints | None:
     """Puts each tree into the least loaded of ``count`` bins with enough room; None if a tree fits nowhere.
 
-    Loads start at zero and work is positive, so no bin gets a second tree while another is empty. A tree larger than
-    the budget therefore fails only if no bin is empty, and it never shares its bin.
+    Trees are in descending order of work. Loads start at zero and work is positive, so each of the first ``count``
+    trees opens a bin. A tree larger than the budget therefore fits only there, and it never shares its bin.
     """
-    bins: list[list[Tree]] = [[] for _ in range(count)]
-    heap = [(0.0, index, 0) for index in range(count)]
-    for tree in order:
-        full = []
-        while heap:
-            load, index, tokens = heapq.heappop(heap)
-            if not bins[index] or tokens + tree.tokens <= budget:
-                bins[index].append(tree)
-                full.append((load + tree.work, index, tokens + tree.tokens))
-                break
-            full.append((load, index, tokens))
-        else:
+    bins = np.arange(len(tokens))
+    rest = tokens[count:]
+    rooms = budget - tokens[:count]
+    if (rest > budget).any() or rest.sum() > rooms.clip(0).sum():
+        return None
+    opened = zip(work[:count].tolist(), range(count), rooms.tolist(), strict=False)
+    free = _Bins([_Bin(*values) for values in opened], budget)
+    placed = []
+    for size, weight in zip(rest.tolist(), work[count:].tolist(), strict=True):
+        least = free.take(size)
+        if least is None:
             return None
-        for entry in full:
-            heapq.heappush(heap, entry)
+        placed.append(least.number)
+        free.add(_Bin(least.load + weight, least.number, least.room - size))
+    bins[count:] = placed
     return bins
 
 
-def _to_ranks(bins: list[Microbatch], ranks: int) -> list[list[Microbatch]]:
+def _to_ranks(work: Floats, ranks: int) -> Ints:
     """Assigns bins in rounds of similar work; in each round the heaviest bin goes to the least loaded rank.
 
     Pairing ascending loads with descending work never makes two ranks differ by more than before, or by more than two
-    bins of the round differ. This gives the bound in the module docstring.
+    bins of the round differ. This gives the bound in the module docstring. Returns the bins of each rank [ranks, bins].
     """
-    order = sorted(bins, key=lambda item: -item.work)
-    loads = [0.0] * ranks
-    per_rank: list[list[Microbatch]] = [[] for _ in range(ranks)]
-    for start in range(0, len(order), ranks):
-        least_first = sorted(range(ranks), key=lambda rank: loads[rank])
-        for rank, item in zip(least_first, order[start : start + ranks], strict=True):
-            per_rank[rank].append(item)
-            loads[rank] += item.work
-    return per_rank
+    rounds = np.argsort(-work, kind="stable").reshape(-1, ranks)
+    table, loads = np.empty_like(rounds), np.zeros(ranks)
+    for turn, items in enumerate(rounds):
+        least_first = np.argsort(loads, kind="stable")
+        table[turn, least_first] = items
+        loads[least_first] += work[items]
+    return table.T

@@ -1,8 +1,12 @@
 """The policy training step: groups of trajectories in, one or more optimizer steps, metrics out.
 
+Every rank receives the headers of all groups: lengths, token counts and rewards. From these it computes advantages,
+the divisor of the loss, and the packing, the same on all ranks without communication. It then loads only the
+trajectories that its own microbatches contain. Scores by current and reference weights stay on the rank that computes
+them, because training uses the same packing.
+
 The loss of an optimizer step is a sum over tokens divided by the number of trained tokens of all its trajectories, over
-all microbatches and data-parallel ranks. Every rank receives all groups, so it knows that number before it computes
-anything. The number is never zero, because a step without trained tokens is skipped.
+all microbatches and data-parallel ranks. The number is never zero, because a step without trained tokens is skipped.
 
 Without a KL or entropy term, a trajectory with advantage zero has no gradient. It is then not computed, but its tokens
 stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the optimizer step counts as
@@ -15,25 +19,30 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megasync.algorithms.advantages import group_advantages
 from megasync.algorithms.policy_loss import policy_loss
+from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import NonFiniteError, TrainingError
+from megasync.errors import MegasyncError, NonFiniteError, TrainingError
 from megasync.files import atomic_write
-from megasync.trainer.batch import Batch
-from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.packing import Sample
-from megasync.trajectory import Group, Trajectory
+from megasync.trainer.batch import Batch, Sample
+from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.packing import Ints, Lengths
+from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+
+# Loads some trajectories of a group, by their positions in its header; see `buffer.segments.load_trajectories`.
+Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
 
 # Sums over computed tokens that the loss reports; the metrics of the same names are their means.
 PER_TOKEN = (
@@ -48,24 +57,41 @@ PER_TOKEN = (
 
 
 @dataclass(frozen=True)
-class ScoredTrajectory:
-    """A trajectory with its reward and advantage; ``scored`` are the response offsets that are trained."""
+class Members:
+    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
 
-    uid: str
-    trajectory: Trajectory
-    reward: float
-    advantage: float
-    scored: tuple[int, ...]
+    ``groups`` and ``places`` are the position of a trajectory's group, and its own within the group's header.
+    ``trained`` are numbers of trained tokens.
+    """
+
+    groups: Ints
+    places: Ints
+    advantages: NDArray[np.float64]
+    trained: Ints
+    lengths: Lengths
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, selection: Ints) -> Members:
+        return Members(*(getattr(self, item.name)[selection] for item in fields(self)))
 
 
 @dataclass
-class Targets:
-    """The inputs of the loss for one sample, except the model's output; tensors are float32 [scored tokens]."""
+class Minibatch:
+    """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
-    advantage: torch.Tensor
-    behaviour: torch.Tensor
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+    ``tokens`` are the trained tokens of all trajectories, the divisor of the loss. ``behaviour`` are the log-probs of
+    each own sample's scored tokens, float32. ``proximal`` and ``reference`` are scores of each own microbatch, float32
+    [targets] on the last pipeline stage; None if they are not needed.
+    """
+
+    members: Members
+    tokens: int
+    share: Share
+    behaviour: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    proximal: list[torch.Tensor] | None = None
+    reference: list[torch.Tensor] | None = None
 
 
 class PolicyTrainer:
@@ -94,128 +120,110 @@ class PolicyTrainer:
         if algorithm.kl_coef:
             engine.keep_reference()
 
-    def step(self, groups: Sequence[Group], step: int, version: int) -> dict[str, float]:
+    def step(self, groups: Sequence[LeasedGroup], load: Loader, step: int, version: int) -> dict[str, float]:
         """Trains on the groups. A collective; returns the same metrics on every rank.
 
-        ``step`` counts from 1 and determines the learning rate. Staleness is counted from the weight version
-        ``version``. Raises NonFiniteError if more optimizer steps in a row than allowed had a non-finite loss or
-        gradient, and TrainingError if a group has fewer than two rewards.
+        ``load`` is called for the trajectories that this rank computes. ``step`` counts from 1 and determines the
+        learning rate. Staleness is counted from the weight version ``version``. Raises NonFiniteError if more optimizer
+        steps in a row than allowed had a non-finite loss or gradient, and TrainingError if a group has fewer than two
+        rewards.
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        scored = [self._with_advantages(group) for group in groups]
-        everyone = [member for group in scored for member in group]
-        metrics = {
-            "train/sequences": float(len(everyone)),
-            "train/tokens": float(sum(len(member.scored) for member in everyone)),
-            "train/reward": sum(member.reward for member in everyone) / max(1, len(everyone)),
-            **_staleness(everyone, version),
-        }
-        metrics |= self._train(scored, step)
+        members, metrics = _members(groups, self._algorithm.normalize_std), _batch_metrics(groups, version)
+        metrics |= self._train(groups, members, load, step)
         metrics["train/seconds"] = time.monotonic() - start
         return metrics
 
-    def _with_advantages(self, group: Group) -> list[ScoredTrajectory]:
-        scored = [(trajectory, trajectory.reward) for trajectory in group.trajectories if trajectory.reward is not None]
-        try:
-            advantages = group_advantages([reward for _, reward in scored], self._algorithm.normalize_std)
-        except ValueError as error:
-            raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
-        return [
-            ScoredTrajectory(
-                group.uid,
-                trajectory,
-                reward,
-                advantage,
-                tuple(np.flatnonzero(trajectory.loss_mask.expand()).tolist()),
-            )
-            for (trajectory, reward), advantage in zip(scored, advantages, strict=True)
-        ]
-
     # Optimizer steps
 
-    def _train(self, groups: list[list[ScoredTrajectory]], step: int) -> dict[str, float]:
-        parts = _split(groups, self._minibatches)
-        active = [self._active(part) for part in parts]
-        targets = self._targets(active)
+    def _train(self, groups: Sequence[LeasedGroup], members: Members, load: Loader, step: int) -> dict[str, float]:
+        parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
+        minibatches = [part for part in parts if part is not None]
+        # Scores are computed before any minibatch is trained. With a single minibatch the proximal log-probs are the
+        # current ones, which the loss computes anyway.
+        if self._minibatches > 1:
+            for minibatch in minibatches:
+                minibatch.proximal = self._engine.score(minibatch.share, temperature=self._temperature)
+        if self._algorithm.kl_coef:
+            for minibatch in minibatches:
+                minibatch.reference = self._engine.score(minibatch.share, temperature=self._temperature, reference=True)
         reports = []
-        for index, (part, members, own_targets) in enumerate(zip(parts, active, targets, strict=True)):
-            tokens = sum(len(member.scored) for member in part)
-            # Without tokens there is no active member, so the loss is never divided by zero.
-            if members:
-                reports.append(self._minibatch(members, own_targets, tokens, step, index))
+        for index, minibatch in enumerate(parts):
+            if minibatch is not None:
+                report = self._optimizer_step(minibatch, step)
+                if not report["applied"]:
+                    self._skip(groups, minibatch, load, f"step-{step:08d}-{index}", report)
+                reports.append(report)
         skipped = len(parts) - sum(report["applied"] for report in reports)
         if not reports:
             return {"train/skipped": skipped}
         return {**_summary(reports), "train/skipped": skipped}
 
-    def _active(self, part: list[ScoredTrajectory]) -> list[ScoredTrajectory]:
-        """The trajectories that have a gradient."""
-        always = self._algorithm.kl_coef or self._algorithm.entropy_coef
-        return [member for member in part if member.scored and (always or member.advantage != 0.0)]
+    def _minibatch(self, groups: Sequence[LeasedGroup], part: Members, load: Loader) -> Minibatch | None:
+        """Plans a minibatch and loads this rank's share of it; None if no trajectory has a gradient.
 
-    def _targets(self, active: list[list[ScoredTrajectory]]) -> list[list[Targets]]:
-        """The targets of each minibatch; proximal and reference log-probs are computed before any minibatch is trained.
-
-        With a single minibatch the proximal log-probs are the current ones, which the loss computes anyway.
+        A trajectory without a trained token never has one, so the loss is never divided by zero.
         """
-        device = self._engine.device.torch_device
-        targets = [[_target(member, device) for member in members] for members in active]
-        flat = [target for part in targets for target in part]
-        samples = [_sample(member) for members in active for member in members]
-        if not samples:
-            return targets
-        if self._minibatches > 1:
-            for target, values in zip(flat, self._score(samples), strict=True):
-                target.proximal = values
-        if self._algorithm.kl_coef:
-            for target, values in zip(flat, self._score(samples, reference=True), strict=True):
-                target.reference = values
-        return targets
+        always = bool(self._algorithm.kl_coef or self._algorithm.entropy_coef)
+        active = part[np.flatnonzero((part.trained > 0) & (always | (part.advantages != 0.0)))]
+        if not len(active):
+            return None
+        packing = self._engine.plan(active.lengths)
+        microbatches = self._engine.own_microbatches(packing)
+        needed = sorted({index for microbatch in microbatches for index in microbatch.sequences})
+        trajectories = _load(groups, active, needed, load)
+        samples = {index: _sample(trajectories[index], int(active.lengths.fed[index])) for index in needed}
+        return Minibatch(
+            active,
+            int(part.trained.sum()),
+            Share(microbatches, samples, packing.counted_tokens),
+            {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
+        )
 
-    def _score(self, samples: list[Sample], reference: bool = False) -> list[torch.Tensor]:
-        return self._engine.score(samples, temperature=self._temperature, reference=reference)
-
-    def _minibatch(
-        self, members: list[ScoredTrajectory], targets: list[Targets], tokens: int, step: int, index: int
-    ) -> dict[str, float]:
+    def _optimizer_step(self, minibatch: Minibatch, step: int) -> dict[str, float]:
         """One optimizer step; reports sums over computed tokens, and the optimizer's update."""
+        device = self._engine.device.torch_device
 
         def loss(
             batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            selected = [targets[index] for index in batch.samples]
-            proximal = [t.proximal for t in selected if t.proximal is not None]
-            reference = [t.reference for t in selected if t.reference is not None]
+            own = list(minibatch.share.microbatches[batch.index].sequences)
+            behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
+            advantages = np.repeat(minibatch.members.advantages[own].astype(np.float32), batch.counts)
+            proximal, reference = minibatch.proximal, minibatch.reference
             total, sums = policy_loss(
                 self._algorithm,
                 logprobs=logprobs,
-                old_logprobs=torch.cat(proximal) if proximal else logprobs.detach(),
-                behaviour_logprobs=torch.cat([t.behaviour for t in selected]),
-                advantages=torch.cat([t.advantage for t in selected]),
+                old_logprobs=proximal[batch.index] if proximal else logprobs.detach(),
+                behaviour_logprobs=torch.from_numpy(behaviour).to(device),
+                advantages=torch.from_numpy(advantages).to(device),
                 mask=torch.full_like(logprobs, float(batch.counted)),
                 entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
-                reference_logprobs=torch.cat(reference) if reference else None,
+                reference_logprobs=reference[batch.index] if reference else None,
                 segments=batch.segments,
             )
-            return total / tokens, sums
+            return total / minibatch.tokens, sums
 
-        samples = [_sample(member) for member in members]
-        sums = self._engine.forward_backward(samples, loss, self._temperature)
+        sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
-        if not update.applied:
-            self._skip(members, f"step-{step:08d}-{index}", sums["loss"], update.grad_norm)
-        else:
+        if update.applied:
             self._skips_left = self._skips_allowed
         return {**sums, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
     # Non-finite steps
 
-    def _skip(self, members: list[ScoredTrajectory], name: str, loss: float, grad_norm: float) -> None:
-        values = f"loss {loss} and gradient norm {grad_norm}"
+    def _skip(
+        self, groups: Sequence[LeasedGroup], minibatch: Minibatch, load: Loader, name: str, report: dict[str, float]
+    ) -> None:
+        values = f"loss {report['loss']} and gradient norm {report['grad_norm']}"
         if self._engine.rank == 0:
             log.error("Skipped %s because of %s; writing its batch to %s", name, values, self._dump_dir)
-            self._dump(members, name, loss, grad_norm)
+            try:
+                self._dump(groups, minibatch.members, load, name, report)
+            except (OSError, MegasyncError) as error:
+                # Raising here would leave the other ranks waiting.
+                log.error("Could not write the batch of %s: %s", name, error)
         self._skips_left -= 1
         if self._skips_left < 0:
             raise NonFiniteError(
@@ -224,45 +232,82 @@ class PolicyTrainer:
                 f"are in {self._dump_dir}"
             )
 
-    def _dump(self, members: list[ScoredTrajectory], name: str, loss: float, grad_norm: float) -> None:
+    def _dump(
+        self, groups: Sequence[LeasedGroup], members: Members, load: Loader, name: str, report: dict[str, float]
+    ) -> None:
+        """Writes all trajectories of a minibatch, also those of other ranks."""
+        trajectories = _load(groups, members, range(len(members)), load)
         batch = [
-            {"uid": member.uid, "advantage": member.advantage, "trajectory": member.trajectory.plain()}
-            for member in members
+            {"uid": groups[group].uid, "advantage": advantage, "trajectory": trajectories[index].plain()}
+            for index, (group, advantage) in enumerate(
+                zip(members.groups.tolist(), members.advantages.tolist(), strict=True)
+            )
         ]
-        record = {"name": name, **self._current, "loss": loss, "grad_norm": grad_norm, "batch": batch}
+        reported = {key: report[key] for key in ("loss", "grad_norm")}
+        record = {"name": name, **self._current, **reported, "batch": batch}
         # JSON has no non-finite numbers; they become strings such as "nan".
         record = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
+        self._dump_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
+
+
+def _members(groups: Sequence[LeasedGroup], normalize_std: bool) -> Members:
+    """The trajectories with a reward. Raises TrainingError if a group has fewer than two."""
+    rows, advantages = [], []
+    base = 0
+    for position, group in enumerate(groups):
+        scored = [(place, t, t.reward) for place, t in enumerate(group.header.trajectories) if t.reward is not None]
         try:
-            self._dump_dir.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
-        except OSError as error:
-            # Raising here would leave the other ranks waiting.
-            log.error("Could not write the batch of %s: %s", name, error)
+            advantages += group_advantages([reward for *_, reward in scored], normalize_std)
+        except ValueError as error:
+            raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
+        # Prompts are told apart by their place in the concatenated bodies.
+        rows += [
+            (position, place, base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens) for place, t, _ in scored
+        ]
+        base += group.header.body_bytes
+    positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    return Members(positions, places, np.array(advantages), trained, Lengths(prompts, prompt_tokens, fed))
 
 
-def _split(groups: list[list[ScoredTrajectory]], parts: int) -> list[list[ScoredTrajectory]]:
+def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:
+    """Counts, reward and staleness over all trajectories with a reward.
+
+    Staleness is the number of versions between the current weights and the oldest that sampled a trained token.
+    """
+    members = [(t, t.reward) for group in groups for t in group.header.trajectories if t.reward is not None]
+    ages = [version - oldest for t, _ in members if (oldest := t.oldest_version) is not None]
+    metrics = {
+        "train/sequences": float(len(members)),
+        "train/tokens": float(sum(t.trained_tokens for t, _ in members)),
+        "train/reward": sum(reward for _, reward in members) / max(1, len(members)),
+    }
+    if ages:
+        metrics |= {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}
+    return metrics
+
+
+def _split(members: Members, groups: int, parts: int) -> list[Members]:
     """Splits groups, in order, into ``parts`` non-empty minibatches of nearly equal numbers of groups."""
-    parts = max(1, min(parts, len(groups)))
-    bounds = [len(groups) * part // parts for part in range(parts + 1)]
-    return [[member for group in groups[low:high] for member in group] for low, high in pairwise(bounds)]
+    parts = max(1, min(parts, groups))
+    bounds = np.searchsorted(members.groups, [groups * part // parts for part in range(parts + 1)])
+    return [members[np.arange(low, high)] for low, high in pairwise(bounds.tolist())]
 
 
-def _sample(member: ScoredTrajectory) -> Sample:
-    return Sample(member.trajectory.prompt_ids.tolist(), member.trajectory.response_ids.tolist(), member.scored)
+def _load(
+    groups: Sequence[LeasedGroup], members: Members, indices: Sequence[int], load: Loader
+) -> dict[int, Trajectory]:
+    """The trajectories of members by index; one call of ``load`` per group. ``indices`` are ascending."""
+    loaded: dict[int, Trajectory] = {}
+    for group, own in groupby(indices, key=lambda index: int(members.groups[index])):
+        own = list(own)
+        loaded |= zip(own, load(groups[group], members.places[own].tolist()), strict=True)
+    return loaded
 
 
-def _target(member: ScoredTrajectory, device: torch.device) -> Targets:
-    logprobs = member.trajectory.logprobs
-    behaviour = torch.tensor(logprobs[list(member.scored)], dtype=torch.float32, device=device)
-    return Targets(torch.full_like(behaviour, member.advantage), behaviour)
-
-
-def _staleness(members: list[ScoredTrajectory], version: int) -> dict[str, float]:
-    """Staleness over trajectories: versions between the current weights and the oldest that sampled a trained token."""
-    ages = [version - oldest for member in members if (oldest := member.trajectory.oldest_version) is not None]
-    if not ages:
-        return {}
-    return {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}
+def _sample(trajectory: Trajectory, fed: int) -> Sample:
+    scored = np.flatnonzero(trajectory.loss_mask.expand())
+    return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed)
 
 
 def _summary(reports: list[dict[str, float]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.buffer.payload import LeasedGroup
-from megasync.buffer.segments import load
+from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.importing import quick_imports
@@ -119,7 +119,7 @@ class TrainerRank:
 
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
-        return self._policy.step([load(group) for group in groups], step, version)
+        return self._policy.step(groups, load_trajectories, step, version)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""

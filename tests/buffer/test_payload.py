@@ -1,11 +1,23 @@
+import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.buffer.payload import EncodedGroup, check_body, decode, decode_partial, encode, encode_partial
+from megasync.buffer.payload import (
+    EncodedGroup,
+    LeasedGroup,
+    check_body,
+    decode,
+    decode_partial,
+    encode,
+    encode_partial,
+    in_memory,
+)
+from megasync.buffer.segments import SegmentWriter, load_trajectories
 from megasync.errors import DataError
 from megasync.trajectory import Group, Partial, Trajectory
 
@@ -51,6 +63,34 @@ def test_a_decoded_group_equals_the_one_that_was_encoded(group, protocol):
     assert decode(encoded.header, encoded.body) == group and encoded.uid == group.uid
 
 
+@given(GROUPS, st.data())
+def test_some_trajectories_of_a_group_are_those_of_the_whole_group(group, data):
+    places = data.draw(st.lists(st.integers(0, max(len(group.trajectories) - 1, 0)), unique=True))
+    places = places if group.trajectories else []
+    assert load_trajectories(in_memory(group), places) == [group.trajectories[place] for place in places]
+
+
+def test_a_trajectory_is_read_from_a_segment_without_the_rest_of_its_group(tmp_path, monkeypatch):
+    encoded = encode(Group("a", [Trajectory([1, 2], [3] * n, [1] * n, [-1.0] * n, [0] * n) for n in (100, 10, 200)]))
+    writer = SegmentWriter(tmp_path)
+    writer.append(b"another group")
+    leased = LeasedGroup(encoded.header, writer.append(encoded.body))
+    writer.close()
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read.append(size) or pread(file, size, at))
+    (found,) = load_trajectories(leased, [1])
+    assert found.response_ids.tolist() == [3] * 10
+    assert sum(read) == 8 + encoded.header.trajectories[1].size < 200
+    segment = Path(leased.body.path)
+    damaged = bytearray(segment.read_bytes())
+    damaged[leased.body.offset + encoded.header.trajectories[1].at] ^= 1
+    segment.write_bytes(damaged)
+    assert load_trajectories(leased, [0, 2])[0].response_ids.tolist() == [3] * 100
+    with pytest.raises(DataError, match="group a cannot be read: the trajectory at byte .* checksum"):
+        load_trajectories(leased, [1])
+
+
 @given(GROUPS, VERSIONS)
 def test_a_header_says_what_the_trajectories_say(group, least):
     header = encode(group).header
@@ -87,7 +127,7 @@ def test_a_token_takes_about_eight_bytes_and_decoding_copies_none():
 @pytest.mark.parametrize(
     "damage, problem",
     [
-        (lambda body: body[:-1], "has 67 of 68 bytes"),
+        (lambda body: body[:-1], "has 71 of 72 bytes"),
         (lambda body: body[:-1] + bytes([body[-1] ^ 1]), "does not match its checksum"),
     ],
 )

@@ -29,7 +29,9 @@ def batch_of(sequences=SEQUENCES, responses=None, **options):
 
 
 def packed(batch, index):
-    return make_batch(batch.microbatches[index], batch.samples, multiple=1, device=torch.device("cpu"), flavour="local")
+    return make_batch(
+        batch.microbatches[index], batch.samples, index=index, multiple=1, device=torch.device("cpu"), flavour="local"
+    )
 
 
 def test_without_responses_every_token_but_the_first_is_scored():

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.trainer.attention import Segment, packed_attention, plan_attention
-from megasync.trainer.batch import make_batch
-from megasync.trainer.packing import Sample, assign, build_trees
+from megasync.trainer.batch import Sample, lengths_of, make_batch
+from megasync.trainer.packing import Microbatch, plan_packing
 
 CPU = torch.device("cpu")
 
@@ -89,18 +89,19 @@ def test_very_different_lengths_do_not_pad_each_other():
 def test_a_batch_reads_each_target_from_the_position_before_it():
     """Rows and targets of a tree point at the same tokens that the plain sequences would."""
     samples = [
-        Sample([1, 2, 3], [10, 11, 12], [0, 2]),
-        Sample([1, 2, 3], [20], [0]),
-        Sample([1, 2, 3], [30, 31], [1]),
-        Sample([7], [40, 41], [0, 1]),
+        Sample.of([1, 2, 3], [10, 11, 12], [0, 2]),
+        Sample.of([1, 2, 3], [20]),
+        Sample.of([1, 2, 3], [30, 31], [1]),
+        Sample.of([7], [40, 41]),
     ]
-    ((microbatch,),) = assign(build_trees(samples, 1, 100, 0.0, True), ranks=1, budget=100)
-    batch = make_batch(microbatch, samples, multiple=8, device=CPU, flavour="local")
+    packing = plan_packing(lengths_of(samples), ranks=1, budget=100, attention_cost=0.0, share_prompts=True)
+    (microbatch,) = packing.microbatches(0)
+    batch = make_batch(microbatch, samples, index=0, multiple=8, device=CPU, flavour="local")
     ids, positions = batch.ids[0], batch.packed.positions
     assert len(ids) % 8 == 0
     found = {}
     rows = iter(zip(batch.packed.rows.tolist(), batch.targets.tolist(), strict=True))
-    for index, count in zip(batch.samples, batch.counts, strict=True):
+    for index, count in zip(microbatch.sequences, batch.counts, strict=True):
         found[index] = [
             (int(ids[row]), int(positions[row]), target) for row, target in (next(rows) for _ in range(count))
         ]
@@ -111,3 +112,13 @@ def test_a_batch_reads_each_target_from_the_position_before_it():
         3: [(7, 0, 40), (40, 1, 41)],
     }
     assert batch.segments.tolist() == [i for i, count in enumerate(batch.counts) for _ in range(count)]
+
+
+def test_tokens_after_the_last_scored_one_are_not_fed():
+    sample = Sample.of([1], [5, 6, 7, 8, 9], [0, 2])
+    assert sample.fed == 2
+    batch = make_batch(Microbatch(((0,),), 3), [sample], index=0, multiple=1, device=CPU, flavour="te")
+    assert batch.ids.tolist() == [[1, 5, 6]]
+    assert batch.targets.tolist() == [5, 7]
+    assert batch.packed.rows.tolist() == [0, 2]
+    assert batch.packed.cu_seqlens_q.tolist() == [0, 3]

@@ -1,128 +1,189 @@
-"""Invariants of packing: every sample exactly once, within the budget, ranks in lockstep and balanced."""
+"""Invariants of packing: every sequence exactly once, within the budget, ranks in lockstep and balanced."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.packing import Sample, assign, build_trees, pad_alike
+from megasync.trainer.packing import Lengths, build_trees, plan_packing
+
+COST = 0.01
+
+
+def lengths(rows):
+    """From (prompt, prompt tokens, fed tokens) of each sequence."""
+    return Lengths(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
 @st.composite
 def batches(draw):
-    """Groups of responses behind common prompts; a prompt's first token is its group, so that groups differ."""
-    groups = draw(
-        st.lists(
-            st.tuples(st.integers(1, 60), st.lists(st.integers(1, 50), min_size=1, max_size=6)), min_size=1, max_size=12
-        )
-    )
-    return [
-        Sample([group] * prompt, [0] * length, list(range(length)))
-        for group, (prompt, lengths) in enumerate(groups)
-        for length in lengths
-    ]
+    """Groups of responses behind common prompts, in any order."""
+    prompts = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+    members = draw(st.lists(st.tuples(st.integers(0, len(prompts) - 1), st.integers(0, 50)), min_size=1, max_size=60))
+    return lengths([(prompt, prompts[prompt], fed) for prompt, fed in members])
 
 
 arguments = {
-    "samples": batches(),
+    "batch": batches(),
     "ranks": st.integers(1, 5),
     "budget": st.integers(20, 300),
-    "share_prompts": st.booleans(),
+    "share": st.booleans(),
+    "rounds": st.integers(1, 4),
 }
 
 
-def packed(samples, ranks, budget, share_prompts, rounds=1):
-    return assign(build_trees(samples, ranks * rounds, budget, 0.01, share_prompts), ranks, budget, rounds)
+def plan(batch, ranks, budget, share=True, rounds=1):
+    return plan_packing(batch, ranks=ranks, budget=budget, attention_cost=COST, share_prompts=share, multiple=rounds)
+
+
+def packed(*args, **kwargs):
+    """The microbatches of every rank."""
+    packing = plan(*args, **kwargs)
+    return [packing.microbatches(rank) for rank in range(len(packing.table))]
+
+
+def tokens_of(tree, batch):
+    """Tokens of a tree, from the lengths of its sequences."""
+    return batch.prompt_tokens[tree[0]] + batch.fed[list(tree)].sum()
+
+
+def work_of(tree, batch):
+    """Each token's linear layers, and its attention to all tokens before it."""
+    prompt, fed = int(batch.prompt_tokens[tree[0]]), [int(batch.fed[index]) for index in tree]
+    pairs = sum(range(prompt + 1)) + sum(sum(range(prompt + 1, prompt + n + 1)) for n in fed)
+    return prompt + sum(fed) + COST * pairs
 
 
 @given(**arguments)
-def test_every_sample_is_counted_exactly_once(samples, ranks, budget, share_prompts):
-    dealt = packed(samples, ranks, budget, share_prompts)
-    seen = [i for own in dealt for item in own if item.counted for tree in item.trees for i in tree.members]
-    assert sorted(seen) == list(range(len(samples)))
+def test_every_sequence_is_counted_exactly_once(batch, ranks, budget, share, rounds):
+    dealt = packed(batch, ranks, budget, share, rounds)
+    seen = [index for own in dealt for item in own if item.counted for index in item.sequences]
+    assert sorted(seen) == list(range(len(batch.fed)))
 
 
 @given(**arguments)
-def test_a_microbatch_exceeds_the_budget_only_for_a_single_longer_sample(samples, ranks, budget, share_prompts):
-    for own in packed(samples, ranks, budget, share_prompts):
+def test_a_microbatch_exceeds_the_budget_only_for_a_single_longer_sequence(batch, ranks, budget, share, rounds):
+    for own in packed(batch, ranks, budget, share, rounds):
         for item in own:
-            alone = len(item.trees) == 1 and len(item.trees[0].members) == 1
-            assert item.tokens <= budget or alone
+            assert item.tokens == sum(tokens_of(tree, batch) for tree in item.trees)
+            assert item.tokens <= budget or len(item.sequences) == 1
 
 
 @given(**arguments)
-def test_ranks_have_equally_many_microbatches_and_none_is_empty(samples, ranks, budget, share_prompts):
-    dealt = packed(samples, ranks, budget, share_prompts)
+def test_ranks_have_equally_many_microbatches_and_none_is_empty(batch, ranks, budget, share, rounds):
+    dealt = packed(batch, ranks, budget, share, rounds)
     assert len(dealt) == ranks
-    assert len({len(own) for own in dealt}) == 1
-    assert all(item.trees and item.tokens > 0 for own in dealt for item in own)
-
-
-@given(**arguments, rounds=st.integers(1, 4))
-def test_rounds_neither_lose_nor_duplicate_a_sample(samples, ranks, budget, share_prompts, rounds):
-    dealt = packed(samples, ranks, budget, share_prompts, rounds)
     (count,) = {len(own) for own in dealt}
     assert count % rounds == 0
-    assert all(item.trees for own in dealt for item in own)
-    seen = [i for own in dealt for item in own if item.counted for tree in item.trees for i in tree.members]
-    assert sorted(seen) == list(range(len(samples)))
+    assert all(item.tokens > 0 for own in dealt for item in own)
 
 
 @given(**arguments)
-def test_padded_microbatches_have_room_for_the_largest_of_their_position(samples, ranks, budget, share_prompts):
-    dealt = packed(samples, ranks, budget, share_prompts)
-    mine = pad_alike(dealt, range(ranks - 1, ranks))
-    assert [item.room for item in mine[0]] == [item.tokens for item in dealt[-1]]
-    together = pad_alike(dealt, range(ranks))
-    assert [[item.trees for item in own] for own in together] == [[item.trees for item in own] for own in dealt]
-    for turn in zip(*together, strict=True):
+def test_counted_tokens_are_those_of_all_counted_microbatches(batch, ranks, budget, share, rounds):
+    packing = plan(batch, ranks, budget, share, rounds)
+    counted = [item for rank in range(ranks) for item in packing.microbatches(rank) if item.counted]
+    assert packing.counted_tokens == sum(item.tokens for item in counted)
+
+
+@given(**arguments)
+def test_padded_microbatches_have_room_for_the_longest_of_their_position(batch, ranks, budget, share, rounds):
+    packing = plan(batch, ranks, budget, share, rounds)
+    peers = range(ranks // 2, ranks)
+    padded = [packing.microbatches(rank, peers) for rank in peers]
+    assert [[item.trees for item in own] for own in padded] == [
+        [item.trees for item in packing.microbatches(rank)] for rank in peers
+    ]
+    for turn in zip(*padded, strict=True):
         assert {item.room for item in turn} == {max(item.tokens for item in turn)}
 
 
 @given(**arguments)
-def test_loads_differ_by_at_most_the_heaviest_microbatch(samples, ranks, budget, share_prompts):
-    dealt = packed(samples, ranks, budget, share_prompts)
-    loads = [sum(item.work for item in own) for own in dealt]
-    heaviest = max(item.work for own in dealt for item in own)
+def test_loads_differ_by_at_most_the_heaviest_microbatch(batch, ranks, budget, share, rounds):
+    works = [
+        [sum(work_of(tree, batch) for tree in item.trees) for item in own]
+        for own in packed(batch, ranks, budget, share, rounds)
+    ]
+    loads = [sum(own) for own in works]
+    heaviest = max(work for own in works for work in own)
     assert max(loads) - min(loads) <= heaviest * (1 + 1e-9)
 
 
 @given(**arguments)
-def test_a_tree_is_one_prompt_and_only_samples_that_have_it(samples, ranks, budget, share_prompts):
-    for tree in build_trees(samples, ranks, budget, 0.01, share_prompts):
-        assert all(samples[index].prompt == tree.prompt for index in tree.members)
-        assert tree.tokens == len(tree.prompt) + sum(samples[index].fed for index in tree.members)
-        assert share_prompts or len(tree.members) == 1
+def test_a_tree_is_one_prompt_and_only_sequences_that_have_it(batch, ranks, budget, share, rounds):
+    trees = build_trees(batch, ranks * rounds, budget, COST, share)
+    assert sorted(trees.members.tolist()) == list(range(len(batch.fed)))
+    for start, end, tokens, work in zip(trees.starts, trees.starts[1:], trees.tokens, trees.work, strict=False):
+        tree = trees.members[start:end].tolist()
+        assert len({batch.prompts[index] for index in tree}) == 1
+        assert tokens == tokens_of(tree, batch)
+        assert work == pytest.approx(work_of(tree, batch))
+        assert share or len(tree) == 1
+
+
+@given(**arguments)
+def test_every_rank_plans_the_same(batch, ranks, budget, share, rounds):
+    """Also if equal prompts have other numbers there."""
+    renamed = Lengths(10**12 - 7 * batch.prompts, batch.prompt_tokens, batch.fed)
+    assert packed(batch, ranks, budget, share, rounds) == packed(renamed, ranks, budget, share, rounds)
+
+
+@given(**arguments)
+def test_each_tree_goes_to_the_least_loaded_microbatch_with_room(batch, ranks, budget, share, rounds):
+    """The heaviest first; against the same rule with a loop over all microbatches."""
+    trees = build_trees(batch, ranks * rounds, budget, COST, share)
+    order = sorted(range(len(trees.tokens)), key=lambda tree: -trees.work[tree])
+    packing = plan(batch, ranks, budget, share, rounds)
+    count = packing.table.size
+    bins = [[] for _ in range(count)]
+    loads, rooms = [0.0] * count, [budget] * count
+    for tree in order:
+        fitting = [i for i in range(count) if not bins[i] or rooms[i] >= trees.tokens[tree]]
+        least = min(fitting, key=lambda i: (loads[i], i))
+        bins[least].append(tuple(trees.members[trees.starts[tree] : trees.starts[tree + 1]].tolist()))
+        loads[least] += trees.work[tree]
+        rooms[least] -= trees.tokens[tree]
+    counted = [item.trees for rank in range(ranks) for item in packing.microbatches(rank) if item.counted]
+    assert sorted(counted) == sorted(tuple(content) for content in bins if content)
+
+
+def realistic(sequences, ranks, budget=32_768):
+    """Responses with a long tail, eight to a prompt."""
+    draw = np.random.default_rng(0)
+    fed = draw.lognormal(np.log(6000) - 0.4, 0.9, sequences).clip(16, budget - 600).astype(np.int64)
+    prompts = np.arange(sequences) // 8
+    batch = Lengths(prompts, draw.integers(100, 600, prompts[-1] + 1)[prompts], fed)
+    return plan(batch, ranks, budget, share=False)
+
+
+@pytest.mark.parametrize("sequences, ranks", [(2048, 16), (8192, 64)])
+def test_realistic_batches_fill_microbatches_and_ranks_evenly(sequences, ranks):
+    packing = realistic(sequences, ranks)
+    assert packing.counted_tokens / (packing.table.size * 32_768) >= 0.92
+    loads = packing.work[packing.table].sum(axis=1)
+    assert loads.max() / loads.mean() <= 1.01
 
 
 def test_a_common_prompt_is_computed_once():
-    samples = [Sample([1] * 100, [2] * 9, list(range(9))) for _ in range(8)]
-    (own,) = packed(samples, 1, 1000, True)
+    (own,) = packed(lengths([(0, 100, 8)] * 8), 1, 1000)
     assert [item.tokens for item in own] == [100 + 8 * 8]
 
 
 def test_a_group_is_split_if_a_rank_would_have_no_work():
-    samples = [Sample([1] * 10, [2] * 41, list(range(41))) for _ in range(8)]
-    dealt = packed(samples, 4, 10_000, True)
+    dealt = packed(lengths([(0, 10, 40)] * 8), 4, 10_000)
     assert all(item.counted for own in dealt for item in own)
 
 
-def test_fewer_samples_than_ranks_are_filled_up_with_masked_copies():
-    samples = [Sample([1] * 10, [2] * 5, list(range(5))), Sample([3] * 4, [2] * 2, [0, 1])]
-    dealt = packed(samples, 4, 100, True)
-    assert sum(item.counted for own in dealt for item in own) == 2
-    assert sum(not item.counted for own in dealt for item in own) == 2
-
-
-def test_tokens_after_the_last_scored_one_are_not_fed():
-    assert Sample([1], [5, 6, 7, 8, 9], [0, 2]).fed == 2
+def test_fewer_sequences_than_ranks_are_filled_up_with_masked_copies_of_the_cheapest():
+    dealt = packed(lengths([(0, 10, 4), (1, 4, 1)]), 4, 100)
+    assert sorted(item.trees for own in dealt for item in own if item.counted) == [((0,),), ((1,),)]
+    assert [item.trees for own in dealt for item in own if not item.counted] == [((1,),)] * 2
 
 
 def test_nothing_to_pack_is_an_error():
     with pytest.raises(ValueError, match="nothing to pack"):
-        assign([], 1, 100)
+        plan(lengths([]), 1, 100)
 
 
-def test_many_long_samples_are_packed_quickly():
-    samples = [Sample([i], [0] * (60 + i % 7), [59 + i % 7]) for i in range(4000)]
-    dealt = packed(samples, 3, 100, True)
+def test_long_sequences_that_share_no_microbatch_are_packed_one_by_one():
+    dealt = packed(lengths([(i, 1, 59 + i % 7) for i in range(4000)]), 3, 100)
     assert len(dealt[0]) == -(-4000 // 3)

@@ -22,12 +22,13 @@ def attempt(left_out, model):
     from megasync.config.schema import ModelConfig, TrainerConfig
     from megasync.device import Device
     from megasync.trainer.engine import MegatronEngine
-    from megasync.trainer.packing import Sample
+    from megasync.trainer.batch import Sample
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = ModelConfig(path=model, dtype="bfloat16")
     engine = MegatronEngine(config, TrainerConfig(recompute="full"), Device("cpu"), 0)
     engine.initialize()
-    engine.forward_backward([Sample([1, 2], [3, 4], [0, 1])], lambda batch, logprobs, entropy: (-logprobs.sum(), {}))
+    share = engine.share([Sample.of([1, 2], [3, 4])])
+    engine.forward_backward(share, lambda batch, logprobs, entropy: (-logprobs.sum(), {}))
     assert engine.update(1, True).applied
 
 for name in [*(patch.name for patch in megasync_patches.registered() if patch.needed()), "none"]:

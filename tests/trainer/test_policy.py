@@ -78,6 +78,16 @@ def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout):
         assert_same_metrics(first, second, rel=0, abs=0)
 
 
+def test_a_rank_loads_only_what_it_computes(spread):
+    """Of each group, the middle one of three has no advantage."""
+    needed = sorted((f"0:{group}", place) for group in range(4) for place in (0, 2))
+    for step in range(2):
+        first, second = (rank["dp2"]["loaded"][step] for rank in spread)
+        assert sorted(first + second) == needed
+        assert first and second
+        assert all(rank["pp2"]["loaded"][step] == needed for rank in spread)
+
+
 def test_masked_copies_on_ranks_without_a_sequence_change_nothing(runs, run_ranks, model):
     settings = {**FEW, "trainer": {"data_parallel": 4}}
     for rank in run_ranks("policies", 4, model=model, runs={"few": settings}):

@@ -13,12 +13,15 @@ import json
 import resource
 import sys
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megasync.buffer.payload import in_memory
+from megasync.buffer.segments import load_trajectories
 from megasync.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
 from megasync.trajectory import Group, Trajectory
@@ -31,8 +34,8 @@ DEVICE.prepare_process(local_rank=0)
 # Megatron may be imported only after `prepare_process`.
 from megasync.errors import CheckpointError, TrainingError  # noqa: E402
 from megasync.trainer import checkpoint  # noqa: E402
+from megasync.trainer.batch import Sample  # noqa: E402
 from megasync.trainer.engine import MegatronEngine  # noqa: E402
-from megasync.trainer.packing import Sample  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
 
@@ -64,7 +67,7 @@ def join(rank, world):
 
 
 def to_samples(rows):
-    return [Sample(row["prompt"], row["response"], list(range(len(row["response"])))) for row in rows]
+    return [Sample.of(row["prompt"], row["response"]) for row in rows]
 
 
 def cross_entropy(tokens):
@@ -86,8 +89,8 @@ def layouts(models, rows, layouts, folder):
             engine = make_engine(model, trainer)
             samples = to_samples(rows)
             tokens = sum(len(sample.scored) for sample in samples)
-            scores = engine.score(samples)
-            sums = engine.forward_backward(samples, cross_entropy(tokens))
+            scores = engine.score_everywhere(samples)
+            sums = engine.forward_backward(engine.share(samples), cross_entropy(tokens))
             grads = gradients(engine)
             update = engine.update(1, loss_is_finite=True)
             engine.save(Path(folder) / f"{name}-{label}", {"step": 1})
@@ -98,8 +101,8 @@ def layouts(models, rows, layouts, folder):
                 "gradients": grads,
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
-                "after": torch.cat(engine.score(samples)),
-                "microbatches": len(engine._pack(samples)[0]),
+                "after": torch.cat(engine.score_everywhere(samples)),
+                "microbatches": len(engine.share(samples).microbatches),
             }
             close(engine)
     return found
@@ -108,7 +111,7 @@ def layouts(models, rows, layouts, folder):
 def is_freed(model, rows):
     """Whether a closed engine's model is freed after a training step."""
     engine = make_engine(model)
-    engine.forward_backward(to_samples(rows), cross_entropy(10))
+    engine.forward_backward(engine.share(to_samples(rows)), cross_entropy(10))
     chunk = weakref.ref(engine._chunks[0])
     close(engine)
     del engine
@@ -146,16 +149,28 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):
     return found
 
 
+def train_on(policy, groups, step, version=0, loaded=None):
+    """One step of `policy`, as a rank gets its groups; the trajectories that it loads are added to `loaded`."""
+
+    def load(group, places):
+        if loaded is not None:
+            loaded.extend((group.uid, place) for place in places)
+        return load_trajectories(group, places)
+
+    return policy.step([*map(in_memory, groups)], load, step, version)
+
+
 def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.params().items()}
 
 
 def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", **batch):
-    """Metrics of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
+    """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused")
-    metrics = [policy.step(make_groups(seed, **batch), seed, version=seed) for seed in range(1, steps + 1)]
-    found = {"metrics": metrics, "weights": weights(engine)}
+    loaded = [[] for _ in range(steps)]
+    metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
+    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded}
     close(engine)
     return found
 
@@ -205,13 +220,13 @@ def held_bytes(runs, prompt, response, folder):
     saved for backward passes at a time, and all ranks' checkpoint. A microbatch is a sequence of so many tokens; there
     is one for each data-parallel rank, and enough of them to fill a pipeline."""
     found = {}
-    sample = [Sample([1] * prompt, [2] * response, list(range(response)))]
+    sample = Sample.of([1] * prompt, [2] * response)
     for name, (model, dtype, trainer) in runs.items():
         engine = make_engine(model, {**trainer, "tokens_per_microbatch": prompt + response}, dtype=dtype)
         count = 8 if trainer.get("pipeline_parallel", 1) > 1 else trainer.get("data_parallel", 1)
         saved = SavedBytes(engine.params().values())
         with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda saved: saved()):
-            engine.forward_backward(sample * count, cross_entropy(response))
+            engine.forward_backward(engine.share([sample] * count), cross_entropy(response))
         engine.update(1, loss_is_finite=True)
         state = engine._optimizer.state()
         moments = [value for group in state["moments"] for kept in group.values() for value in kept.values()]
@@ -249,18 +264,19 @@ def by_hand(model, uniform):
         return [i for i, keep in enumerate(trajectory.loss_mask) if keep]
 
     def update(engine, members, advantages, old):
-        samples = [Sample(t.prompt_ids, t.response_ids, scored(t)) for t in members]
+        share = engine.share(samples := [Sample.of(t.prompt_ids, t.response_ids, scored(t)) for t in members])
         tokens = sum(len(sample.scored) for sample in samples)
 
         def loss(batch, logprobs, entropy):
             total = 0.0
-            for index, part in zip(batch.samples, logprobs.split(batch.counts), strict=True):
+            own = share.microbatches[batch.index].sequences
+            for index, part in zip(own, logprobs.split(batch.counts), strict=True):
                 ratio = (part - (part.detach() if old is None else old[index])).exp()
                 free, bounded = ratio * advantages[index], ratio.clamp(0.8, 1.28) * advantages[index]
                 total = total - torch.minimum(free, bounded).sum()
             return total / tokens, {}
 
-        engine.forward_backward(samples, loss)
+        engine.forward_backward(share, loss)
         return engine.update(1, True).grad_norm
 
     members, advantages = plan(1)
@@ -270,10 +286,17 @@ def by_hand(model, uniform):
     close(engine)
 
     engine = make_engine(model, optimizer={"lr": 0.05})
-    old = engine.score([Sample(t.prompt_ids, t.response_ids, scored(t)) for t in flat(members)])
-    half = sum(len(group) for group in members[:2])
-    update(engine, flat(members[:2]), flat(advantages[:2]), old[:half])
-    update(engine, flat(members[2:]), flat(advantages[2:]), old[half:])
+    halves = [(flat(members[part]), flat(advantages[part])) for part in (slice(2), slice(2, None))]
+    # Scored in the trainer's packing, without those that have no advantage: Adam amplifies differences in rounding.
+    olds = []
+    for trajectories, weighed in halves:
+        samples = [Sample.of(t.prompt_ids, t.response_ids, scored(t)) for t in trajectories]
+        scores = iter(engine.score_everywhere([s for s, weight in zip(samples, weighed, strict=True) if weight]))
+        olds.append(
+            [next(scores) if weight else torch.zeros(len(s.scored)) for s, weight in zip(samples, weighed, strict=True)]
+        )
+    for half, old in zip(halves, olds, strict=True):
+        update(engine, *half, old)
     after_two = weights(engine)
     close(engine)
     return {"grad_norm": norm, "after_one": after_one, "after_two": after_two}
@@ -283,12 +306,12 @@ def reference(model):
     """Scores by reference weights, before and after training, and whether the current ones are unchanged."""
     engine = make_engine(model, {"tensor_parallel": dist.get_world_size()})
     policy = PolicyTrainer(engine, AlgorithmConfig(kl_coef=0.1), dump_dir="unused")
-    samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for t in make_groups(1)[0].trajectories]
-    initial = torch.cat(engine.score(samples))
-    metrics = [policy.step(make_groups(seed), seed, 0) for seed in (1, 2)]
-    trained = torch.cat(engine.score(samples))
-    referred = torch.cat(engine.score(samples, reference=True))
-    again = torch.cat(engine.score(samples))
+    samples = [Sample.of(t.prompt_ids, t.response_ids, [0, 1]) for t in make_groups(1)[0].trajectories]
+    initial = torch.cat(engine.score_everywhere(samples))
+    metrics = [train_on(policy, make_groups(seed), seed) for seed in (1, 2)]
+    trained = torch.cat(engine.score_everywhere(samples))
+    referred = torch.cat(engine.score_everywhere(samples, reference=True))
+    again = torch.cat(engine.score_everywhere(samples))
     close(engine)
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
 
@@ -299,15 +322,15 @@ def streamed_reference(runs):
     found = {}
     for name, (model, trainer) in runs.items():
         engine = make_engine(model, {**trainer, "tokens_per_microbatch": 16})
-        samples = [Sample(t.prompt_ids, t.response_ids, [0, 1]) for g in make_groups(1) for t in g.trajectories]
-        scores = {"reference": torch.cat(engine.score(samples))}
+        samples = [Sample.of(t.prompt_ids, t.response_ids, [0, 1]) for g in make_groups(1) for t in g.trajectories]
+        scores = {"reference": torch.cat(engine.score_everywhere(samples))}
         engine.keep_reference()
         for tensor in engine.params().values():
             tensor.mul_(1.1)
         before, places = weights(engine), [tensor.data_ptr() for tensor in engine.params().values()]
-        scores["others"] = torch.cat(engine.score(samples))
-        scores["streamed"] = torch.cat(engine.score(samples, reference=True))
-        scores["again"] = torch.cat(engine.score(samples))
+        scores["others"] = torch.cat(engine.score_everywhere(samples))
+        scores["streamed"] = torch.cat(engine.score_everywhere(samples, reference=True))
+        scores["again"] = torch.cat(engine.score_everywhere(samples))
         with contextlib.suppress(KeyError), engine._reference.applied():
             layer = engine._chunks[0].decoder.layers[0]
             first = next(layer.parameters())
@@ -320,7 +343,7 @@ def streamed_reference(runs):
         same = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
         found[name] = {
             "scores": scores,
-            "microbatches": len(engine._pack(samples)[0]),
+            "microbatches": len(engine.share(samples).microbatches),
             "in_place": same and not moved and [t.data_ptr() for t in engine.params().values()] == places,
             "device_bytes": SLOTS * engine._reference._slot_bytes,
         }
@@ -333,18 +356,19 @@ def guard(model, folder):
     engine = make_engine(model, {"data_parallel": dist.get_world_size(), "max_skipped_steps": 2})
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
     good, bad = make_groups(1), make_groups(1)
-    bad[0].trajectories[0].logprobs[1] = float("nan")
+    first = bad[0].trajectories[0]
+    bad[0].trajectories[0] = replace(first, logprobs=[float("nan"), *first.logprobs[1:]])
     before = weights(engine)
-    skipped = policy.step(bad, 1, 0)
+    skipped = train_on(policy, bad, 1)
     unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
-    fine = policy.step(good, 2, 0)
+    fine = train_on(policy, good, 2)
     changed = any(not torch.equal(before[name], tensor) for name, tensor in engine.params().items())
     finite = all(tensor.isfinite().all() for tensor in engine.params().values())
     error = None
     survived = 0
     try:
         for step in range(3, 10):
-            policy.step(bad, step, 0)
+            train_on(policy, bad, step)
             survived += 1
     except TrainingError as caught:
         error = str(caught)
@@ -364,15 +388,14 @@ def idle(model):
     engine = make_engine(model)
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
     before = weights(engine)
-    uniform = policy.step(make_groups(1, uniform=range(4)), 1, 0)
+    uniform = train_on(policy, make_groups(1, uniform=range(4)), 1)
     masked = make_groups(2)
     for group in masked:
-        for trajectory in group.trajectories:
-            trajectory.loss_mask[:] = [0] * len(trajectory.loss_mask)
-    masked = policy.step(masked, 2, 0)
+        group.trajectories[:] = [replace(t, loss_mask=[0] * len(t.loss_mask)) for t in group.trajectories]
+    masked = train_on(policy, masked, 2)
     unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
     try:
-        policy.step([Group("lone", make_groups(1)[0].trajectories[:1])], 3, 0)
+        train_on(policy, [Group("lone", make_groups(1)[0].trajectories[:1])], 3)
         error = None
     except TrainingError as caught:
         error = str(caught)
@@ -392,14 +415,14 @@ def resume(runs, folder):
             return engine, PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
 
         def continue_(engine, policy):
-            metrics = [policy.step(make_groups(seed), seed, 0) for seed in (3, 4)]
+            metrics = [train_on(policy, make_groups(seed), seed) for seed in (3, 4)]
             for entry in metrics:
                 entry.pop("train/seconds")
             return metrics, weights(engine)
 
         engine, policy = begin()
         for seed in (1, 2):
-            policy.step(make_groups(seed), seed, 0)
+            train_on(policy, make_groups(seed), seed)
         engine.save(path, {"step": 2, "note": "hello"})
         straight = continue_(engine, policy)
         close(engine)
@@ -423,7 +446,7 @@ def broken_checkpoints(model, folder):
             return str(error)
         return None
 
-    engine.forward_backward(to_samples([{"prompt": [1, 2], "response": [3, 4]}]), cross_entropy(2))
+    engine.forward_backward(engine.share([Sample.of([1, 2], [3, 4])]), cross_entropy(2))
     engine.update(1, loss_is_finite=True)
     engine.save(checkpoint.step_path(run, 1), {"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -8,17 +8,19 @@ of the tokens up to i. The last position of a sequence has none and is zero, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
 from megasync.errors import TrainingError
-from megasync.trainer.batch import Batch
-from megasync.trainer.packing import Microbatch, Sample, Tree
+from megasync.trainer.batch import Batch, Sample
+from megasync.trainer.packing import Microbatch
 
 # Options of a batch that this engine does not support.
 REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels")
@@ -33,25 +35,27 @@ class VerlBatch:
     def __init__(self, parts: Sequence[TensorDict]) -> None:
         self.samples: list[Sample] = []
         self.microbatches: list[Microbatch] = []
-        self._parts: dict[int, TensorDict] = {}
+        self._parts = list(parts)
         for part in parts:
             first = len(self.samples)
-            self._parts[first] = part
             self.samples += _samples(part)
-            trees = (_tree(index, self.samples[index]) for index in range(first, len(self.samples)))
-            self.microbatches.append(Microbatch(tuple(trees)))
+            # One tree per sequence.
+            trees = tuple((index,) for index in range(first, len(self.samples)))
+            tokens = sum(len(sample.prompt) + sample.fed for sample in self.samples[first:])
+            self.microbatches.append(Microbatch(trees, tokens))
 
     def part(self, batch: Batch) -> TensorDict:
         """verl's microbatch that became ``batch``."""
-        return self._parts[batch.samples[0]]
+        return self._parts[batch.index]
 
     def jagged(self, values: torch.Tensor, batch: Batch) -> torch.Tensor:
         """``values`` [targets] of a microbatch as a jagged [sequences, tokens] tensor, placed as verl expects."""
         offsets = _offsets(tensor_at(self.part(batch), "input_ids"))
-        rows = []
-        for index, end in zip(batch.samples, offsets[1:].tolist(), strict=True):
-            rows += range(end - 1 - len(self.samples[index].scored), end - 1)
-        flat = values.new_zeros(int(offsets[-1])).index_put((torch.tensor(rows, device=values.device),), values)
+        # Of each sequence, the last position but one is that of its last target.
+        counts = torch.tensor(batch.counts, device=values.device)
+        shifts = offsets[1:] - 1 - counts.cumsum(0)
+        rows = torch.arange(len(values), device=values.device) + shifts.repeat_interleave(counts)
+        flat = values.new_zeros(int(offsets[-1])).index_put((rows,), values)
         return torch.nested.nested_tensor_from_jagged(flat, offsets=offsets)
 
 
@@ -86,17 +90,18 @@ def temperatures(part: TensorDict) -> float | torch.Tensor:
 
 
 def _samples(part: TensorDict) -> list[Sample]:
-    sequences = [sequence.tolist() for sequence in tensor_at(part, "input_ids").unbind()]
+    ids, offsets = tensor_at(part, "input_ids").values().cpu().numpy(), _offsets(tensor_at(part, "input_ids")).tolist()
+    sequences = [ids[start:end] for start, end in pairwise(offsets)]
     samples = []
     for ids, responses in zip(sequences, _responses(part, sequences), strict=True):
         if len(ids) < 2:
             raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; remove it from the batch")
         prompt = len(ids) - responses
-        samples.append(Sample(ids[:prompt], ids[prompt:], range(responses)))
+        samples.append(Sample.of(ids[:prompt], ids[prompt:]))
     return samples
 
 
-def _responses(part: TensorDict, sequences: list[list[int]]) -> list[int]:
+def _responses(part: TensorDict, sequences: Sequence[NDArray[Any]]) -> list[int]:
     """Number of tokens at the end of each sequence to score: the response, or all but the first token."""
     if "responses" not in part:
         return [len(ids) - 1 for ids in sequences]
@@ -108,8 +113,3 @@ def _responses(part: TensorDict, sequences: list[list[int]]) -> list[int]:
 
 def _offsets(jagged: torch.Tensor) -> torch.Tensor:
     return jagged.offsets()  # pyright: ignore[reportAttributeAccessIssue] - declared on nested tensors only
-
-
-def _tree(index: int, sample: Sample) -> Tree:
-    """One tree per sequence. Its work is irrelevant, because verl has already assigned it to a rank."""
-    return Tree(sample.prompt, (index,), len(sample.prompt) + sample.fed, work=0.0)
