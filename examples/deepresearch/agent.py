@@ -1,12 +1,13 @@
 """The search agent: the model searches, reads what was found, and gives its answer in <answer>...</answer>.
 
-    agent = SearchAgent(RetrieveClient([url]), RefineClient([url]), Rules(max_turns=4))
-    megasync.AsyncTrainer(config, rollout=agent.rollout, ...)
+    rollout:
+      workflow: deepresearch.agent:SearchAgent
+      workflow_options: {retrievers: [http://127.0.0.1:8101], refiner: refiner, max_turns: 4}
 
 A sample ends with the first marked answer, or when turns or context are used up. Its reward is the answer's F1 (0
 without an answer), less a penalty for each call that was made before, and for each turn or call that cannot be read.
-While no retriever answers there are no samples: the ServiceFailed of a search goes through to megasync, which tries
-again.
+While no retriever or refiner answers there are no samples: the ServerError of a search goes through to megasync, which
+tries again.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from deepresearch.clients import RefineClient, RetrieveClient, as_text
-from deepresearch.http_pool import RequestRefused, ServiceFailed
-from deepresearch.prompts import OPEN_RULE, SOLVED, SYSTEM, UNMARKED
+from deepresearch.prompts import NOTHING_FOUND, OPEN_RULE, SOLVED, SYSTEM, UNMARKED, as_text, refine_messages
+from deepresearch.retrieve_client import RetrieveClient
 from deepresearch.scoring import exact_match, f1, marked_answer
-from megasync.errors import ContextLengthExceeded
+from megasync.errors import ContextLengthExceeded, DataError
 from megasync.rollout.generation import Reply
-from megasync.rollout.tools import Toolbox, ToolCall, as_tool
+from megasync.rollout.tools import Tool, Toolbox, ToolCall, as_tool
 from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`top_k` is the number of passages that a search shows; `may_open` gives the second tool, open_document."""
+    """`top_k` is the number of passages that a search finds; `may_open` gives the second tool, open_document."""
 
     max_turns: int = 4
     top_k: int = 2
@@ -40,62 +40,61 @@ class Rules:
     malformed_penalty: float = 0.1
 
 
+async def search(query: str) -> str:
+    """Searches the encyclopaedia.
+
+    Args:
+        query: what to look for, in a few words
+    """
+    raise NotImplementedError("SearchAgent answers it, for one sample")
+
+
+async def open_document(document_id: str) -> str:
+    """Shows a whole document.
+
+    Args:
+        document_id: one of the names that a search listed under Documents
+    """
+    raise NotImplementedError("SearchAgent answers it, for one sample")
+
+
 class SearchAgent:
-    """Without a refine client the model reads the passages themselves, as it does where refining fails."""
+    """A workflow. Everything in it comes from the configuration, and connections open with the first search.
 
-    def __init__(self, retriever: RetrieveClient, refiner: RefineClient | None = None, rules: Rules = Rules()) -> None:
-        self._retriever = retriever
+    So any process can make one: the run's own, or a rollout worker.
+    """
+
+    def __init__(
+        self, retrievers: Sequence[str], refiner: str | None = None, instructions: bool = True, **rules: Any
+    ) -> None:
+        """Takes the options of the configuration.
+
+        Args:
+            retrievers: URLs of retrieval servers that do the same.
+            refiner: which of `auxiliary_models` condenses what is found; without one the model reads it as it is.
+            instructions: whether prompts explain the tools and show two solved questions. A model that was trained on
+                the format needs neither.
+            rules: fields of `Rules`.
+        """
+        self.retriever = RetrieveClient(retrievers)
         self._refiner = refiner
-        self._rules = rules
-        self._tools = [as_tool(self.search), *([as_tool(self.open_document)] if rules.may_open else [])]
-        self._system = SYSTEM + (OPEN_RULE if rules.may_open else "")
-        # Searches that were shown as they were found, because no refine service answered.
-        self.unrefined = 0
+        self._rules = Rules(**rules)
+        system = {"role": "system", "content": SYSTEM + (OPEN_RULE if self._rules.may_open else "")}
+        self._opening = [system, *SOLVED] if instructions else []
 
-    async def search(self, query: str) -> str:
-        """Searches the encyclopaedia.
+    async def close(self) -> None:
+        await self.retriever.close()
 
-        Args:
-            query: what to look for, in a few words
-        """
-        found = await self._retriever.retrieve(query, self._rules.top_k)
-        text = await self._refined(query, found) if found else "Nothing was found."
-        if self._rules.may_open:
-            text += "\nDocuments: " + ", ".join(dict.fromkeys(passage["document"] for passage in found))
-        return text
-
-    async def _refined(self, query: str, passages: Sequence[dict[str, Any]]) -> str:
-        if self._refiner is not None:
-            try:
-                return await self._refiner.refine(query, passages)
-            except (ServiceFailed, RequestRefused) as error:
-                self.unrefined += 1
-                log.warning("a search is shown unrefined: %s", error)
-        return as_text(passages)
-
-    async def open_document(self, document_id: str) -> str:
-        """Shows a whole document.
-
-        Args:
-            document_id: one of the names that a search listed under Documents
-        """
-        document = await self._retriever.document(document_id)
-        return f"{document['title']}: {document['text']}"
-
-    async def rollout(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
+    async def __call__(self, client: Any, sample: dict[str, Any]) -> list[Trajectory]:
         """The workflow. `sample` has the question as `prompt`, and `answers`, of which each is right."""
-        toolbox = Toolbox(self._tools)
         counts: Counter[str] = Counter()
+        toolbox = Toolbox(self._tools(client, counts))
         seen: set[str] = set()
-        messages = [
-            {"role": "system", "content": self._system},
-            *SOLVED,
-            {"role": "user", "content": sample["prompt"]},
-        ]
+        messages = [*self._opening, {"role": "user", "content": sample["prompt"]}]
         reply, answer = None, None
         for turn in range(self._rules.max_turns):
             try:
-                reply = await client.chat(messages, tools=self._tools)
+                reply = await client.chat(messages, tools=toolbox.tools)
             except ContextLengthExceeded:
                 if reply is None:
                     raise
@@ -115,6 +114,39 @@ class SearchAgent:
         scores = self._scores(answer, sample["answers"], counts)
         return reply.trajectories(scores["agent/reward"], scores)
 
+    def _tools(self, client: Any, counts: Counter[str]) -> list[Tool]:
+        """The tools of one sample, because the refiner is reached through the sample's client."""
+
+        async def found(query: str) -> str:
+            return await self._found(client, query, counts)
+
+        tools = [replace(as_tool(search), function=found)]
+        if self._rules.may_open:
+            tools.append(replace(as_tool(open_document), function=self._document))
+        return tools
+
+    async def _document(self, document_id: str) -> str:
+        document = await self.retriever.document(document_id)
+        return f"{document['title']}: {document['text']}"
+
+    async def _found(self, client: Any, query: str, counts: Counter[str]) -> str:
+        """What the model is shown of a search."""
+        passages = await self.retriever.retrieve(query, self._rules.top_k)
+        if not passages:
+            return NOTHING_FOUND
+        text = as_text(passages)
+        if self._refiner is not None:
+            try:
+                # A refiner that writes nothing has found nothing that bears on the query.
+                text = await client.ask(self._refiner, refine_messages(query, passages)) or NOTHING_FOUND
+            except DataError as error:
+                # Too long for the refiner. An outage is a ServerError and ends the sample.
+                log.debug("A search is shown unrefined: %s", error)
+                counts["unrefined"] += 1
+        if self._rules.may_open:
+            text += "\nDocuments: " + ", ".join(dict.fromkeys(passage["document"] for passage in passages))
+        return text
+
     def _scores(self, answer: str | None, truths: Sequence[str], counts: Counter[str]) -> dict[str, float]:
         """The reward and the metrics of one sample."""
         scores = {"f1": 0.0, "em": 0.0, "answered": float(answer is not None)}
@@ -123,7 +155,7 @@ class SearchAgent:
         rules = self._rules
         penalty = rules.duplicate_penalty * counts["duplicates"] + rules.malformed_penalty * counts["malformed"]
         scores["reward"] = scores["f1"] - penalty
-        kinds = ("searches", "duplicates", "malformed", "unmarked", "turn_limit", "context_full")
+        kinds = ("searches", "duplicates", "malformed", "unmarked", "unrefined", "turn_limit", "context_full")
         return {f"agent/{name}": value for name, value in scores.items()} | {
             f"agent/{kind}": float(counts[kind]) for kind in kinds
         }

@@ -1,20 +1,21 @@
 """An encyclopaedia of a country that does not exist, and questions about it, all drawn from one seed.
 
-Every name is made up, so no model can know an answer: it has to be found. Invariant: a question belongs to the training
-or to the held-out split by the hash of what it asks about, so the two never ask for the same fact.
+Every name is made up, so no model can know an answer: it has to be found. A question follows a chain of facts, each on
+a page of its own: the value of one is the page of the next, and the last value is the answer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepresearch.documents import Document
 
 # In the order in which their pages refer to each other: each page names pages of the kinds before it.
 SIZES = {"mountain": 16, "river": 32, "town": 72, "person": 110, "book": 90}
-HELD_OUT_SHARE = 5  # one subject in so many is held out
+SURNAME_ENDINGS = ["ck", "lt", "nd", "rn"]
 
 BEGINNINGS = [
     "Bal",
@@ -77,22 +78,33 @@ NOUNS = [
 ]
 
 
+class Fact(NamedTuple):
+    """What the page `title` says: its `relation` is `value`. The relation is a word of the page."""
+
+    title: str
+    relation: str
+    value: str
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`hops` is the number of pages that have to be read to answer it."""
+    """Its answer is the value of the last fact."""
 
     text: str
-    answer: str
-    hops: int
-    subject: str
+    facts: tuple[Fact, ...]
 
     @property
-    def held_out(self) -> bool:
-        return hashlib.sha256(self.subject.encode()).digest()[0] % HELD_OUT_SHARE == 0
+    def subject(self) -> str:
+        return self.facts[0].title
 
-    def row(self) -> dict:
-        """As a row of a dataset."""
-        return {"prompt": self.text, "answers": [self.answer], "hops": self.hops}
+    @property
+    def answer(self) -> str:
+        return self.facts[-1].value
+
+    def row(self, ids: Mapping[str, str]) -> dict:
+        """As a row of a dataset; `ids` has the documents' ids by title."""
+        evidence = [ids[fact.title] for fact in self.facts]
+        return {"prompt": self.text, "answers": [self.answer], "subject": self.subject, "evidence": evidence}
 
 
 def encyclopaedia(seed: int = 0) -> tuple[list[Document], list[Question]]:
@@ -100,13 +112,13 @@ def encyclopaedia(seed: int = 0) -> tuple[list[Document], list[Question]]:
     chance = random.Random(f"encyclopaedia {seed}")
     names = _names(chance)
     pages = {kind: [_PAGES[kind](name, names, chance) for name in names[kind]] for kind in SIZES}
-    facts = {page["title"]: page for of_kind in pages.values() for page in of_kind}
+    by_title = {page["title"]: page for of_kind in pages.values() for page in of_kind}
     documents = [
         Document(f"{kind}-{number:03d}", page["title"], page["text"])
         for kind, of_kind in pages.items()
         for number, page in enumerate(of_kind)
     ]
-    questions = [question for page in facts.values() for question in _questions(page, facts)]
+    questions = [question for page in by_title.values() for question in _questions(page, by_title)]
     # An evaluation takes the first ones.
     chance.shuffle(questions)
     return documents, questions
@@ -121,7 +133,7 @@ def _names(chance: random.Random) -> dict[str, list[str]]:
         while len(names[kind]) < count:
             name = chance.choice(BEGINNINGS) + chance.choice(MIDDLES) + chance.choice(ENDINGS[kind])
             if kind == "person":
-                name += f" {chance.choice(BEGINNINGS)}{chance.choice(MIDDLES)}{chance.choice(['ck', 'lt', 'nd', 'rn'])}"
+                name += f" {chance.choice(BEGINNINGS)}{chance.choice(MIDDLES)}{chance.choice(SURNAME_ENDINGS)}"
             if kind == "book":
                 name = f"The {chance.choice(NOUNS)} of {name}"
             if name not in taken:
@@ -190,21 +202,33 @@ def _book(name: str, names: dict, chance: random.Random) -> dict:
 _PAGES = {"mountain": _mountain, "river": _river, "town": _town, "person": _person, "book": _book}
 
 
-def _questions(page: dict, facts: dict[str, dict]) -> list[Question]:
+# The key of a page, the word for it in a search, and the question.
+_ONE = [
+    ("source", "rises", "On which mountain does the river {} rise?"),
+    ("river", "river", "On which river does the town of {} lie?"),
+    ("founded", "founded", "In which year was the town of {} founded?"),
+    ("birthplace", "born", "In which town was {} born?"),
+    ("author", "written", "Who wrote {}?"),
+]
+# The key of a page, that of the page which it names, and the question.
+_TWO = [
+    ("river", "source", "On which mountain does the river that flows through {} rise?"),
+    ("birthplace", "river", "On which river does the birthplace of {} lie?"),
+    ("author", "birthplace", "In which town was the author of {} born?"),
+]
+
+
+def _questions(page: dict, pages: Mapping[str, dict]) -> list[Question]:
     title = page["title"]
-    found: list[tuple[str, str, int]] = []
-    if "source" in page:
-        found.append((f"On which mountain does the river {title} rise?", page["source"], 1))
-    if "river" in page:
-        found.append((f"On which river does the town of {title} lie?", page["river"], 1))
-        found.append((f"In which year was the town of {title} founded?", page["founded"], 1))
-        found.append(
-            (f"On which mountain does the river that flows through {title} rise?", facts[page["river"]]["source"], 2)
-        )
-    if "birthplace" in page:
-        found.append((f"In which town was {title} born?", page["birthplace"], 1))
-        found.append((f"On which river does the birthplace of {title} lie?", facts[page["birthplace"]]["river"], 2))
-    if "author" in page:
-        found.append((f"Who wrote {title}?", page["author"], 1))
-        found.append((f"In which town was the author of {title} born?", facts[page["author"]]["birthplace"], 2))
-    return [Question(text, answer, hops, title) for text, answer, hops in found]
+    words = {key: word for key, word, _ in _ONE}
+
+    def fact(title: str, key: str) -> Fact:
+        return Fact(title, words[key], pages[title][key])
+
+    one = [Question(text.format(title), (fact(title, key),)) for key, _, text in _ONE if key in page]
+    two = [
+        Question(text.format(title), (fact(title, key), fact(page[key], further)))
+        for key, further, text in _TWO
+        if key in page
+    ]
+    return one + two

@@ -31,11 +31,13 @@ class CorpusError(ValueError):
 
 
 def read_documents(path: Path) -> list[Document]:
-    """A JSONL file with `id`, `title` and `text` in each line. Raises CorpusError."""
+    """A JSONL file with `id`, `title` and `text` in each line, or `docid`, `text` and `url`. Raises CorpusError."""
     documents: dict[str, Document] = {}
     for number, line in enumerate(lines(path), 1):
         try:
             row = json.loads(line)
+            if "docid" in row:
+                row = {"id": str(row["docid"]), "title": _title(row["text"]) or row.get("url"), "text": row["text"]}
             document = Document(row["id"], row["title"], row["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(
@@ -49,6 +51,12 @@ def read_documents(path: Path) -> list[Document]:
     if not documents:
         raise CorpusError(f"{path} holds no documents")
     return list(documents.values())
+
+
+def _title(text: str) -> str | None:
+    """The title that a document of BrowseComp-Plus has in the header of its text, if any."""
+    found = re.match(r"---\n(?:.*\n)*?title:[ \t]*(\S.*)\n", text)
+    return found[1].strip() if found else None
 
 
 def lines(path: Path) -> list[str]:

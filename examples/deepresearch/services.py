@@ -1,26 +1,34 @@
-"""The retrieval and refine servers as child processes that cannot outlive the run."""
+"""The retriever and its shards as child processes that cannot outlive the run, and are restarted when they die."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from deepresearch.folders import DataFolder
-from megasync.concurrency.tasks import gather_or_cancel
+from deepresearch.index_folder import shard_files
+from megasync.concurrency.tasks import Backoff, cancel_and_wait, gather_or_cancel
+from megasync.errors import ServerError
 from megasync.serving.process import Service
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = 180.0
+# Seconds between two looks at a process, and before a restart, doubled for each failed one up to the second number.
+POLL_SECONDS = 0.5
+RESTART_WAIT = (1.0, 30.0)
 _EXAMPLES = Path(__file__).parents[1]
 
 
 class PythonService(Service):
-    """`python -m module`, on loopback and a free port; ready once its /health answers."""
+    """`python -m module`, on loopback; ready once its /health answers. It keeps the port of its first start."""
 
     def __init__(self, module: str, arguments: Sequence[str], log_path: Path) -> None:
         super().__init__("127.0.0.1", 0, log_path)
@@ -47,21 +55,43 @@ class PythonService(Service):
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-
-@dataclass(frozen=True, slots=True)
-class Urls:
-    retrievers: list[str]
-    refiners: list[str]
+    async def keep_alive(self) -> None:
+        """Restarts the process whenever it has ended, at the same URL, which its clients know."""
+        # A fixed port from here on.
+        self._fixed_port = True
+        backoff = Backoff(RESTART_WAIT)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self.alive():
+                continue
+            log.warning("%s has ended, restarting it. Last lines of its log:\n%s", self.name, self.tail(5))
+            await asyncio.sleep(backoff.next())
+            try:
+                await self.start(START_SECONDS)
+                backoff.reset()
+            except ServerError as error:
+                log.warning("%s", error)
 
 
 @asynccontextmanager
-async def running_services(data: DataFolder, logs: Path, refiners: int) -> AsyncIterator[Urls]:
-    """A retriever and some refiners while the block runs. Raises ServerError when one does not come up."""
-    retriever = PythonService("deepresearch.retriever", ["--data", str(data.root)], logs / "retriever.log")
-    helpers = [PythonService("deepresearch.refiner", [], logs / f"refiner-{n}.log") for n in range(refiners)]
-    services = [retriever, *helpers]
+async def running_retriever(data: DataFolder, logs: Path) -> AsyncIterator[str]:
+    """The URL of a retriever whose shards are processes of their own. Raises ServerError if one does not start."""
+    numbers = range(len(shard_files(data.index)))
+    shards = [
+        PythonService(
+            "deepresearch.remote_shard", ["--data", str(data.root), "--shard", str(n)], logs / f"shard-{n}.log"
+        )
+        for n in numbers
+    ]
     async with AsyncExitStack() as stack:
-        for service in services:
-            stack.push_async_callback(service.stop)
-        await gather_or_cancel(*(service.start(START_SECONDS) for service in services))
-        yield Urls([retriever.url], [helper.url for helper in helpers])
+        for shard in shards:
+            stack.push_async_callback(shard.stop)
+        urls = await gather_or_cancel(*(shard.start(START_SECONDS) for shard in shards))
+        retriever = PythonService(
+            "deepresearch.retriever", ["--data", str(data.root), "--shards", *urls], logs / "retriever.log"
+        )
+        stack.push_async_callback(retriever.stop)
+        url = await retriever.start(START_SECONDS)
+        keepers = [asyncio.create_task(each.keep_alive(), name=each.name) for each in (*shards, retriever)]
+        stack.push_async_callback(cancel_and_wait, *keepers)
+        yield url

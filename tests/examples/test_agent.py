@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from deepresearch.agent import Rules, SearchAgent
+from deepresearch.agent import SearchAgent
 from deepresearch.http_pool import RequestRefused, ServiceFailed
-from deepresearch.prompts import UNMARKED
+from deepresearch.prompts import NOTHING_FOUND, UNMARKED
 from trajectories import trajectory
 
-from megasync.errors import ContextLengthExceeded
+from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError
 from megasync.failures import is_infrastructure
+from megasync.importing import load_callable
 from megasync.rollout.tools import ToolCall
 
 SAMPLE = {"prompt": "Where was Ada born?", "answers": ["Torilaholm", "the town of Torilaholm"]}
@@ -27,8 +28,14 @@ class FakeReply(SimpleNamespace):
 class FakeClient:
     """Answers by turns: a text, a call, a list of calls, a number of malformed calls, or an error."""
 
-    def __init__(self, *turns):
-        self.turns, self.asked = list(turns), []
+    def __init__(self, *turns, refined=None):
+        self.turns, self.asked, self.refined = list(turns), [], refined
+
+    async def ask(self, model, messages):
+        assert model == "refiner"
+        if isinstance(self.refined, Exception):
+            raise self.refined
+        return self.refined(messages[0]["content"])
 
     async def chat(self, messages, tools):
         self.asked.append(list(messages))
@@ -64,26 +71,18 @@ class FakeRetriever:
         return {"title": document_id.upper(), "text": "All of it."}
 
 
-class FakeRefiner:
-    def __init__(self, error=None):
-        self.error = error
-
-    async def refine(self, query, passages):
-        if self.error:
-            raise self.error
-        return f"{len(passages)} passages about {query}"
-
-
-async def play(*turns, refiner=None, down=None, **rules):
-    client, retriever = FakeClient(*turns), FakeRetriever(down)
-    (episode,) = await SearchAgent(retriever, refiner, Rules(**rules)).rollout(client, SAMPLE)
+async def play(*turns, refined=None, down=None, **options):
+    client, retriever = FakeClient(*turns, refined=refined), FakeRetriever(down)
+    agent = SearchAgent(["http://unused"], "refiner" if refined else None, **options)
+    agent.retriever = retriever
+    (episode,) = await agent(client, SAMPLE)
     return client, retriever, episode, {name.removeprefix("agent/"): value for name, value in episode.metrics.items()}
 
 
 async def test_search_read_answer():
     client, retriever, episode, found = await play(search("Ada"), "<answer>Torilaholm</answer>", top_k=2)
     assert retriever.queries == [("Ada", 2)]
-    assert client.shown(1) == ["T0: about Ada.\nT1: about Ada."]
+    assert client.shown(1) == ["- T0: about Ada.\n- T1: about Ada."]
     assert client.asked[0][-1] == {"role": "user", "content": SAMPLE["prompt"]}
     assert client.tools == ["search"]
     assert episode.reward == 1.0
@@ -103,7 +102,7 @@ async def test_a_repeated_search_is_reported_and_penalised():
     assert [query for query, _ in retriever.queries] == ["Ada", "Bea"]
     note, fresh = client.shown(2)
     assert note == "You made this call before: search {'query': ' ADA '}. Read its result above, or ask something else."
-    assert fresh == "T0: about Bea."
+    assert fresh == "- T0: about Bea."
     assert (found["duplicates"], found["searches"], episode.reward) == (1.0, 2.0, 0.75)
 
 
@@ -151,11 +150,45 @@ async def test_a_full_context_ends_the_sample_with_its_tokens_so_far():
         await play(ContextLengthExceeded("full"))
 
 
-async def test_searches_are_refined_or_shown_whole_if_that_fails():
-    client, *_ = await play(search("Ada"), "<answer>x</answer>", refiner=FakeRefiner())
-    assert client.shown(1) == ["2 passages about Ada"]
-    client, *_ = await play(search("Ada"), "<answer>x</answer>", refiner=FakeRefiner(ServiceFailed("all down")))
-    assert client.shown(1) == ["T0: about Ada.\nT1: about Ada."]
+def shortened(request):
+    return f"notes on {request.count('about')} passages for {request.split('Query: ')[1].splitlines()[0]}"
+
+
+async def test_searches_are_refined():
+    client, _, _, found = await play(search(" Ada "), "<answer>x</answer>", refined=shortened)
+    assert client.shown(1) == ["notes on 2 passages for Ada"]
+    assert found["unrefined"] == 0.0
+
+
+async def test_a_refiner_that_writes_nothing_found_nothing():
+    client, *_ = await play(search("Ada"), "<answer>x</answer>", refined=lambda request: "")
+    assert client.shown(1) == [NOTHING_FOUND]
+
+
+async def test_what_is_too_long_for_the_refiner_is_shown_whole():
+    client, _, _, found = await play(search("Ada"), "<answer>x</answer>", refined=DataError("too long"))
+    assert client.shown(1) == ["- T0: about Ada.\n- T1: about Ada."]
+    assert found["unrefined"] == 1.0
+
+
+async def test_an_outage_of_the_refiner_is_an_infrastructure_failure():
+    with pytest.raises(ServerError, match="no answer") as raised:
+        await play(search("Ada"), "<answer>x</answer>", refined=ServerError("no answer"))
+    assert is_infrastructure(raised.value)
+
+
+async def test_a_model_that_knows_the_format_gets_no_instructions():
+    client, *_ = await play("<answer>x</answer>", instructions=False)
+    assert client.asked == [[{"role": "user", "content": SAMPLE["prompt"]}]]
+
+
+async def test_the_configuration_makes_the_agent_and_closing_it_twice_is_fine():
+    options = {"retrievers": ["http://a"], "refiner": "refiner", "max_turns": 2}
+    agent = load_callable("deepresearch.agent:SearchAgent", options)
+    await agent.close()
+    await agent.close()
+    with pytest.raises(ConfigError, match="does not accept its options .*max_turn"):
+        load_callable("deepresearch.agent:SearchAgent", options | {"max_turn": 2})
 
 
 @pytest.mark.parametrize("call", [search("Ada"), ToolCall("1", "open_document", {"document_id": "d1"})])
@@ -172,8 +205,8 @@ async def test_a_refusal_by_the_retriever_is_an_observation():
 
 async def test_documents_can_be_opened_if_the_rules_allow_it():
     opened = ToolCall("1", "open_document", {"document_id": "d1"})
-    client, *_ = await play(search("Ada"), opened, "<answer>x</answer>", may_open=True, refiner=FakeRefiner())
+    client, *_ = await play(search("Ada"), opened, "<answer>x</answer>", may_open=True, refined=shortened)
     assert client.tools == ["search", "open_document"]
-    assert client.shown(1) == ["2 passages about Ada\nDocuments: d0, d1"]
+    assert client.shown(1) == ["notes on 2 passages for Ada\nDocuments: d0, d1"]
     assert client.shown(2) == ["D1: All of it."]
     assert "open_document" in client.asked[0][0]["content"]

@@ -5,10 +5,7 @@ import contextlib
 
 import pytest
 from aiohttp import web
-from deepresearch.clients import RefineClient
 from deepresearch.http_pool import HttpPool, Limits, RequestRefused, ServiceFailed
-
-PASSAGES = [{"title": "T", "text": "One. Two."}]
 
 
 class FakeService:
@@ -135,20 +132,3 @@ async def test_requests_at_the_same_time_are_spread():
         assert [endpoint.active for endpoint in pool.endpoints.all] == [2, 2, 2]
         go.set()
         await asyncio.gather(*tasks)
-
-
-async def test_a_language_model_can_refine():
-    model = FakeService({"choices": [{"message": {"content": "T: One."}}]})
-    async with services(model) as urls:
-        client = RefineClient(urls, protocol="openai", model="m", api_key="k", sentences=2)
-        assert await client.refine("which?", PASSAGES) == "T: One."
-        await client.close()
-    ((path, body, headers),) = model.requests
-    assert (path, body["model"], headers["Authorization"]) == ("/v1/chat/completions", "m", "Bearer k")
-    assert "Query: which?" in body["messages"][0]["content"]
-    assert "T: One. Two." in body["messages"][0]["content"]
-
-
-def test_an_unknown_protocol_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'grpc'.*extractive, openai"):
-        RefineClient(["http://x"], protocol="grpc")

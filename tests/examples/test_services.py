@@ -1,19 +1,22 @@
-"""The two servers over real HTTP: what they answer, refuse and count."""
+"""The retrieval server over real HTTP: what it answers, refuses and counts."""
 
 import asyncio
 import contextlib
 
 import aiohttp
+import psutil
 import pytest
 import uvicorn
-from deepresearch import refiner, retriever
-from deepresearch.clients import RefineClient, RetrieveClient
+from deepresearch import retriever
 from deepresearch.documents import Document, passages
+from deepresearch.folders import DataFolder
 from deepresearch.http_pool import RequestRefused, ServiceFailed
+from deepresearch.prepare import prepare
+from deepresearch.retrieve_client import RetrieveClient
 from deepresearch.searcher import Searcher
-from deepresearch.sharded_index import ShardedIndex
+from deepresearch.services import running_retriever
+from deepresearch.sharded_index import MatrixShard, ShardedIndex
 from fake_embedder import FakeEmbedder
-from fastapi import FastAPI, Request
 
 DOCUMENTS = [
     Document("a", "Brendal", "Brendal is a town. It lies on the river Ossa."),
@@ -41,7 +44,8 @@ async def served(app):
 def retriever_app(embedder=None, **options):
     embedder = embedder or FakeEmbedder()
     pieces = [piece for document in DOCUMENTS for piece in passages(document, 100)]
-    index = ShardedIndex.build(FakeEmbedder().encode([f"{p.title}. {p.text}" for p in pieces]), 2)
+    vectors = FakeEmbedder().encode([f"{p.title}. {p.text}" for p in pieces])
+    index = ShardedIndex([MatrixShard(vectors[:2], 0), MatrixShard(vectors[2:], 2)])
     searcher = Searcher(embedder, index, pieces)
     settings = {"max_batch": 4, "max_wait_ms": 5.0} | options
     return retriever.create_app(searcher, {document.id: document for document in DOCUMENTS}, **settings)
@@ -139,52 +143,25 @@ async def test_documents_by_id():
         await client.close()
 
 
-async def test_the_refiner_keeps_the_closest_sentences_in_their_order():
-    found = [{"title": document.title, "text": document.text, "id": "x"} for document in DOCUMENTS]
-    async with served(refiner.create_app(FakeEmbedder())) as url:
-        client = RefineClient([url], sentences=2)
-        text = await client.refine("it lies on the river which rises on mount", found)
-        assert text == "Brendal: It lies on the river Ossa.\nOssa: It rises on Mount Korn."
+@pytest.mark.processes
+async def test_a_shard_that_dies_is_restarted_and_searches_find_the_same(tmp_path):
+    data = DataFolder(tmp_path / "data")
+    prepare(data, shards=2)
+    async with running_retriever(data, tmp_path / "logs") as url:
+        client = RetrieveClient([url])
+        before = await client.retrieve("Zanoburg river", 3)
+        assert [found["title"] for found in before[:2]] == ["Zanoburg", "Zanoburg"]
+        children = psutil.Process().children(recursive=True)
+        (shard,) = (
+            child
+            for child in children
+            if child.cmdline()[1:3] == ["-m", "deepresearch.remote_shard"] and child.cmdline()[-1] == "1"
+        )
+        shard.kill()
+        after = None
+        while after is None:
+            with contextlib.suppress(ServiceFailed):
+                after = await client.retrieve("Zanoburg river", 3)
+        assert after == before
         await client.close()
-        status, answer = await post(f"{url}/refine", {"query": "x", "passages": []})
-        assert (status, answer["detail"][0]["loc"][1]) == (422, "passages")
-
-
-@contextlib.asynccontextmanager
-async def language_model(answer):
-    """A client of an OpenAI-compatible server that gives one answer to everything."""
-    app = FastAPI()
-
-    @app.post("/v1/chat/completions")
-    async def complete(request: Request):
-        assert (await request.json())["messages"][0]["content"].count("Brendal: Brendal is a town.") == 1
-        return answer
-
-    async with served(app) as url:
-        client = RefineClient([url], protocol="openai")
-        try:
-            yield client
-        finally:
-            await client.close()
-
-
-def choice(content):
-    return {"choices": [{"message": {"role": "assistant", "content": content}}]}
-
-
-FOUND = [{"title": "Brendal", "text": "Brendal is a town."}]
-
-
-async def test_a_language_model_can_refine():
-    async with language_model(choice("It is a town.")) as client:
-        assert await client.refine("what is Brendal", FOUND) == "It is a town."
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [choice(None), choice(" \n"), choice([{"type": "text"}]), {"choices": []}, {"error": "overloaded"}, [], None],
-)
-async def test_an_answer_without_a_text_is_a_failure_of_the_service(answer):
-    async with language_model(answer) as client:
-        with pytest.raises(ServiceFailed, match="/v1/chat/completions answered without a text: "):
-            await client.refine("what is Brendal", FOUND)
+    assert not psutil.Process().children(recursive=True)

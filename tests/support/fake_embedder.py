@@ -8,6 +8,8 @@ import numpy as np
 class FakeEmbedder:
     """Counts words in `dimension` bins. Embedding a batch that contains the text `breaks_on` fails."""
 
+    name = "fake"
+
     def __init__(self, dimension=64, digest="fake", breaks_on=None):
         self.dimension, self.digest, self.breaks_on = dimension, digest, breaks_on
         self.batches = []
