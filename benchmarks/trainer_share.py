@@ -61,20 +61,22 @@ from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E40
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 
 
-class Stopwatch(Counter):
+class Stopwatch(dict[str, float]):
     """CPU seconds by part."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         start = time.process_time()
         yield
-        self[name] += time.process_time() - start
+        self[name] = self.get(name, 0.0) + time.process_time() - start
 
 
-class FlavouredDevice(Device):
-    """A CPU that packs as for another layer spec."""
+class PacksForGpu(Device):
+    """A CPU for which batches are built as on a GPU."""
 
-    spec = "te"
+    @property
+    def spec(self) -> str:
+        return "te"
 
 
 class NullEngine(MegatronEngine):
@@ -136,7 +138,7 @@ def record(folder: Path, sequences: int, mean: float) -> list[LeasedGroup]:
 def measure_share(folder: Path, leased: Sequence[LeasedGroup], given: argparse.Namespace) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = TrainerConfig(data_parallel=given.ranks, tokens_per_microbatch=BUDGET, minibatches=given.minibatches)
-    device = FlavouredDevice("cpu") if given.spec == "te" else Device("cpu")
+    device = PacksForGpu("cpu") if given.spec == "te" else Device("cpu")
     engine = NullEngine(ModelConfig(path=str(folder), dtype="bfloat16"), config, device, rank=given.ranks // 2)
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
     sent, read = pickle.dumps(leased, protocol=5), Counter()

@@ -66,7 +66,7 @@ class _VocabularyParallel(torch.autograd.Function):
         columns, grad = ctx.columns, torch.zeros_like(logits)
         for part in _chunks(logits, columns):
             log_p = _scaled(logits[part, :columns], ctx.temperature, log_normaliser[part])
-            p = log_p.exp()
+            p = log_p.exp_() if of_entropy is None else log_p.exp()
             if of_entropy is not None:
                 slope = log_p.add_(entropy[part, None]).mul_(of_entropy[part, None])
                 if of_logprob is not None:
@@ -78,13 +78,14 @@ class _VocabularyParallel(torch.autograd.Function):
                 continue
             if of_logprob is not None:
                 total.scatter_add_(1, local[part, None], (of_logprob[part] * owned[part])[:, None])
-            grad[part, :columns] = total.div_(ctx.temperature)
+            grad[part, :columns] = total if ctx.temperature == 1.0 else total.div_(ctx.temperature)
         return grad, None, None, None, None, None
 
 
 def _scaled(logits: torch.Tensor, temperature: float, shift: torch.Tensor) -> torch.Tensor:
     """A float32 copy of ``logits / temperature - shift``, with one shift per row."""
-    return logits.to(torch.float32, copy=True).div_(temperature).sub_(shift[:, None])
+    scaled = logits.to(torch.float32, copy=True)
+    return (scaled if temperature == 1.0 else scaled.div_(temperature)).sub_(shift[:, None])
 
 
 def _chunks(logits: torch.Tensor, columns: int) -> list[slice]:
