@@ -1,0 +1,124 @@
+"""Whether megasync's own costs allow a run of 1,000 GPUs: one row per figure, with its goal.
+
+    python benchmarks/scale.py [--only NAME ...] [--quick] [--check]
+
+Each figure is measured by the benchmark that owns it, in a process of its own. `--quick` shortens the measurements, not
+the sizes that a goal is about. `--check` exits with status 1 and names the rows that miss their goal. docs/scale.md has
+the arithmetic behind the goals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# What the child process writes before its result.
+RESULT = "result: "
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound of a measured value."""
+
+    limit: float
+    at_least: bool = False
+
+    def met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row. `measure` takes whether to be quick and returns the values that `goals` bounds, by the same names."""
+
+    what: str
+    unit: str
+    goals: Mapping[str, Goal]
+    measure: Callable[[bool], dict[str, float]]
+
+
+def loop_lag(quick: bool) -> dict[str, float]:
+    from fleet import measure
+
+    found = measure(servers=512, count=10_000, seconds=10.0 if quick else 30.0)
+    return {"median": found.median, "longest": found.longest}
+
+
+def kill_noticed(quick: bool) -> dict[str, float]:
+    from fleet import measure
+
+    found = measure(servers=512, count=0, seconds=1.0, hold=1.0, settle=5.0)
+    return {"": found.noticed}
+
+
+def gateway(quick: bool) -> dict[str, float]:
+    from rollout import measure, null_server
+
+    with null_server() as url:
+        rounds = asyncio.run(measure(url, sessions=1000, turns=4, tokens=64, repeats=2 if quick else 5))
+    pairs = zip(rounds["raw"], rounds["gateway"], strict=True)
+    return {"": statistics.median(raw.seconds / through.seconds for raw, through in pairs)}
+
+
+FIGURES = {
+    "gateway": Figure("requests/s through the gateway over raw aiohttp", "", {"": Goal(0.5, at_least=True)}, gateway),
+    "loop-lag": Figure(
+        "lag of the driver's event loop with 512 servers and 10,000 requests in flight",
+        "ms",
+        {"median": Goal(20.0), "longest": Goal(250.0)},
+        loop_lag,
+    ),
+    "kill-noticed": Figure("time until a killed server of 512 is noticed", "ms", {"": Goal(1000.0)}, kill_noticed),
+}
+
+
+def measured(name: str, quick: bool) -> dict[str, float]:
+    """Measures one figure in a new process. Raises RuntimeError, with its output, when that fails."""
+    command = [sys.executable, __file__, "--child", name, *(["--quick"] if quick else [])]
+    child = subprocess.run(command, capture_output=True, text=True)
+    results = [line.removeprefix(RESULT) for line in child.stdout.splitlines() if line.startswith(RESULT)]
+    if child.returncode or len(results) != 1:
+        raise RuntimeError(f"{name} failed with status {child.returncode}:\n{(child.stdout + child.stderr)[-2000:]}")
+    return json.loads(results[0])
+
+
+def row(figure: Figure, found: Mapping[str, float]) -> str:
+    goals = figure.goals
+    values = ", ".join(f"{label} {found[label]:.3g}".strip() for label in goals)
+    bounds = ", ".join(f"{label} {goal}".strip() for label, goal in goals.items())
+    return f"| {figure.what} | {values} {figure.unit}".rstrip() + f" | {bounds} {figure.unit}".rstrip() + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=FIGURES, metavar="NAME", help=", ".join(FIGURES))
+    parser.add_argument("--quick", action="store_true", help="shorter measurements")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a goal is missed")
+    parser.add_argument("--child", choices=FIGURES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        logging.disable(logging.WARNING)
+        print(RESULT + json.dumps(FIGURES[given.child].measure(given.quick)))
+        return
+    print("| figure | measured | goal |\n|---|---|---|")
+    missed = []
+    for name in given.only or FIGURES:
+        figure, found = FIGURES[name], measured(name, given.quick)
+        print(row(figure, found), flush=True)
+        missed += [f"{name} {label}".strip() for label, goal in figure.goals.items() if not goal.met(found[label])]
+    if given.check and missed:
+        sys.exit(f"Goals missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
