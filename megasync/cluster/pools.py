@@ -94,8 +94,9 @@ class Pools:
     async def ended(self, pool: str, slot: int, process: ProcessId) -> None:
         """Returns when a process on the node of a slot has ended. Raises ProcessLost when the node is lost."""
         group, bundle = self._place(pool, slot)
-        node = placement_group_table(group)["bundles_to_node_id"][bundle]
-        await self._agents.ended(node, process)
+        # In a thread, because it asks Ray's head, perhaps while hundreds of servers start.
+        table = await asyncio.to_thread(placement_group_table, group)
+        await self._agents.ended(table["bundles_to_node_id"][bundle], process)
 
     def _place(self, pool: str, slot: int) -> tuple[PlacementGroup, int]:
         """The placement group of a slot, and its bundle there."""
