@@ -36,6 +36,7 @@ from megasync.cluster.actors import ActorGroup
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.node_agents import NodeAgents
 from megasync.cluster.ray_cluster import RayCluster
+from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
@@ -210,7 +211,8 @@ def measure(
         )
         agents = NodeAgents(lambda node: NodeAgent(group, node))
         try:
-            return await drive(url, generation, servers, count, seconds, hold, settle, agents)
+            async with short_collections():
+                return await drive(url, generation, servers, count, seconds, hold, settle, agents)
         finally:
             agents.close()
             group.kill()

@@ -24,6 +24,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
+from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import CONFIG_FILE, Config, remember
 from megasync.config.pools import pool_specs
@@ -94,7 +95,7 @@ class Run:
             check_capabilities()
             self._mailbox.open()
             with RunObserver(self.config, self.run_dir) as observer:
-                async with AsyncExitStack() as stack:
+                async with short_collections(), AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
                     observer.message("shutting down servers and trainer ranks")
