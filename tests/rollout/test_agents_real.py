@@ -126,10 +126,10 @@ async def test_two_tools_and_three_turns_with_an_update_between_turns_and_one_wi
 
 def _logprobs(folder, trajectory):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = trajectory.prompt_ids + trajectory.response_ids
+    ids = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, len(trajectory.prompt_ids) - 1 : -1].double()
-    chosen = torch.tensor(trajectory.response_ids)[:, None]
+    chosen = torch.tensor(trajectory.response_ids.tolist())[:, None]
     return torch.log_softmax(logits / SAMPLING.temperature, dim=-1).gather(1, chosen)[:, 0].tolist()
 
 

@@ -183,7 +183,7 @@ async def test_an_episode_across_weight_updates_is_one_trajectory_that_the_model
 
 
 def _check_logprobs(model_path, trajectory):
-    expected = _logprobs(model_path, trajectory.prompt_ids, trajectory.response_ids)
+    expected = _logprobs(model_path, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
     for ours, theirs, trained in zip(trajectory.logprobs, expected, trajectory.loss_mask, strict=True):
         assert abs(ours - theirs) < 1e-4 if trained else ours == 0.0
 
