@@ -151,8 +151,8 @@ def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
     }
 
 
-async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
-    """The table rows for groups of `tokens` response tokens."""
+async def measure(tokens: int, repeats: int, folder: Path) -> tuple[float, dict[str, list[float]]]:
+    """Bytes of a pickled group of `tokens` tokens, and seconds a group of each way by round, the queue's first."""
     rng = random.Random(0)
     groups = [make_group(tokens, rng) for _ in range(STEP)]
     size = statistics.mean(len(pickle.dumps(as_lists(group))) for group in groups)
@@ -168,12 +168,21 @@ async def measure(tokens: int, repeats: int, folder: Path) -> Iterable[str]:
                 # The first round is a warm-up.
                 if repeat:
                     seconds.setdefault(name, []).append((time.perf_counter() - start) / (steps * STEP))
+    return size, seconds
+
+
+def rows(tokens: int, size: float, seconds: dict[str, list[float]]) -> Iterable[str]:
     (queue, *_) = seconds.values()
     return (
         f"| {tokens} | {name} | {1 / statistics.median(took):.0f} | {size / statistics.median(took) / 1e6:.0f} | "
-        f"{statistics.median(q / t for q, t in zip(queue, took, strict=True)):.2f} |"
+        f"{ratio(queue, took):.2f} |"
         for name, took in seconds.items()
     )
+
+
+def ratio(queue: list[float], took: list[float]) -> float:
+    """The rate relative to the queue's, the median over rounds."""
+    return statistics.median(q / t for q, t in zip(queue, took, strict=True))
 
 
 def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int) -> str:
@@ -250,7 +259,7 @@ async def main(arguments: argparse.Namespace) -> None:
             for tokens in arguments.tokens:
                 folder = Path(name) / str(tokens)
                 folder.mkdir()
-                print("\n".join(await measure(tokens, arguments.repeats, folder)), flush=True)
+                print("\n".join(rows(tokens, *await measure(tokens, arguments.repeats, folder))), flush=True)
         finally:
             cluster.close()
 

@@ -311,15 +311,17 @@ async def by_messages(client: SampleClient, last: Generation | None) -> tuple[Ge
     return reply.generation, start
 
 
-async def measure_long(url: str) -> None:
+# Per way of giving the prompt: the medians of the driver's CPU time by turn, and of building the trajectories; in ms.
+LongTimes = dict[str, tuple[list[float], float]]
+
+
+async def measure_long(url: str, repeats: int = LONG_REPEATS) -> LongTimes:
     client = long_client(url)
-    print(f"Conversations of {LONG_TURNS} turns; CPU of the driver per turn in ms, medians of {LONG_REPEATS}:\n")
-    print(f"| prompts as | {' | '.join(f'turn {turn}' for turn in SHOWN_TURNS)} | last / first | trajectories, ms |")
-    print("|---|" + "---|" * (len(SHOWN_TURNS) + 2))
+    found: LongTimes = {}
     for name, play in {"tokens + new": by_tokens, "lists": by_lists, "chat messages": by_messages}.items():
         times: list[list[float]] = [[] for _ in range(LONG_TURNS)]
         ends: list[float] = []
-        for repeat in range(LONG_REPEATS + 1):
+        for repeat in range(repeats + 1):
             sample, generation = long_sample(client, repeat, PartialResponses()), None
             for turn in times:
                 generation, start = await play(sample, generation)
@@ -329,13 +331,22 @@ async def measure_long(url: str) -> None:
             ends.append(1e3 * (time.process_time() - start))
         last_reply.clear()
         # The first conversation opens connections and fills caches.
-        medians = [statistics.median(turn[1:]) for turn in times]
-        shown = " | ".join(f"{medians[turn - 1]:.2f}" for turn in SHOWN_TURNS)
-        print(f"| {name} | {shown} | {medians[-1] / medians[0]:.2f} | {statistics.median(ends[1:]):.2f} |")
+        found[name] = [statistics.median(turn[1:]) for turn in times], statistics.median(ends[1:])
     await client.close()
+    return found
 
 
-async def measure_live(url: str, count: int) -> None:
+def show_long(found: LongTimes) -> None:
+    print(f"Conversations of {LONG_TURNS} turns; CPU of the driver per turn in ms, medians of {LONG_REPEATS}:\n")
+    print(f"| prompts as | {' | '.join(f'turn {turn}' for turn in SHOWN_TURNS)} | last / first | trajectories, ms |")
+    print("|---|" + "---|" * (len(SHOWN_TURNS) + 2))
+    for name, (medians, end) in found.items():
+        shown = " | ".join(f"{medians[turn - 1]:.2f}" for turn in SHOWN_TURNS)
+        print(f"| {name} | {shown} | {medians[-1] / medians[0]:.2f} | {end:.2f} |")
+
+
+async def measure_live(url: str, count: int) -> float:
+    """Bytes that each of this many live conversations holds."""
     client, responses = long_client(url), PartialResponses()
     arrived, everyone = 0, asyncio.Event()
     gc.collect()
@@ -362,6 +373,7 @@ async def measure_live(url: str, count: int) -> None:
         f"{count * LONG_TURNS / seconds:.0f} requests/s"
     )
     await client.close()
+    return held / count
 
 
 async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int) -> dict[str, list[Round]]:
@@ -410,7 +422,7 @@ def main() -> None:
         return
     if given.long:
         with null_server("null_fixed.py", str(ANSWER)) as url:
-            asyncio.run(measure_long(url))
+            show_long(asyncio.run(measure_long(url)))
             if given.live:
                 asyncio.run(measure_live(url, given.live))
         return

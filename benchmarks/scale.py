@@ -13,11 +13,14 @@ import argparse
 import asyncio
 import json
 import logging
+import pickle
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 # What the child process writes before its result.
 RESULT = "result: "
@@ -47,6 +50,92 @@ class Figure:
     measure: Callable[[bool], dict[str, float]]
 
 
+def buffer_rate(quick: bool) -> dict[str, float]:
+    from buffer import measure, ratio
+
+    from megasync.cluster.ray_cluster import RayCluster
+    from megasync.config import Config
+
+    async def ratios() -> dict[str, float]:
+        found = {}
+        for label, tokens in {"1k": 1000, "10k": 10_000, "100k": 100_000}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                _, seconds = await measure(tokens, 3 if quick else 5, Path(folder))
+            queue = next(iter(seconds.values()))
+            found[label] = ratio(queue, seconds["megasync actor, durable"])
+        return found
+
+    cluster = RayCluster(Config(), devices_needed=1)
+    cluster.connect()
+    try:
+        return asyncio.run(ratios())
+    finally:
+        cluster.close()
+
+
+def bytes_per_token(quick: bool) -> dict[str, float]:
+    import random
+
+    from buffer import SCHEDULE, make_group, named
+
+    from megasync.buffer import AsyncBuffer
+    from megasync.buffer.payload import encode
+
+    tokens, groups = 100_000, 4 if quick else 16
+    group = make_group(tokens, random.Random(0))
+    arrays = [(t.prompt_ids, t.response_ids, t.logprobs, t.loss_mask, t.versions) for t in group.trajectories]
+    memory = sum(
+        ids.nbytes
+        + response.nbytes
+        + logprobs.nbytes
+        + mask.values.nbytes
+        + mask.ends.nbytes
+        + 2 * versions.ends.nbytes
+        for ids, response, logprobs, mask, versions in arrays
+    )
+    wire = len(pickle.dumps(encode(group), protocol=5))
+
+    async def commit(folder: Path) -> int:
+        buffer = AsyncBuffer(replace(SCHEDULE, groups_per_step=groups), ledger=folder / "ledger.db")
+        for number in range(groups):
+            await buffer.admit(f"0:{number}")
+            await buffer.commit(encode(named(group, f"0:{number}", 0)))
+        await buffer.close("measured")
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    with tempfile.TemporaryDirectory() as folder:
+        disk = asyncio.run(commit(Path(folder)))
+    return {"memory": memory / tokens, "disk": disk / tokens / groups, "wire": wire / tokens}
+
+
+def rank_step(quick: bool) -> dict[str, float]:
+    from trainer_share import arguments, measure_step
+
+    return {"": measure_step(arguments(["--steps", "2" if quick else "5"]))["total"]}
+
+
+def packing(quick: bool) -> dict[str, float]:
+    from trainer_share import measure_packing
+
+    return {"": statistics.median(measure_packing(65_536, 512, 5740.0) for _ in range(1 if quick else 3))}
+
+
+def late_turn(quick: bool) -> dict[str, float]:
+    from rollout import ANSWER, measure_long, null_server
+
+    with null_server("null_fixed.py", str(ANSWER)) as url:
+        found = asyncio.run(measure_long(url, 4 if quick else 12))
+    return {name: turns[-1] / turns[0] for name, (turns, _) in found.items()}
+
+
+def live_memory(quick: bool) -> dict[str, float]:
+    from rollout import ANSWER, measure_live, null_server
+
+    with null_server("null_fixed.py", str(ANSWER)) as url:
+        each = asyncio.run(measure_live(url, 500 if quick else 16_000))
+    return {"each": each / 1e6, "16,000": 16_000 * each / 1e9}
+
+
 def loop_lag(quick: bool) -> dict[str, float]:
     from fleet import measure
 
@@ -71,6 +160,29 @@ def gateway(quick: bool) -> dict[str, float]:
 
 
 FIGURES = {
+    "buffer": Figure(
+        "groups/s through the durable buffer over a queue in a Ray actor, by tokens of a group",
+        "",
+        dict.fromkeys(("1k", "10k", "100k"), Goal(1.0, at_least=True)),
+        buffer_rate,
+    ),
+    "bytes": Figure("bytes a token", "", dict.fromkeys(("memory", "disk", "wire"), Goal(9.0)), bytes_per_token),
+    "rank-step": Figure(
+        "CPU of one of 64 data ranks for a step of 47 M tokens, without the model", "s", {"": Goal(1.0)}, rank_step
+    ),
+    "packing": Figure("packing 65,536 sequences over 512 ranks", "s", {"": Goal(1.0)}, packing),
+    "late-turn": Figure(
+        "CPU of turn 50 at 32k tokens over turn 1, by the form of prompts",
+        "",
+        {"tokens + new": Goal(1.5), "chat messages": Goal(1.5)},
+        late_turn,
+    ),
+    "live": Figure(
+        "memory of a live conversation of 32k tokens (MB), and of 16,000 (GB)",
+        "",
+        {"each": Goal(1.0), "16,000": Goal(16.0)},
+        live_memory,
+    ),
     "gateway": Figure("requests/s through the gateway over raw aiohttp", "", {"": Goal(0.5, at_least=True)}, gateway),
     "loop-lag": Figure(
         "lag of the driver's event loop with 512 servers and 10,000 requests in flight",

@@ -135,7 +135,8 @@ def record(folder: Path, sequences: int, mean: float) -> list[LeasedGroup]:
     return leased
 
 
-def measure_share(folder: Path, leased: Sequence[LeasedGroup], given: argparse.Namespace) -> None:
+def measure_share(folder: Path, leased: Sequence[LeasedGroup], given: argparse.Namespace) -> dict[str, float]:
+    """Seconds of each part of a step, and their total."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = TrainerConfig(data_parallel=given.ranks, tokens_per_microbatch=BUDGET, minibatches=given.minibatches)
     device = PacksForGpu("cpu") if given.spec == "te" else Device("cpu")
@@ -164,9 +165,11 @@ def measure_share(folder: Path, leased: Sequence[LeasedGroup], given: argparse.N
     print(f"own share: {read['sequences'] // len(steps)} sequences, {read['tokens'] // len(steps)} tokens")
     print(f"| {' | '.join(median)} | total |\n|{'---|' * (len(median) + 1)}")
     print(f"| {' | '.join(f'{seconds:.3f}' for seconds in median.values())} | {total:.3f} |")
+    return median | {"total": total}
 
 
-def measure_packing(sequences: int, ranks: int, mean: float) -> None:
+def measure_packing(sequences: int, ranks: int, mean: float) -> float:
+    """CPU seconds of packing."""
     draw = np.random.default_rng(0)
     fed, prompts = response_lengths(draw, sequences, mean), np.arange(sequences) // GROUP
     lengths = Lengths(prompts, draw.integers(100, 600, sequences // GROUP)[prompts], fed)
@@ -176,9 +179,10 @@ def measure_packing(sequences: int, ranks: int, mean: float) -> None:
     loads = packing.work[packing.table].sum(axis=1)
     fill = packing.counted_tokens / (packing.table.size * BUDGET)
     print(f"| {sequences} | {ranks} | {seconds:.2f} | {fill:.3f} | {loads.max() / loads.mean():.4f} |")
+    return seconds
 
 
-def main() -> None:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks")
     parser.add_argument("--sequences", type=int, default=8192)
@@ -186,12 +190,21 @@ def main() -> None:
     parser.add_argument("--spec", choices=("te", "local"), default="te", help="layer spec; local shares prompts")
     parser.add_argument("--minibatches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
-    given = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def measure_step(given: argparse.Namespace) -> dict[str, float]:
+    """Seconds of each part of one rank's step with a recorded batch."""
     with tempfile.TemporaryDirectory() as folder:
         leased = record(Path(folder), given.sequences, given.mean)
         tokens = sum(t.prompt_tokens + t.response_tokens for group in leased for t in group.header.trajectories)
         print(f"{given.sequences} sequences, {tokens} tokens, {given.ranks} data-parallel ranks, spec {given.spec}")
-        measure_share(Path(folder), leased, given)
+        return measure_share(Path(folder), leased, given)
+
+
+def main() -> None:
+    given = arguments()
+    measure_step(given)
     print("\n| sequences | ranks | packing, s | fill | heaviest rank / mean |\n|---|---|---|---|---|")
     for sequences, ranks in ((given.sequences, given.ranks), (65_536, 512)):
         measure_packing(sequences, ranks, given.mean)
