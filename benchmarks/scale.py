@@ -95,16 +95,16 @@ def bytes_per_token(quick: bool) -> dict[str, float]:
     )
     wire = len(pickle.dumps(encode(group), protocol=5))
 
-    async def commit(folder: Path) -> int:
+    async def commit(folder: Path) -> None:
         buffer = AsyncBuffer(replace(SCHEDULE, groups_per_step=groups), ledger=folder / "ledger.db")
         for number in range(groups):
             await buffer.admit(f"0:{number}")
             await buffer.commit(encode(named(group, f"0:{number}", 0)))
         await buffer.close("measured")
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     with tempfile.TemporaryDirectory() as folder:
-        disk = asyncio.run(commit(Path(folder)))
+        asyncio.run(commit(Path(folder)))
+        disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {"memory": memory / tokens, "disk": disk / tokens / groups, "wire": wire / tokens}
 
 
