@@ -6,7 +6,8 @@ All do one policy-gradient forward and backward pass and an update over the same
 padding, splits them over its ranks, computes a common prompt once, and computes logits only where a response token is
 predicted. Plain Megatron runs in the same ranks on the same microbatches, alternating with megasync. With --hf, the
 Hugging Face baseline is one process with as many threads that pads the sequences into batches, as most small trainers
-do. The results are medians over the steps, without the first one.
+do. The results are CPU seconds of all processes, which other work on the machine changes little: medians over the
+steps, without the first one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
 
 
 class Clock:
-    """CPU seconds of this process, which other processes of the machine hardly change."""
+    """CPU seconds of this process."""
 
     def __enter__(self) -> Clock:
         self._start = time.process_time()
@@ -152,7 +153,7 @@ class PlainMegatron:
 
 
 def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple[float, float]]:
-    """Time of each step on the slowest rank in seconds: megasync's, and that of plain Megatron right after it."""
+    """CPU seconds of each step on all ranks: megasync's, and those of plain Megatron right after it."""
     world = pool_specs(config)["trainer"].slots
     leased = [*map(in_memory, groups)]
     context = multiprocessing.get_context("spawn")
@@ -173,7 +174,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple
             for pipe in pipes:
                 pipe.send((leased, step, 0))
             ours, plain = zip(*(pipe.recv() for pipe in pipes), strict=True)
-            seconds.append((max(ours), max(plain)))
+            seconds.append((sum(ours), sum(plain)))
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
@@ -182,7 +183,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple
 
 
 def measure_hugging_face(config: Config, groups: list[Group], steps: int, threads: int) -> list[float]:
-    """Time of each step, in seconds. Padded batches have about as many tokens as megasync's microbatches."""
+    """CPU seconds of each step. Padded batches have about as many tokens as megasync's microbatches."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
@@ -195,7 +196,7 @@ def measure_hugging_face(config: Config, groups: list[Group], steps: int, thread
     size = max(1, config.trainer.tokens_per_microbatch // longest)
     seconds = []
     for _ in range(steps + 1):
-        start = time.monotonic()
+        start = time.process_time()
         for begin in range(0, len(sequences), size):
             chunk, starts = sequences[begin : begin + size], prompts[begin : begin + size]
             ids = torch.tensor([s + [0] * (longest - len(s)) for s in chunk])
@@ -207,7 +208,7 @@ def measure_hugging_face(config: Config, groups: list[Group], steps: int, thread
             (-(scores * mask[:, 1:]).sum() / sum(map(len, sequences))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.monotonic() - start)
+        seconds.append(time.process_time() - start)
     return seconds[1:]
 
 
@@ -228,7 +229,7 @@ def main() -> None:
     pairs = measure_ranks(config, groups, given.steps)
     ours, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratios = [theirs / mine for mine, theirs in pairs]
-    print("| way | seconds a step | tokens/s | megasync's speed / its |\n|---|---|---|---|")
+    print("| way | CPU seconds a step | tokens per CPU second | megasync's speed / its |\n|---|---|---|---|")
     print(f"| megasync, {world} ranks | {ours:.2f} | {tokens / ours:.0f} | |")
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(f"| megatron-core, {world} ranks | {plain:.2f} | {tokens / plain:.0f} | {spread} |")

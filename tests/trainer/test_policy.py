@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 PLAIN = {"correction": "none"}
+# Proximal and reference log-probs, which stay on the ranks that compute them.
+SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
 # Two sequences, for four data-parallel ranks.
 FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
 
@@ -37,6 +39,7 @@ def runs(run_ranks, model):
         "bfloat16": {"steps": 2, "dtype": "bfloat16"},
         "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
         "few": FEW,
+        "scored": {**SCORED, "trainer": {"minibatches": 2}},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
@@ -49,6 +52,8 @@ def spread(run_ranks, model):
         "dp2": {"steps": 2, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
         "pp2": {"steps": 2, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "sequence": {"steps": 1, "trainer": {"data_parallel": 2}, "algorithm": {"correction": "sequence"}},
+        "scored-dp2": {**SCORED, "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40}},
+        "scored-pp2": {**SCORED, "trainer": {"minibatches": 2, "pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
     }
     return run_ranks("policies", 2, model=model, runs=settings)
@@ -69,11 +74,13 @@ def largest_difference(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
-def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout):
+@pytest.mark.parametrize(
+    "layout, alone", [("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")]
+)
+def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
     for step in range(2):
         for rank in spread:
-            assert_same_metrics(rank[layout]["metrics"][step], runs["plain"]["metrics"][step], rel=1e-4, abs=1e-5)
+            assert_same_metrics(rank[layout]["metrics"][step], runs[alone]["metrics"][step], rel=1e-4, abs=1e-5)
         first, second = (rank[layout]["metrics"][step] for rank in spread)
         assert_same_metrics(first, second, rel=0, abs=0)
 
