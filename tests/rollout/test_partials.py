@@ -1,10 +1,15 @@
 """What is kept of responses: for the very request that they answer, and complete ones as complete."""
 
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
 from responses import grow
 
 from megasync.rollout import partials as partials_module
 from megasync.rollout.partials import PartialResponse, PartialResponses, request_digest
 from megasync.rollout.tokens import Tokens
+from megasync.serving.answers import Finish, GeneratedPiece
 from megasync.trajectory import Partial
 
 
@@ -139,3 +144,39 @@ def test_the_request_digest_depends_on_the_prompt_and_every_parameter():
     digests += [request_digest(prompt, params | change) for change in changed]
     assert len(set(digests)) == 5
     assert request_digest(Tokens.of([1, 2]), dict(reversed(params.items()))) == digests[0]
+
+
+# A request: pieces of (version at sending, tokens), and how it ends: by its last piece, with the server's report of
+# versions, without one, or discarded.
+PIECES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=3)
+REQUESTS = st.lists(st.tuples(PIECES, st.sampled_from(["report", "cut", "discard"]), st.integers(0, 3)), max_size=6)
+
+
+@given(REQUESTS, st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans())
+def test_pieces_add_up_as_in_plain_lists(requests, prompt, saved_between):
+    response, before = PartialResponse(), Tokens.of(prompt)
+    response.follow(before)
+    ids, logprobs, versions = [], [], []
+    for pieces, end, newest in requests:
+        response.begin_request(100, published=0)
+        new_ids, new_versions, earlier = [], [], 0
+        for version, count in pieces:
+            numbers = [len(ids) + len(new_ids) + n for n in range(count)]
+            piece = GeneratedPiece(array("i", numbers), array("f", [-n / 8 for n in numbers]), "", None, version, [])
+            response.add(piece)
+            new_ids += numbers
+            new_versions += [earlier] * count
+            earlier = version
+        if end == "report":
+            spans = [(newest, 1), (newest + 1, len(new_ids) - 1)] if new_ids else []
+            response.add(GeneratedPiece(array("i"), array("f"), "", Finish("abort"), -1, spans))
+            new_versions = [newest] * min(1, len(new_ids)) + [newest + 1] * (len(new_ids) - 1)
+        elif end == "discard":
+            response.discard_request()
+            new_ids, new_versions = [], []
+        ids, versions, logprobs = ids + new_ids, versions + new_versions, logprobs + [-n / 8 for n in new_ids]
+        if saved_between:
+            response = PartialResponse.from_saved(response.snapshot("digest"))
+            response.follow(before)
+        assert (tokens(response), response.logprobs.tolist(), list(response.versions)) == (ids, logprobs, versions)
+        assert (response.tokens, len(response)) == ([*prompt, *ids], len(ids))
