@@ -24,7 +24,7 @@ from megasync.app.workload import Custom, prepare_workload
 from megasync.buffer.payload import in_memory
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
-from megasync.evaluation.evaluate import evaluate
+from megasync.evaluation.evaluate import Answerer, evaluate
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
@@ -130,7 +130,9 @@ class PlainLoop:
 
     async def _score(self, step: int) -> None:
         held_out = replace(self._work.eval_sets[0], temperatures=(0.0,))
-        (found,) = await evaluate(self._client, [held_out], self._work.workflow, self.config.eval.max_inflight)
+        (found,) = await evaluate(
+            Answerer(self._client, self._work.workflow), [held_out], self.config.eval.max_inflight
+        )
         self._done["scores"].append([step, found.score])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
+from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
 from megasync.app.workload import Custom, prepare_workload
 from megasync.concurrency.tasks import handle_signals
@@ -127,10 +128,12 @@ class AsyncTrainer:
         """`train` for callers with an event loop."""
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
+        if self.config.rollout.workers:
+            await asyncio.to_thread(check_workload_travels, workload, self._custom)
         run_dir = self._run_dir or self._new_run_dir()
         if self._resume_file is not None:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
-        run = Run(self.config, run_dir, workload, self._checkpoint)
+        run = Run(self.config, run_dir, workload, self._checkpoint, self._custom)
         task = asyncio.create_task(run.execute(), name="run")
         with _stop_signals(run, task):
             return await task

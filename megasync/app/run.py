@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from megasync.app.mailbox import Mailbox
+from megasync.app.rollout_worker import AnswersOfWorkers
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import InferenceServers, reserve_pools
-from megasync.app.workload import Workload
+from megasync.app.workload import Custom, Workload
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.remote_buffer import RemoteBuffer
@@ -35,7 +36,7 @@ from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
 from megasync.errors import ServerParityError
-from megasync.evaluation.evaluate import PeriodicEvaluation
+from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import export_checkpoint
@@ -73,12 +74,23 @@ class StartedRun:
 
 
 class Run:
-    """A run in `run_dir`, new or resumed. `checkpoint` is the one that it resumes from, if any."""
+    """A run in `run_dir`, new or resumed. `checkpoint` is the one that it resumes from, if any.
 
-    def __init__(self, config: Config, run_dir: Path, workload: Workload, checkpoint: Path | None = None) -> None:
+    `custom` is what the workload got from Python.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        workload: Workload,
+        checkpoint: Path | None = None,
+        custom: Custom | None = None,
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self._workload = workload
+        self._custom = custom or Custom()
         self._checkpoint = checkpoint
         self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None
@@ -129,6 +141,9 @@ class Run:
         client.published_version = lambda: progress.version
         publisher = await self._build_publisher(stack, device, started, observer)
         seed = config.seed if config.rollout.deterministic else None
+        evaluation = None
+        if self._workload.eval_sets:
+            evaluation = self._build_evaluation(config, client, started.servers, observer, seed)
         parts = ControlledParts(
             trainer=started.trainer,
             publisher=publisher,
@@ -136,10 +151,13 @@ class Run:
             rollouter=self._build_rollouter(config, started, seed),
             fleet=fleet,
             frozen_models=started.servers.frozen_models,
-            evaluate=self._build_evaluation(config, client, observer, seed) if self._workload.eval_sets else None,
+            evaluate=evaluation,
             cursor=self._workload.source.state,
             observer=observer,
+            rollout_workers=started.servers.workers,
         )
+        if (workers := started.servers.workers) is not None:
+            await workers.announce(progress.version, progress.claimed)
         await self._first_weights(publisher, progress, fleet, observer)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
@@ -152,14 +170,17 @@ class Run:
         """Starts trainer ranks and servers at the same time."""
         workload, schedule = self._workload, config.schedule
         stack.push_async_callback(workload.close)
-        await workload.open()
+        if not config.rollout.workers:
+            await workload.open()
         observer.message("starting Ray, trainer ranks and servers")
         pools = await reserve_pools(stack, config, pool_specs(config), device)
-        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload)
+        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload, self._custom)
         trainer = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(trainer.stop)
         buffer = RemoteBuffer(schedule, schedule.total_steps * schedule.groups_per_step, ledger=ledger)
         stack.callback(buffer.kill)
+        if servers.workers is not None:
+            buffer.follow(partial(servers.workers.tell, "use_buffer", ""))
         await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
         controls = servers.fleet.joiners()
         return StartedRun(trainer, servers, buffer, controls, servers.client(stack, config, workload, controls))
@@ -195,6 +216,9 @@ class Run:
             max_drop_share=rollout.max_drop_share,
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
         )
+        if servers.workers is not None:
+            servers.workers.follow(rollouter.add, rollouter.remove)
+            return rollouter
         selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
         worker = GroupWorker(
             started.client,
@@ -207,14 +231,13 @@ class Run:
         return rollouter
 
     def _build_evaluation(
-        self, config: Config, client: RolloutClient, observer: RunObserver, seed: int | None
+        self, config: Config, client: RolloutClient, servers: InferenceServers, observer: RunObserver, seed: int | None
     ) -> PeriodicEvaluation:
+        workers = servers.workers
         return PeriodicEvaluation(
-            client,
+            Answerer(client, self._workload.workflow, seed) if workers is None else AnswersOfWorkers(workers),
             self._workload.eval_sets,
-            self._workload.workflow,
             config.eval.max_inflight,
-            seed=seed,
             on_answers=observer.answers,
             shown=config.observe.samples,
         )

@@ -1,4 +1,4 @@
-"""The serving side of a run or an evaluation: devices, rollout servers, frozen models, and the client of the servers.
+"""The serving side of a run or an evaluation: devices, servers, frozen models, rollout workers, and the client.
 
 Whatever is opened is pushed on the caller's exit stack immediately.
 """
@@ -9,13 +9,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megasync.app.workload import Task
+from megasync.app.rollout_worker import ServersOfWorkers, build_worker, worker_setup
+from megasync.app.workload import Custom, Task
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
@@ -57,30 +60,54 @@ class InferenceServers:
     keys: Keys
     # Isolates prompts that kill the fleet's servers.
     quarantine: Quarantine
+    # None if the driver does their work (`rollout.workers=0`).
+    workers: RolloutWorkers | None
 
     @classmethod
     def build(
-        cls, stack: AsyncExitStack, config: Config, run_dir: Path, device: Device, pools: Pools, task: Task
+        cls,
+        stack: AsyncExitStack,
+        config: Config,
+        run_dir: Path,
+        device: Device,
+        pools: Pools,
+        task: Task,
+        custom: Custom | None = None,
     ) -> InferenceServers:
-        """Starts nothing yet. The stack shuts down whatever is started later."""
+        """Starts nothing yet. The stack shuts down whatever is started later. `custom` is for the workers."""
         keys = Keys.draw(config.cluster)
         fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
         stack.push_async_callback(fleet.stop)
-        frozen_models = FrozenServers(config, run_dir, device, pools, keys, task.frozen_clients)
-        stack.push_async_callback(frozen_models.stop)
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
         fleet.on_departure(quarantine.left)
+        workers, clients = None, task.frozen_clients
+        if config.rollout.workers:
+
+            def process(number: int) -> WorkerActor:
+                setup = worker_setup(config, run_dir, number, fleet.router_url, keys, task, custom or Custom())
+                return WorkerActor(number, pools, partial(build_worker, setup))
+
+            workers = RolloutWorkers(config, process, quarantine, fleet.check_all)
+            clients = {key: ServersOfWorkers(workers, key) for key in clients}
+        frozen_models = FrozenServers(config, run_dir, device, pools, keys, clients)
+        stack.push_async_callback(frozen_models.stop)
         stack.push_async_callback(quarantine.close)
-        return cls(fleet, frozen_models, keys, quarantine)
+        if workers is not None:
+            stack.push_async_callback(workers.stop)
+        return cls(fleet, frozen_models, keys, quarantine, workers)
 
     async def start(self) -> None:
-        """Starts all servers. Frozen models that share devices with the rollout servers start after those.
+        """Starts all servers, then the workers. Frozen models that share devices start after the rollout servers.
 
         Raises MegasyncError.
         """
         await gather_or_cancel(self._start_rollout_pool(), self.frozen_models.start_own())
+        if self.workers is not None:
+            servers = ServersOfWorkers(self.workers)
+            self.fleet.follow(servers.add_server, servers.remove_server)
+            await self.workers.start()
 
     async def _start_rollout_pool(self) -> None:
         await self.fleet.start()

@@ -18,7 +18,7 @@ from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_e
 from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
-from megasync.evaluation.held_out import HeldOutSet, held_out_sets
+from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
 from megasync.importing import load_callable, load_function
 from megasync.layout.model_files import read_hf_config
@@ -86,6 +86,8 @@ class Workload(Task):
 
     source: PromptSource
     rewards: RewardRunner
+    # The reward function of the training data, if that is what scores it.
+    verifier: Callable | None
 
     def probes(self, count: int) -> list[list[int]]:
         """Token ids of up to `count` prompts with at least two tokens each, whose log-probs can be compared."""
@@ -117,10 +119,40 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
             config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
         ),
         rewards=scoring.runner(reward),
+        verifier=None if scoring.named else verifier,
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTask(Task):
+    """What a rollout worker needs. `eval_sets` have no prompts: they come from the driver."""
+
+    rewards: RewardRunner
+
+
+def prepare_worker(
+    config: Config, custom: Custom, verifier: Callable | None, verifiers: Mapping[str, Callable | None]
+) -> WorkerTask:
+    """Loads the tokenizer and resolves the functions in a worker's process.
+
+    `verifier` is the workload's, `verifiers` those of its evaluation sets by name. Raises as `prepare_workload` does.
+    """
+    scoring = Scoring(config, custom.reward)
+    tokenizer, vocab_size, context_length = _model(config)
+    return WorkerTask(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        eval_sets=list(sets_of_worker(config, scoring, verifiers).values()),
+        workflow=_workflow(config, custom, tokenizer),
+        scoring=scoring,
+        auxiliary=load_auxiliary_models(config),
+        stop_ids=stop_ids(config.model.path, tokenizer),
+        rewards=scoring.runner(scoring.named or verifier),
     )
 
 

@@ -5,7 +5,8 @@ found among its descendants on this machine.
 
     kind                           fault                              ends
     -----------------------------  ---------------------------------  ------------------------------------------------
-    server, router, rank, buffer   SIGKILL, or SIGSTOP                when the run has recovered
+    server, router, rank, buffer,  SIGKILL, or SIGSTOP                when the run has recovered
+    worker (`rollout.workers`)
     controller                     SIGKILL, then `megasync resume`    with the resumed run
     slow                           a server at a fifth of its speed   after `hold` seconds
     disk                           the run's filesystem is full       the same; `megasync resume` if the run ended
@@ -41,6 +42,7 @@ MARKS = {
     "router": "sglang::router",
     "rank": "TrainerRank",
     "buffer": "AsyncBuffer",
+    "worker": "RolloutWorker",
 }
 CONTROLLER = "controller"
 KINDS = (*MARKS, CONTROLLER)
@@ -95,6 +97,8 @@ class ChaosExperiment:
         """`config` is the configuration in `config_path` with `overrides`. Raises ConfigError for a bad plan."""
         if unknown := [kind for kind in plan.kill if kind not in KINDS]:
             raise ConfigError(f"--kill {','.join(unknown)} is not a kind of process; choose from {', '.join(KINDS)}")
+        if "worker" in plan.kill and not config.rollout.workers:
+            raise ConfigError("--kill worker, but rollout.workers=0: the run has no such process; set rollout.workers")
         check_patience(config, plan, timing.patience)
         self._config_path = config_path
         self._config = config
@@ -297,8 +301,14 @@ class ChaosExperiment:
 
 
 def check_patience(config: Config, plan: FaultPlan, patience: float) -> None:
-    """Raises ConfigError when a hung rank may not be detected and restarted within the wait for a step."""
+    """Raises ConfigError when a hung rank or worker may not be detected and restarted within the wait for a step."""
     timeouts = config.timeouts
+    if plan.stop and "worker" in plan.kill and patience <= timeouts.rollout_worker + timeouts.server_start:
+        raise ConfigError(
+            f"--patience {patience:g} must be longer than timeouts.rollout_worker={timeouts.rollout_worker:g} + "
+            f"timeouts.server_start={timeouts.server_start:g}, the longest recovery from a stopped worker; lower "
+            f"these, for example timeouts.rollout_worker=60, or raise --patience"
+        )
     needed = timeouts.train_step + timeouts.trainer_start + timeouts.weight_sync
     if plan.stop and "rank" in plan.kill and patience <= needed:
         raise ConfigError(

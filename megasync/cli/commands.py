@@ -314,7 +314,10 @@ def chaos(
     config: ConfigFile,
     overrides: Overrides = None,
     kill: Annotated[
-        str, typer.Option(help="Kinds of processes to kill: server, router, rank, buffer, controller. Empty for none.")
+        str,
+        typer.Option(
+            help="Kinds of processes to kill: server, router, rank, buffer, worker, controller. Empty for none."
+        ),
     ] = "server,router,rank,buffer",
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Duration of the experiment in minutes, from the start of the run.")

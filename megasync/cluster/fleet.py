@@ -456,5 +456,5 @@ class Fleet:
             self._keys,
             config.cluster,
         )
-        options = self._pools.first_node_options("rollout")
+        options = self._pools.node_options("rollout")
         return ServiceActor("router", 0, options, arguments, partial(self._pools.ended, "rollout", 0))

@@ -111,9 +111,10 @@ class Pools:
         devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
 
-    def first_node_options(self, pool: str) -> dict[str, Any]:
-        """Ray options for a process without devices on the pool's first node (the router)."""
-        strategy = PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=0)
+    def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
+        """Ray options for a process without devices on a node of the pool, counted around from 0."""
+        bundle = node % self.specs[pool].nodes
+        strategy = PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy, "num_cpus": 0}
 
     def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:

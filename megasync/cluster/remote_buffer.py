@@ -95,6 +95,7 @@ class RemoteBuffer:
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._killed = False
+        self._followers: list[Callable[[Any], None]] = []
         self._process = self._start()
 
     admit = _in_process(AsyncBuffer.admit)
@@ -117,6 +118,11 @@ class RemoteBuffer:
     async def reclaim(self) -> str:
         # One claimant per call: a repeated call gets the group that it may have received already.
         return await self._call("reclaim", uuid.uuid4().hex)
+
+    def follow(self, on_start: Callable[[Any], None]) -> None:
+        """Calls `on_start` with the Ray handle of the present process, and of each that replaces it."""
+        self._followers.append(on_start)
+        on_start(self._process.handle)
 
     def kill(self) -> None:
         """Ends the buffer; calls in flight fail."""
@@ -149,6 +155,8 @@ class RemoteBuffer:
         self._deaths.append(now)
         log.warning("%s; restarting it from %s", loss, self._ledger)
         self._process = self._start()
+        for on_start in self._followers:
+            on_start(self._process.handle)
 
     def _start(self) -> _BufferProcess:
         return _BufferProcess(self._schedule, self._total_groups, self._ledger)
@@ -162,8 +170,8 @@ class _BufferProcess:
         actor = ROLES["buffer"].actor
         remote: Any = ray.remote(actor).options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
         # Ranks on other machines read what this process writes.
-        self._handle = remote.remote(schedule, total_groups, ledger=ledger, shared=len(ray.nodes()) > 1)
-        self._actor = ActorGroup("buffer", [self._handle])
+        self.handle = remote.remote(schedule, total_groups, ledger=ledger, shared=len(ray.nodes()) > 1)
+        self._actor = ActorGroup("buffer", [self.handle])
         self._title = actor.__name__
         self._pid: int | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -220,7 +228,7 @@ class _BufferProcess:
         self.kill()
 
     def kill(self) -> None:
-        ray.kill(self._handle, no_restart=True)
+        ray.kill(self.handle, no_restart=True)
 
     async def _open(self) -> None:
         self._pid = await self._ask_pid(START_SECONDS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megasync.buffer import AsyncBuffer
 from megasync.errors import ConfigError
+from megasync.rollout.remote_worker import RolloutWorker
 from megasync.serving.process_watch import ProcessWatch
 from megasync.serving.router import Router
 from megasync.serving.server import FrozenModelServer, SGLangServer
@@ -44,6 +45,7 @@ ROLES = {
         # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
+        Role("rollout_worker", "rollout", RolloutWorker, ("pid", "open", "poll", "send")),
         # One on each node that has servers.
         Role("node_agent", None, ProcessWatch, ("ended",)),
         Role(

@@ -39,6 +39,7 @@ class Relation:
 
 REQUEST, REWARD, NO_PROGRESS = "timeouts.request", "timeouts.reward", "timeouts.no_progress"
 AGENT = "rollout.agent"
+WORKER = "timeouts.rollout_worker"
 # How long a hung server keeps its requests before it is declared dead, by each of the two kinds of health check.
 PROBES: tuple[Term, ...] = (
     ("rollout.health.probe_failures", "rollout.health.probe_timeout"),
@@ -94,6 +95,21 @@ RELATIONS = (
     ),
     Relation(
         ((BUFFER_RESTART,),), NO_PROGRESS, "nothing finishes until a hung buffer is detected, killed and restarted"
+    ),
+    Relation(
+        ((REWARD,),),
+        WORKER,
+        "a worker whose reward function blocks its event loop would be killed, although the function is within its "
+        "deadline",
+        "with rollout.workers",
+        lambda config: config.rollout.workers > 0,
+    ),
+    Relation(
+        ((WORKER,), ("timeouts.server_start",), (REQUEST,), (REWARD,)),
+        NO_PROGRESS,
+        "if all rollout workers hang, nothing finishes until one is killed and replaced and has finished a group",
+        "with rollout.workers",
+        lambda config: config.rollout.workers > 0,
     ),
     Relation(PROBES, REQUEST, HUNG_SERVER),
     Relation(CHECKS, REQUEST, HUNG_SERVER),

@@ -84,6 +84,7 @@ class Controller:
         self._rollouter = parts.rollouter
         self._fleet = parts.fleet
         self._frozen_models = parts.frozen_models
+        self._rollout_workers = parts.rollout_workers
         self._evaluate = parts.evaluate
         self._cursor = parts.cursor
         self._observer = parts.observer
@@ -345,6 +346,8 @@ class Controller:
         await self._fleet.watch()
         if self._frozen_models is not None:
             await self._frozen_models.watch()
+        if self._rollout_workers is not None:
+            await self._rollout_workers.watch()
 
     async def _show_rollout(self) -> None:
         self._observer.buffer((await self._buffer.counts())["slots"])

@@ -137,6 +137,16 @@ class FrozenModels(Protocol):
         """Raises when a model has no server left and none can be restarted."""
 
 
+class RolloutProcesses(Protocol):
+    """Rollout workers in processes of their own, which are replaced when they are lost."""
+
+    async def announce(self, published: int, newest: int) -> None:
+        """Tells them the published version, and the newest that any server may hold from now on."""
+
+    async def watch(self) -> None:
+        """Raises when no worker is left and none can be started."""
+
+
 class Observer(Protocol):
     """Sees everything, decides nothing."""
 
@@ -165,3 +175,4 @@ class ControlledParts:
     cursor: Callable[[], dict[str, Any]]
     evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None
     frozen_models: FrozenModels | None = None
+    rollout_workers: RolloutProcesses | None = None

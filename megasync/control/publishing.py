@@ -42,6 +42,7 @@ class FleetSync:
         self._publisher = parts.publisher
         self._buffer = parts.buffer
         self._rollouter = parts.rollouter
+        self._workers = parts.rollout_workers
         self._fleet = parts.fleet
         self._observer = parts.observer
         self._progress = progress
@@ -61,11 +62,18 @@ class FleetSync:
         """
         self._observer.activity("trainer", "syncing weights")
         version = self._progress.next_version()
+        # Before any server can hold it: a worker refuses answers of versions that it does not know.
+        await self._announce()
         async with self._requests_paused():
             metrics = await self._publish_to_all(version)
         self._progress.published(version)
+        await self._announce()
         await self._buffer.publish(version)
         return metrics
+
+    async def _announce(self) -> None:
+        if self._workers is not None:
+            await self._workers.announce(self._progress.version, self._progress.claimed)
 
     async def sync_joiners(self) -> None:
         """Brings joiners the published version, so that they serve. The fleet gives up on one that fails too often."""

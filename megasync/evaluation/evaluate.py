@@ -11,7 +11,7 @@ import copy
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
@@ -62,30 +62,43 @@ class HeldOutScores:
 _Job = tuple[HeldOutSet, float, int, Prompt, int]
 
 
+# Gives the answer to a prompt: set, temperature, number and prompt, repeat. A failed answer never raises.
+Answer = Callable[[HeldOutSet, float, int, Prompt, int], Awaitable[HeldOutAnswer]]
+
+
 async def evaluate(
-    client: Client,
+    answer: Answer,
     sets: Sequence[HeldOutSet],
-    workflow: Workflow,
     max_inflight: int,
-    seed: int | None = None,
     on_answer: Callable[[HeldOutAnswer], None] = lambda answer: None,
 ) -> list[HeldOutScores]:
-    """Scores every set at each of its temperatures (0 is greedy), in this order. A failed answer never raises.
+    """Scores every set at each of its temperatures (0 is greedy), in this order.
 
-    With `seed`, requests carry seeds derived from (seed, set, prompt, repeat, turn). `on_answer` is called with each
-    answer as it completes. Raises DataError for a set without prompts.
+    `answer` is an `Answerer`, or asks one in another process. `on_answer` is called with each answer as it completes.
+    Raises DataError for a set without prompts.
     """
     for held_out in sets:
         if not held_out.prompts:
             raise DataError(f"the evaluation set {held_out.name!r} has no prompts")
-    evaluator = _Evaluator(client, workflow, seed, on_answer)
+    counts: defaultdict[tuple[str, float], _Counts] = defaultdict(_Counts)
     jobs = _jobs(sets)
-    workers = [asyncio.create_task(evaluator.work(jobs), name=f"evaluation {n}") for n in range(max_inflight)]
+
+    async def work() -> None:
+        for job in jobs:
+            found = await answer(*job)
+            counts[found.held_out, found.temperature].add(found)
+            on_answer(found)
+
+    tasks = [asyncio.create_task(work(), name=f"evaluation {n}") for n in range(max_inflight)]
     try:
-        await asyncio.gather(*workers)
+        await asyncio.gather(*tasks)
     finally:
-        await cancel_and_wait(*workers)
-    return [evaluator.result(held_out, temperature) for held_out in sets for temperature in held_out.temperatures]
+        await cancel_and_wait(*tasks)
+    return [
+        _scores(held_out, temperature, counts[held_out.name, temperature])
+        for held_out in sets
+        for temperature in held_out.temperatures
+    ]
 
 
 def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[_Job]:
@@ -118,34 +131,32 @@ class _Counts:
             self.right[answer.number] += 1
 
 
-class _Evaluator:
-    """The state that the workers of one evaluation share."""
+class Answerer:
+    """Answers prompts of held-out sets, with the workflow of training. A failed answer never raises.
 
-    def __init__(
-        self, client: Client, workflow: Workflow, seed: int | None, on_answer: Callable[[HeldOutAnswer], None]
-    ) -> None:
+    With `seed`, requests carry seeds derived from (seed, set, prompt, repeat, turn).
+    """
+
+    def __init__(self, client: Client, workflow: Workflow, seed: int | None = None) -> None:
         self._client = client
         self._workflow = workflow
         self._check = TrajectoryCheck(workflow)
         self._seed = seed
-        self._on_answer = on_answer
         self._gate = RequestGate()
-        self._counts: defaultdict[tuple[str, float], _Counts] = defaultdict(_Counts)
 
-    async def work(self, jobs: Iterator[_Job]) -> None:
-        for held_out, temperature, number, prompt, repeat in jobs:
-            identity = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
-            try:
-                text, reward = await self._answer(held_out, temperature, prompt, repeat)
-                answer = HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **identity)
-            except (Exception, asyncio.CancelledError) as error:
-                # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `result`.
-                if cancellation_requested(error):
-                    raise
-                log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
-                answer = HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **identity)
-            self._counts[held_out.name, temperature].add(answer)
-            self._on_answer(answer)
+    async def __call__(
+        self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
+    ) -> HeldOutAnswer:
+        identity = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
+        try:
+            text, reward = await self._answer(held_out, temperature, prompt, repeat)
+            return HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **identity)
+        except (Exception, asyncio.CancelledError) as error:
+            # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
+            if cancellation_requested(error):
+                raise
+            log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
+            return HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **identity)
 
     async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
         seed = None
@@ -163,31 +174,31 @@ class _Evaluator:
             raise DataError(f"the reward function did not score prompt {prompt.uid}")
         return scored[-1].text, sum(rewards) / len(rewards)
 
-    def result(self, held_out: HeldOutSet, temperature: float) -> HeldOutScores:
-        counts = self._counts[held_out.name, temperature]
-        repeats = held_out.repeats_at(temperature)
-        total = repeats * len(held_out.prompts)
-        if counts.failed:
-            log.warning(
-                "%d of %d evaluation answers%s failed; first error: %s",
-                counts.failed,
-                total,
-                f" of {held_out.name}" if held_out.name else "",
-                counts.first_problem,
-            )
-        passed = {
-            k: sum(pass_at_k(repeats, right, k) for right in counts.right.values()) / len(held_out.prompts)
-            for k in reported_ks(repeats)
-        }
-        return HeldOutScores(
-            held_out=held_out.name,
-            temperature=temperature,
-            score=counts.right.total() / total,
-            reward=counts.rewards / counts.scored if counts.scored else 0.0,
-            n=total,
-            failed=counts.failed,
-            pass_at=passed,
+
+def _scores(held_out: HeldOutSet, temperature: float, counts: _Counts) -> HeldOutScores:
+    repeats = held_out.repeats_at(temperature)
+    total = repeats * len(held_out.prompts)
+    if counts.failed:
+        log.warning(
+            "%d of %d evaluation answers%s failed; first error: %s",
+            counts.failed,
+            total,
+            f" of {held_out.name}" if held_out.name else "",
+            counts.first_problem,
         )
+    passed = {
+        k: sum(pass_at_k(repeats, right, k) for right in counts.right.values()) / len(held_out.prompts)
+        for k in reported_ks(repeats)
+    }
+    return HeldOutScores(
+        held_out=held_out.name,
+        temperature=temperature,
+        score=counts.right.total() / total,
+        reward=counts.rewards / counts.scored if counts.scored else 0.0,
+        n=total,
+        failed=counts.failed,
+        pass_at=passed,
+    )
 
 
 def _text_of(prompt: Prompt) -> str:
@@ -220,11 +231,9 @@ class PeriodicEvaluation:
     (prompt, text, reward) of the answers to the first `shown` prompts of that set at that temperature.
     """
 
-    client: Client
+    answer: Answer
     sets: Sequence[HeldOutSet]
-    workflow: Workflow
     max_inflight: int
-    seed: int | None = field(default=None, kw_only=True)
     on_answers: Callable[[int, int, Sequence[tuple[str, str, float | None]]], None] = field(
         default=lambda step, version, answers: None, kw_only=True
     )
@@ -241,7 +250,7 @@ class PeriodicEvaluation:
             if shown and (answer.held_out, answer.temperature) == first:
                 kept[answer.number] = answer
 
-        scores = await evaluate(self.client, self.sets, self.workflow, self.max_inflight, self.seed, keep)
+        scores = await evaluate(self.answer, self.sets, self.max_inflight, keep)
         answers = [kept[number] for number in sorted(kept)]
         self.on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
         return metrics_of(scores) | {"eval/seconds": time.monotonic() - start}

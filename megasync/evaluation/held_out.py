@@ -28,6 +28,8 @@ class HeldOutSet:
     # Answers to each prompt at temperatures above 0. Greedy answers are all the same, so there is one.
     repeats: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # The reward function of its data, if that is what scores it.
+    verifier: Callable[..., Any] | None = None
 
     def repeats_at(self, temperature: float) -> int:
         return self.repeats if temperature > 0 else 1
@@ -65,25 +67,43 @@ def held_out_sets(
         else:
             assert dataset is not None
             rows, own_verifier = load_dataset(dataset)
-        reward = load_reward(settings.reward) if settings.reward else scoring.named or own_verifier or verifier
-        if reward is None and not scores_itself:
+        own_verifier = own_verifier or verifier
+        if not (settings.reward or scoring.named or own_verifier or scores_itself):
             raise ConfigError(
                 f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
                 f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
             )
-        loaded.append(
-            HeldOutSet(
-                name="" if unnamed else name,
-                prompts=render_rows(rows[: settings.samples or config.eval.samples], renderer),
-                rewards=scoring.runner(reward),
-                temperatures=tuple(
-                    config.eval.temperatures if settings.temperatures is None else settings.temperatures
-                ),
-                repeats=settings.repeats or config.eval.repeats,
-                sampling=_sampling(config, settings),
-            )
-        )
+        prompts = render_rows(rows[: settings.samples or config.eval.samples], renderer)
+        loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
     return loaded
+
+
+def sets_of_worker(
+    config: Config, scoring: Scoring, verifiers: Mapping[str, Callable[..., Any] | None]
+) -> dict[str, HeldOutSet]:
+    """The sets of these names without their prompts, to answer prompts that another process sends.
+
+    `verifiers` are those of the loaded sets.
+    """
+    return {name: _held_out_set(config, name, (), scoring, verifier) for name, verifier in verifiers.items()}
+
+
+def _held_out_set(
+    config: Config, name: str, prompts: Sequence[Prompt], scoring: Scoring, verifier: Callable[..., Any] | None
+) -> HeldOutSet:
+    settings = config.eval.sets[name] if name else EvalSetConfig()
+    if settings.reward or scoring.named:
+        verifier = None
+    reward = load_reward(settings.reward) if settings.reward else scoring.named or verifier
+    return HeldOutSet(
+        name=name,
+        prompts=prompts,
+        rewards=scoring.runner(reward),
+        temperatures=tuple(config.eval.temperatures if settings.temperatures is None else settings.temperatures),
+        repeats=settings.repeats or config.eval.repeats,
+        sampling=_sampling(config, settings),
+        verifier=verifier,
+    )
 
 
 def _sampling(config: Config, settings: EvalSetConfig) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ChatBody(_Strict):
     """A chat completion request. Unknown fields are refused."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    # One of the auxiliary models; any other name means the model in training.
+    # Any name is accepted, because there is only one model.
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     stream: bool | None = None
@@ -162,24 +162,6 @@ def sampling_options(body: ChatBody, longest: int, chooses: bool) -> dict[str, A
         chosen = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
         options |= {name: value for name, value in chosen.items() if value is not None}
     return options
-
-
-def auxiliary_options(body: ChatBody) -> dict[str, Any]:
-    """The request's sampling options for an auxiliary model, whose text is not trained, so that all of them apply.
-
-    Raises RequestError (400) for what only the model in training supports.
-    """
-    for name in ("stream", "tools", "logprobs"):
-        if getattr(body, name):
-            raise RequestError(400, f"the auxiliary model {body.model!r} does not support {name}", param=name)
-    given = {
-        "max_new_tokens": body.max_completion_tokens or body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "sampling_seed": body.seed,
-        "stop": _stops(body) or None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _stops(body: ChatBody) -> list[str]:

@@ -26,12 +26,6 @@ class Completion:
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(reply)}
         return self._head("chat.completion") | {"choices": [choice], "usage": usage(reply.generation)}
 
-    def text(self, content: str) -> dict[str, Any]:
-        """An answer whose tokens are not known."""
-        message = {"role": "assistant", "content": content, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-        return self._head("chat.completion") | {"choices": [choice]}
-
     def chunk(
         self, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:

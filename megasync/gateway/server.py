@@ -123,8 +123,7 @@ class Gateway:
             if (request.method, path) == ("POST", "v1/chat/completions"):
                 return await self._chat(request, session)
             if (request.method, path) == ("GET", "v1/models"):
-                names = [self._model, *session.auxiliary]
-                return _json({"object": "list", "data": [_model_entry(name) for name in names]})
+                return _json({"object": "list", "data": [_model_entry(self._model)]})
             if request.method == "GET" and path.startswith("v1/models/"):
                 return _json(_model_entry(path.removeprefix("v1/models/")))
             raise RequestError(
@@ -141,8 +140,6 @@ class Gateway:
 
     async def _chat(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
         body = parse_chat(await _read(request))
-        if body.model in session.auxiliary:
-            return _json(Completion(body.model).text(await session.ask(body)))
         self._warn_of_ignored(body)
         completion = Completion(body.model or self._model)
         if body.stream:

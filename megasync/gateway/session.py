@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
-from megasync.gateway.chat_request import ChatBody, auxiliary_options, sampling_options, tool_schemas
+from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schemas
 from megasync.gateway.completion import LiveText
 from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
@@ -83,25 +83,6 @@ class Session:
             self.failure = error
             raise
         return reply, self._transcript.answered(messages, reply)
-
-    @property
-    def auxiliary(self) -> Collection[str]:
-        """The names of models that `ask` can ask."""
-        return self._client.auxiliary
-
-    async def ask(self, body: ChatBody) -> str:
-        """The answer of the auxiliary model that a request names. It is not part of the sample's trajectories.
-
-        Raises RequestError, DataError and ServerError.
-        """
-        if self.failure is not None:
-            raise self.failure
-        messages = Transcript().restore(body.messages)
-        try:
-            return await self._client.ask(body.model, messages, **auxiliary_options(body))
-        except ServerError as error:
-            self.failure = error
-            raise
 
     async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:
         """Yields text as it is sampled, then the answer. Text that must be parsed or cut comes only with the answer.

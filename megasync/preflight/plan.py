@@ -110,13 +110,20 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        found: list[str] = []
         longest, budget = longest_sequence(self.config), self.config.trainer.tokens_per_microbatch
-        if longest <= budget:
-            return ()
-        return (
-            f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}; such a sequence "
-            "gets a microbatch of its own",
-        )
+        if longest > budget:
+            found.append(
+                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}; such a "
+                "sequence gets a microbatch of its own"
+            )
+        workers = self.config.rollout.workers
+        if workers > self.max_inflight:
+            found.append(
+                f"rollout.workers={workers} exceeds the {self.max_inflight} groups in generation: "
+                f"{workers - self.max_inflight} workers are idle"
+            )
+        return tuple(found)
 
 
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:

@@ -50,6 +50,8 @@ def _summary(plan: Plan) -> Table:
     schedule, health = config.schedule, config.rollout.health
     path = config.model.path
     lost = f"at most {tokens} token(s)" if (tokens := config.rollout.stream_interval) else "all tokens"
+    workers, nodes = config.rollout.workers, plan.rollout.spec.nodes
+    shared = f"{workers} processes on {min(workers, nodes)} node(s) of the rollout pool"
     rows = {
         "run": config.name,
         "model": path if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
@@ -59,6 +61,7 @@ def _summary(plan: Plan) -> Table:
         "step": f"{schedule.groups_per_step * schedule.samples_per_group} responses, in microbatches of at most "
         f"{microbatch_tokens(config)} tokens per rank",
         "buffer": f"at most {pacing.capacity} active groups, {plan.max_inflight} of them in generation",
+        **({} if not workers else {"rollout workers": shared}),
         "staleness": f"trained tokens are at most {pacing.staleness_bound} version(s) old, {pacing.window_slack} of "
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "

@@ -148,7 +148,7 @@ class RolloutClient:
         self._trust = trust
         self._quarantine = quarantine
         self._on_invalid_answer = on_invalid_answer
-        self.auxiliary = dict(auxiliary or {})
+        self._auxiliary = dict(auxiliary or {})
         self._chat: Chat | None = None
         self._session: aiohttp.ClientSession | None = None
         self._invalid_answers = 0
@@ -252,10 +252,10 @@ class RolloutClient:
 
         Raises DataError for a model that the configuration does not name.
         """
-        if model not in self.auxiliary:
-            known = ", ".join(self.auxiliary) or "none"
+        if model not in self._auxiliary:
+            known = ", ".join(self._auxiliary) or "none"
             raise DataError(f"there is no auxiliary model {model!r}; auxiliary_models has {known}")
-        return await self.auxiliary[model].chat(messages, **sampling)
+        return await self._auxiliary[model].chat(messages, **sampling)
 
     @property
     def sets_reasoning_apart(self) -> bool:

@@ -132,7 +132,6 @@ class Worker(Protocol):
         """Begins a group. `again` if another worker, which is lost, has worked on it."""
 
     def set_limit(self, limit: int) -> None: ...
-    def set_versions(self, published: int, newest: int) -> None: ...
     async def close_gate(self, timeout: float) -> None: ...
     def open_gate(self) -> None: ...
 
@@ -152,9 +151,12 @@ class GroupWorker:
         failures: FailurePolicy | None = None,
         *,
         quarantine: PoisonEvidence | None = None,
+        more_metrics: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`more_metrics` are reported with those of the client."""
         self._client = client
+        self._more_metrics = more_metrics
         self._buffer = buffer
         self._workflow = spec.workflow
         self._check = TrajectoryCheck(spec.workflow)
@@ -173,7 +175,7 @@ class GroupWorker:
 
     @property
     def status(self) -> WorkerStatus:
-        return self._metrics.status(self._gate.inflight, self._client.metrics())
+        return self._metrics.status(self._gate.inflight, {**self._client.metrics(), **self._more_metrics()})
 
     def listen(self, listener: WorkListener) -> None:
         self._listener = listener
@@ -193,9 +195,6 @@ class GroupWorker:
 
     def set_limit(self, limit: int) -> None:
         self._gate.set_limit(limit)
-
-    def set_versions(self, published: int, newest: int) -> None:
-        """The client knows the versions of its own driver."""
 
     async def close_gate(self, timeout: float) -> None:
         """Admits no further request and returns when none runs. Raises ServerError after `timeout` seconds."""

@@ -83,6 +83,14 @@ class Ticket:
     body: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The digests of all suspect prompts, and the keys that they are suspected under."""
+
+    digests: frozenset[bytes] = frozenset()
+    keys: frozenset[str] = frozenset()
+
+
 class Quarantine:
     """Holds suspects back, runs their trials, and rejects poison prompts.
 
@@ -115,8 +123,19 @@ class Quarantine:
         self._url = ""
         self._changed = asyncio.Event()
         self._trials: asyncio.Task[None] | None = None
+        self._followers: list[Callable[[], None]] = []
         self._evidence: dict[str, str] = {}
         self._reports: dict[str, dict[str, Any]] = {}
+
+    def follow(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever `watched` has changed."""
+        self._followers.append(on_change)
+
+    def unfollow(self, on_change: Callable[[], None]) -> None:
+        self._followers.remove(on_change)
+
+    def watched(self) -> Watched:
+        return Watched(frozenset(self._prompts), frozenset((*self._prompts.values(), *self._evidence)))
 
     def evidence(self, key: str) -> str | None:
         """Return why this prompt is never sent again, or None if it may be sent."""
@@ -148,9 +167,9 @@ class Quarantine:
         try:
             yield ticket
         except BaseException:
-            self._end(ticket, completed=False)
+            self.end(ticket, completed=False)
             raise
-        self._end(ticket, completed=True)
+        self.end(ticket, completed=True)
 
     async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
         """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
@@ -165,7 +184,8 @@ class Quarantine:
     def cut(self, ticket: Ticket) -> None:
         """Report that the connection of the latest attempt broke before its answer was complete."""
         if not self._is_open(ticket):
-            ticket.suspect = self._prompts.setdefault(_digest(ticket.prompt), ticket.key)
+            ticket.suspect = self._prompts.setdefault(prompt_digest(ticket.prompt), ticket.key)
+            self._prompts_changed()
         ticket.cut_at, ticket.status = self._clock(), self._suspects.status(ticket.suspect)
         self._open.setdefault(ticket.suspect, set()).add(ticket)
         ticket.explained = self._suspects.cut(ticket.suspect, ticket.sent)
@@ -199,7 +219,7 @@ class Quarantine:
                     ticket.explained = self._suspects.status(ticket.suspect) is not ticket.status
         while True:
             if self._prompts and not self._is_open(ticket):
-                ticket.suspect = self._prompts.get(_digest(ticket.prompt), ticket.key)
+                ticket.suspect = self._prompts.get(prompt_digest(ticket.prompt), ticket.key)
             status = self._suspects.status(ticket.suspect)
             if status is SuspectStatus.POISON:
                 raise PoisonPrompt(self._evidence.setdefault(ticket.key, self._evidence[ticket.suspect]))
@@ -225,10 +245,19 @@ class Quarantine:
         finally:
             self._held -= 1
 
+    def _forget_prompts(self, suspect: str) -> None:
+        self._prompts = {digest: key for digest, key in self._prompts.items() if key != suspect}
+        self._prompts_changed()
+
+    def _prompts_changed(self) -> None:
+        for on_change in self._followers:
+            on_change()
+
     def _is_open(self, ticket: Ticket) -> bool:
         return ticket in self._open.get(ticket.suspect, ())
 
-    def _end(self, ticket: Ticket, completed: bool) -> None:
+    def end(self, ticket: Ticket, completed: bool) -> None:
+        """End a ticket. A completed generation clears its prompt."""
         if not self._is_open(ticket):
             return
         remaining = self._open[ticket.suspect]
@@ -241,7 +270,7 @@ class Quarantine:
         else:
             self._suspects.withdraw(ticket.suspect)
         if self._suspects.status(ticket.suspect) is SuspectStatus.FREE:
-            self._prompts = {digest: key for digest, key in self._prompts.items() if key != ticket.suspect}
+            self._forget_prompts(ticket.suspect)
         self._notify()
 
     def _notify(self) -> None:
@@ -305,8 +334,9 @@ class Quarantine:
             f"{len(evidence['alone'])} more (servers {', '.join(str(slot) for _, slot in evidence['alone'])}){path}"
         )
         # Prompts under this key that have completed are not poison.
-        self._prompts = {digest: other for digest, other in self._prompts.items() if other != key}
-        self._prompts |= {_digest(ticket.prompt): key for ticket in tickets}
+        self._forget_prompts(key)
+        self._prompts |= {prompt_digest(ticket.prompt): key for ticket in tickets}
+        self._prompts_changed()
         self._reports[key] = {
             "uid": key,
             "reason": "kills_servers",
@@ -334,5 +364,5 @@ def _file(folder: Path, key: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', key)}.json"
 
 
-def _digest(prompt: Sequence[int]) -> bytes:
+def prompt_digest(prompt: Sequence[int]) -> bytes:
     return sha256(repr(list(prompt)).encode()).digest()

@@ -217,11 +217,6 @@ class Rollouter:
         for worker in self._workers:
             worker.open_gate()
 
-    def set_versions(self, published: int, newest: int) -> None:
-        """Tells the workers the published version, and the newest that any server can hold."""
-        for worker in self._workers:
-            worker.set_versions(published, newest)
-
     @property
     def finished_groups(self) -> int:
         """Groups committed so far; drops are no progress."""

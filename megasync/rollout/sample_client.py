@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,8 +22,6 @@ class Client(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def sets_reasoning_apart(self) -> bool: ...
-    @property
-    def auxiliary(self) -> Mapping[str, Any]: ...
     def metrics(self) -> dict[str, float]: ...
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation: ...
     async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Reply: ...
@@ -82,11 +80,6 @@ class SampleClient:
         See `AuxiliaryModel.chat`.
         """
         return await self._client.ask(model, messages, **sampling)
-
-    @property
-    def auxiliary(self) -> Collection[str]:
-        """The names that `ask` accepts."""
-        return self._client.auxiliary.keys()
 
     @property
     def tokenizer(self) -> Any:

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from megasync.buffer import AsyncBuffer
+from megasync.buffer.payload import EncodedPartial
 from megasync.buffer.state import BufferCounts
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.errors import LedgerError
 from megasync.sim.chance import Chance
 from megasync.sim.laws import Laws
-from megasync.trajectory import Partial
 
 CALL_SECONDS = 0.002
 
@@ -85,7 +85,7 @@ class DistantBuffer(RemoteBuffer):
         self._claims += 1
         return await self._call("reclaim", f"claimant {self._claims}")
 
-    async def save_partials(self, partials: dict[tuple[str, int, int], Partial]) -> None:
+    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
         for uid, _, _ in partials:
             # A saved partial was taken before the final piece of its request, with the server's report of versions.
             self._laws.unreported(uid)

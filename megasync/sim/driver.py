@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megasync.app.rollout_worker import AnswersOfWorkers, ServersOfWorkers
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.cluster.rollout_workers import RolloutWorkers
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import GroupConfig
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
 from megasync.data import PromptSource, Renderer
-from megasync.errors import CheckpointError, LedgerError, MegasyncError, RankLost, ServerError
-from megasync.evaluation.evaluate import PeriodicEvaluation
+from megasync.errors import CheckpointError, LedgerError, MegasyncError, ProcessLost, ServerError
+from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
@@ -38,6 +41,7 @@ from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.ranks import SimRanks
 from megasync.sim.servers import LIES, SimServer
 from megasync.sim.transport import SimPublisher
+from megasync.sim.workers import SimWorkerProcess
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
 from megasync.trajectory import Prompt, Trajectory
@@ -60,6 +64,7 @@ REASONS = (
     "rollout.min_servers",
     "groups were dropped",
     "the link broke",
+    "no rollout worker is left",
 )
 # The schema of a tool as the model receives it.
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -98,6 +103,8 @@ class Driver:
         self._quarantine = Quarantine(self.fleet, clock=self._loop.time, hang_seconds=hang_seconds)
         self.fleet.on_departure(self._quarantine.left)
         self._client = self._build_client()
+        self._workers: RolloutWorkers | None = None
+        self._worker_processes: list[SimWorkerProcess] = []
         self._controller = self._build_controller()
         self._started = False
         self._faults_before = self._fleet_faults()
@@ -132,27 +139,47 @@ class Driver:
         rollouter = Rollouter(
             self._source, self.buffer, config.schedule, servers=ServerLimits(self.fleet, cap, self._quarantine)
         )
-        selection = Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS)
-        worker = GroupWorker(
-            self._client,
-            self.buffer,
-            GroupSpec(self._workflow, rewards, selection, seed=self._chance.seed),
-            FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
-            quarantine=self._quarantine,
-            clock=clock,
-        )
-        rollouter.add(worker)
+        answer = Answerer(self._client, self._workflow, self._chance.seed)
+        if config.rollout.workers:
+            self._workers = RolloutWorkers(
+                config, partial(self._worker_process, rewards, held_out), self._quarantine, self.fleet.check_all, clock
+            )
+            servers = ServersOfWorkers(self._workers)
+            self.fleet.follow(servers.add_server, servers.remove_server)
+            self._workers.follow(rollouter.add, rollouter.remove)
+            answer = AnswersOfWorkers(self._workers)
+        else:
+            selection = Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS)
+            worker = GroupWorker(
+                self._client,
+                self.buffer,
+                GroupSpec(self._workflow, rewards, selection, seed=self._chance.seed),
+                FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
+                quarantine=self._quarantine,
+                clock=clock,
+            )
+            rollouter.add(worker)
         parts = ControlledParts(
             trainer=self.ranks,
             publisher=self._publisher,
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self.fleet,
-            evaluate=PeriodicEvaluation(self._client, [held_out], self._workflow, 2, seed=self._chance.seed),
+            evaluate=PeriodicEvaluation(answer, [held_out], 2),
             cursor=self._source.state,
             observer=_Observer(self._laws),
+            rollout_workers=self._workers,
         )
         return Controller(config, parts, self.progress, clock=clock)
+
+    def _worker_process(self, rewards: RewardRunner, held_out: HeldOutSet, number: int) -> SimWorkerProcess:
+        name = f"{self._number}-{number}-{len(self._worker_processes)}"
+        process = SimWorkerProcess(
+            *(self._world, self._network, name, self.buffer, self.fleet._control),
+            *(self._workflow, rewards, held_out),
+        )
+        self._worker_processes.append(process)
+        return process
 
     async def run(self, dies_after: float | None) -> str | None:
         """Run the driver and return how the run ended, or None if the run is to be resumed.
@@ -180,7 +207,11 @@ class Driver:
         finally:
             self.buffer.cut()
             self._orphan_error.cancel()
+            for process in self._worker_processes:
+                process.die()
             await cancel_and_wait(running, *helpers)
+            if self._workers is not None:
+                await self._workers.stop()
             await self._quarantine.close()
             await self.fleet.stop()
 
@@ -188,6 +219,9 @@ class Driver:
         """Start as `Run` does: publish the weights with their version to the servers before the first prompt."""
         await self.fleet.start()
         version = self.progress.version
+        if self._workers is not None:
+            await self._workers.start()
+            await self._workers.announce(version, self.progress.claimed)
         if self._checkpoint is not None or version:
             await self._publisher.publish(version)
         await self.buffer.publish(version)
@@ -240,7 +274,7 @@ class Driver:
             return None
         counts = self.buffer.process._state.counts()
         self._laws.balance(counts)
-        if isinstance(error, (PublishError, RankLost, ServerError)) and not self._started:
+        if isinstance(error, (PublishError, ProcessLost, ServerError)) and not self._started:
             # The run can be resumed after a failed start.
             return None
         if isinstance(error, MegasyncError) and any(reason in str(error) for reason in REASONS):
@@ -269,7 +303,13 @@ class Driver:
                 f"the servers are lost to {faults} faults and {unproven} deaths by a prompt, "
                 f"each has {restarts} restarts",
             )
+        if reason == "no rollout worker is left":
+            met, restarts = self._worker_faults(), self._config.rollout.health.restarts
+            self._laws.need(met > restarts, f"all workers are lost to {met} faults, each has {restarts} restarts")
         return reason
+
+    def _worker_faults(self) -> int:
+        return sum(met for kind, met in self._chance.met.items() if "worker" in kind or "starts" in kind)
 
     def _fleet_faults(self) -> int:
         """Count the faults that may have cost a server a restart, over all drivers so far."""
@@ -282,14 +322,15 @@ class Driver:
             return
         choice = self._chance.choice
         pause = choice.uniform(0.2, 5.0)
+        faults = AT_ANY_MOMENT | (OF_WORKERS if self._workers is not None else {})
         for number in range(choice.randrange(8)):
             await asyncio.sleep(self._chance.seconds("fault", pause, f"{self._number}"))
-            kind = choice.choice(list(AT_ANY_MOMENT))
-            if self._world.likely in AT_ANY_MOMENT and choice.random() < 0.5:
+            kind = choice.choice(list(faults))
+            if self._world.likely in faults and choice.random() < 0.5:
                 kind = self._world.likely
             self._laws.note(f"fault {number}: {kind}")
             self._chance.met[f"at any moment: {kind}"] += 1
-            AT_ANY_MOMENT[kind](self)
+            faults[kind](self)
 
     def hit_a_server(self, hit: Callable[[SimServer], None]) -> None:
         if up := self.fleet.up():
@@ -311,6 +352,10 @@ class Driver:
     def fill_the_disk(self) -> None:
         self._world.disk.fill(self._chance.choice.choice([0, 4096, 40_000]))
 
+    def hit_a_worker(self, hit: Callable[[SimWorkerProcess], None]) -> None:
+        if up := [process for process in self._worker_processes if process.up]:
+            hit(self._chance.choice.choice(up))
+
     async def _ask_to_stop(self) -> None:
         await asyncio.sleep(self._chance.choice.uniform(0.0, 12.0))
         self._controller.request_stop("asked")
@@ -326,6 +371,12 @@ AT_ANY_MOMENT: dict[str, Callable[[Driver], None]] = {
     "server slows down": Driver.slow_a_server,
     "server lies": Driver.make_a_server_lie,
     "disk is full": Driver.fill_the_disk,
+}
+
+# The same, in schedules with rollout workers.
+OF_WORKERS: dict[str, Callable[[Driver], None]] = {
+    "worker dies": lambda driver: driver.hit_a_worker(SimWorkerProcess.die),
+    "worker hangs": lambda driver: driver.hit_a_worker(SimWorkerProcess.hang),
 }
 
 

@@ -27,6 +27,8 @@ ROWS = 7
 # Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
 MAX_DRIVERS = 20
 DEFAULT_TIMEOUTS = "default timeouts"
+# Seeds from this one on have rollout workers in processes of their own.
+FIRST_WITH_WORKERS = 1_000_000
 # Settings that may change when a run is resumed.
 RESUMABLE = (
     "schedule.total_steps",
@@ -129,6 +131,8 @@ class World:
         self.config = _config(choice)
         if choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS:
             _shorten_timeouts(self.config)
+        if seed >= FIRST_WITH_WORKERS:
+            self.config.rollout.workers = choice.randint(1, 3)
         self.chats = choice.random() < 0.3
         row = choice.randrange(ROWS)
         self.poison = row if choice.random() < 0.1 else None
@@ -227,4 +231,5 @@ def _shorten_timeouts(config: Config) -> None:
     health, timeouts = config.rollout.health, config.timeouts
     health.probe_seconds, health.probe_timeout, health.probe_failures = 0.5, 1.0, 2
     health.request_seconds, health.request_timeout, health.request_failures = 1.0, 2.0, 2
+    timeouts.rollout_worker, timeouts.shutdown = 5.0, 5.0
     timeouts.request, timeouts.no_progress, timeouts.train_step, timeouts.weight_sync = 60.0, 300.0, 10.0, 6.0

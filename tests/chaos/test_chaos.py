@@ -217,6 +217,8 @@ def test_a_wait_shorter_than_the_recovery_of_a_stopped_rank_is_refused() -> None
         check_patience(config, FaultPlan(["rank"], stop=True), 600.0)
     check_patience(config, FaultPlan(["rank"]), 600.0)
     check_patience(config, FaultPlan(["server"], stop=True), 600.0)
+    with pytest.raises(ConfigError, match=r"longer than timeouts\.rollout_worker=180 \+ timeouts\.server_start=300"):
+        check_patience(config, FaultPlan(["worker"], stop=True), 400.0)
     config.timeouts.train_step = config.timeouts.weight_sync = 60.0
     check_patience(config, FaultPlan(["rank"], stop=True), 600.0)
 

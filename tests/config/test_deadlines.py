@@ -22,6 +22,7 @@ def everything() -> Config:
     """Defaults, with each part that has deadlines of its own."""
     config = Config()
     config.rollout.agent = "package:agent"
+    config.rollout.workers = 2
     config.rollout.environment = EnvironmentConfig(kind="gymnasium")
     config.rollout.tools.functions = ["package:search"]
     config.reward_models = {"grader": RewardModelConfig()}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import DataError, ServerError
-from megasync.evaluation.evaluate import PeriodicEvaluation, evaluate, metrics_of, pass_at_k, reported_ks
+from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation, evaluate, metrics_of, pass_at_k, reported_ks
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rewards import RewardRunner
 from megasync.rollout.workflow import single_turn
@@ -28,7 +28,7 @@ async def score(client, count, *, inflight=4, reward=exact, workflow=single_turn
     """The evaluation of one set without a name, and its answers in the order in which they ended."""
     answers = []
     held_out = HeldOutSet("", prompts(count), RewardRunner(reward), **settings)
-    (found,) = await evaluate(client, [held_out], workflow, inflight, seed, answers.append)
+    (found,) = await evaluate(Answerer(client, workflow, seed), [held_out], inflight, answers.append)
     return found, answers
 
 
@@ -56,7 +56,7 @@ async def test_every_answer_is_had_once_and_never_too_many_at_once_over_all_sets
         for n, count in enumerate(counts)
     ]
     answers = []
-    found = await evaluate(client, sets, single_turn, inflight, None, answers.append)
+    found = await evaluate(Answerer(client, single_turn), sets, inflight, answers.append)
     had = Counter((a.held_out, a.temperature, a.number, a.repeat) for a in answers)
     # Greedy answers are all the same, so each is had once.
     assert had == Counter(
@@ -91,7 +91,7 @@ async def test_prompts_are_taken_only_when_there_is_room_for_them(fake_client):
 
     held_out = FakeSet(prompts(1000))
     sets = [HeldOutSet("", held_out, RewardRunner(exact))]
-    task = asyncio.create_task(evaluate(fake_client(behave), sets, single_turn, 3))
+    task = asyncio.create_task(evaluate(Answerer(fake_client(behave), single_turn), sets, 3))
     await started.wait()
     assert held_out.taken == 3
     task.cancel()
@@ -202,7 +202,7 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
     held_out = prompts(2)
     client = fake_client(lambda ids, options: str(ids[0]))
     for _ in range(2):
-        (found,) = await evaluate(client, [HeldOutSet("", held_out, RewardRunner(exact))], careless, 2)
+        (found,) = await evaluate(Answerer(client, careless), [HeldOutSet("", held_out, RewardRunner(exact))], 2)
         assert found.score == 1.0
     assert held_out == prompts(2)
 
@@ -219,7 +219,9 @@ async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fak
         HeldOutSet("hard", prompts(2), RewardRunner(lambda completions, **columns: [0.0]), (0.0, 1.0), 2),
     ]
     shown = []
-    held_out = PeriodicEvaluation(client, sets, single_turn, 4, on_answers=lambda *call: shown.append(call), shown=1)
+    held_out = PeriodicEvaluation(
+        Answerer(client, single_turn), sets, 4, on_answers=lambda *call: shown.append(call), shown=1
+    )
     metrics = await held_out(3, 5)
     assert metrics.pop("eval/seconds") >= 0
     assert metrics == {
@@ -241,7 +243,7 @@ async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fak
 
 async def test_the_score_is_that_of_the_first_named_set_where_all_have_names(fake_client):
     sets = [HeldOutSet("a", prompts(2), RewardRunner(exact)), HeldOutSet("b", prompts(1), RewardRunner(exact))]
-    found = await evaluate(fake_client(lambda ids, options: "0"), sets, single_turn, 2)
+    found = await evaluate(Answerer(fake_client(lambda ids, options: "0"), single_turn), sets, 2)
     metrics = metrics_of(found)
     assert (metrics["eval/score"], metrics["eval/a/score"], metrics["eval/b/score"]) == (0.5, 0.5, 1.0)
 

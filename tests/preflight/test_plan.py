@@ -272,3 +272,12 @@ def test_tied_embeddings_over_two_stages_are_counted_twice_in_memory_and_once_in
     config.trainer.pipeline_parallel = 2
     held = sum(stage_memory(config, layout, BUCKET, stage).weights for stage in range(2))
     assert held - sum(prod(s) for s in layout.hf_tensors.values()) * 2 == 128 * 64 * 2
+
+
+def test_the_plan_shows_rollout_workers_and_warns_about_idle_ones():
+    config = load("qwen3_8b_math", "rollout.workers=4")
+    assert "4 processes on 1 node(s) of the rollout pool" in rendered(config, width=400)
+    assert "idle" not in " ".join(resolve_plan(config).warnings)
+    config.rollout.workers = 100_000
+    assert "rollout.workers=100000 exceeds the" in " ".join(resolve_plan(config).warnings)
+    assert "rollout workers" not in rendered(load("qwen3_8b_math"), width=400)

@@ -12,7 +12,7 @@ from fake_sglang import FakeSGLang, complete
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import PoisonPrompt, ServerError
-from megasync.evaluation.evaluate import evaluate
+from megasync.evaluation.evaluate import Answerer, evaluate
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
@@ -248,8 +248,8 @@ async def test_an_invalid_answer_has_the_servers_checked(tmp_path):
 
 async def test_an_evaluation_prompt_that_kills_servers_is_counted_as_failed(tmp_path, by_length):
     async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
-        found = await evaluate(client, [by_length([POISON], [5])], single, max_inflight=1)
-        again = await evaluate(client, [by_length([POISON], [5])], single, max_inflight=1)
+        found = await evaluate(Answerer(client, single), [by_length([POISON], [5])], max_inflight=1)
+        again = await evaluate(Answerer(client, single), [by_length([POISON], [5])], max_inflight=1)
         assert [(each.n, each.failed) for each in found + again] == [(2, 1), (2, 1)]
         assert len(servers.deaths) == 4
         assert quarantine.evidence("eval:numbers:0")

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
+from trajectories import trajectory
 
 from megasync.buffer import BufferClosed
+from megasync.buffer.payload import encode
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError
 from megasync.rewards import RewardRunner
@@ -20,6 +22,7 @@ from megasync.rollout.metrics import WorkerStatus
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Group
 
 PATIENCE = 20
 
@@ -45,9 +48,6 @@ class FakeWorker:
     def set_limit(self, limit):
         self.told.append(("limit", limit))
 
-    def set_versions(self, published, newest):
-        self.told.append(("versions", published, newest))
-
     async def close_gate(self, timeout):
         self.told.append("closed")
 
@@ -64,7 +64,7 @@ class FakeWorker:
         if drop is not None:
             await buffer.drop(uid, drop.reason)
         elif taken:
-            await buffer.commit(type("Group", (), {"uid": uid, "trajectories": []})())
+            await buffer.commit(encode(Group(uid, [trajectory(reward=1.0)])))
         self.listener.ended(self, GroupEnded(uid, taken and drop is None, drop))
 
 

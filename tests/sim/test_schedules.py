@@ -12,8 +12,8 @@ import pytest
 from megasync.config.changes import why_fixed
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS
-from megasync.sim.driver import AT_ANY_MOMENT
-from megasync.sim.world import RESUMABLE
+from megasync.sim.driver import AT_ANY_MOMENT, OF_WORKERS
+from megasync.sim.world import FIRST_WITH_WORKERS, RESUMABLE
 
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
@@ -29,6 +29,17 @@ def test_every_schedule_satisfies_the_invariants_and_terminates() -> None:
     assert ends["finished"] > 0.75 * SEEDS, ends
     assert set(FAULTS) <= set(faults), "each kind of fault struck somewhere"
     assert {f"at any moment: {kind}" for kind in AT_ANY_MOMENT} <= set(faults)
+
+
+def test_every_schedule_with_rollout_workers_satisfies_them_too() -> None:
+    ends: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for seed in range(FIRST_WITH_WORKERS, FIRST_WITH_WORKERS + SEEDS // 3):
+        outcome = simulate(seed)
+        ends[outcome.ended] += 1
+        faults.update(outcome.faults)
+    assert ends["finished"] > 0.7 * SEEDS / 3, ends
+    assert {f"at any moment: {kind}" for kind in OF_WORKERS} <= set(faults)
 
 
 def test_what_a_resumed_schedule_changes_may_change() -> None:

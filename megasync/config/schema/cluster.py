@@ -70,7 +70,7 @@ class SyncConfig:
 class TimeoutConfig:
     """Deadlines in seconds, one for each wait. docs/configuration.md#relations-between-deadlines"""
 
-    # Start of a server or the router, until it answers.
+    # Start of a server, the router or a rollout worker, until it answers.
     server_start: float = limited(300.0, POSITIVE)
     # Start of the trainer, until every rank has loaded its weights.
     trainer_start: float = limited(300.0, POSITIVE)
@@ -84,6 +84,9 @@ class TimeoutConfig:
     environment: float = limited(60.0, POSITIVE)
     # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count.
     agent: float = limited(1500.0, POSITIVE)
+    # One answer of a rollout worker's event loop (`rollout.workers`). User code that blocks it for longer is taken for
+    # hung: the worker is killed and replaced.
+    rollout_worker: float = limited(180.0, POSITIVE)
     # One message of a p2p sync without progress.
     sync_stall: float = limited(30.0, POSITIVE)
     # One training step, or one save of a checkpoint.

@@ -161,7 +161,10 @@ class RolloutConfig:
     reward: str | None = limited(None, REWARD)
     # Several reward functions instead, by their names in the metrics.
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
-    # Worker processes for CPU-bound reward functions; 0 runs them in the controller's process.
+    # Processes that run workflows, tools, environments and rewards, and each generate a part of the groups; 0 does all
+    # of it in the controller's process. docs/workers.md
+    workers: int = limited(0, NOT_NEGATIVE)
+    # Processes for CPU-bound reward functions, of each rollout worker; 0 runs them in the process of the workflow.
     reward_processes: int = limited(0, NOT_NEGATIVE)
     groups: GroupConfig = field(default_factory=GroupConfig)
     environment: EnvironmentConfig | None = None

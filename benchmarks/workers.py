@@ -1,0 +1,246 @@
+"""Rollout workers in processes of their own, against the same work in the driver, on a null server.
+
+    python benchmarks/workers.py [--workers 0 1 2] [--groups 96] [--turns 8] [--tokens 128] [--repeats 3]
+
+The null server is a separate process and answers immediately. Every group has 8 conversations of `turns` turns, each
+of which continues the tokens so far; groups are scored, encoded and handed to a buffer that keeps nothing. Worker
+counts alternate within each round, so that other load on the machine affects all of them; the first round is a
+warm-up. CPU is that of the driver's process, and of all workers together, per request. With as many processes as
+cores, the CPU per request says more than the requests per second: the null server needs a core too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+from rollout import REQUEST_TIMEOUT, null_server
+
+from megasync.cluster.ray_cluster import RayCluster
+from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
+from megasync.config import Config
+from megasync.config.schema import GroupConfig, SamplingConfig, ScheduleConfig
+from megasync.rewards import RewardRunner
+from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.group_worker import GroupSpec, GroupWorker
+from megasync.rollout.quarantine import Quarantine
+from megasync.rollout.remote_quarantine import RemoteQuarantine
+from megasync.rollout.remote_worker import Outbox, WorkerEnd
+from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.selection import Selection
+from megasync.trajectory import Prompt
+
+SAMPLES = 8
+PROMPT, ASKED = 256, 32  # tokens
+INFLIGHT = 32  # groups
+
+
+class Converse:
+    """A workflow of `turns` turns."""
+
+    __name__ = "converse"
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    async def __call__(self, client: Any, sample: dict[str, Any]) -> Any:
+        ids = list(sample["prompt_ids"])
+        for _ in range(self._turns):
+            reply = await client.generate(ids)
+            ids = [*reply.prompt_ids, *reply.token_ids, *[7] * ASKED]
+        return client.conversation.trajectories(None)
+
+
+def by_length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(number) for number, _ in enumerate(completions)]
+
+
+class NoBuffer:
+    """Takes every group and keeps none. `admit` waits once `total` are admitted."""
+
+    def __init__(self, total: int = 0) -> None:
+        self._left = total
+
+    async def admit(self, uid: str) -> None:
+        if not self._left:
+            await asyncio.Event().wait()
+        self._left -= 1
+
+    async def reclaim(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def unfinished(self, uids: Any) -> list[str]:
+        return list(uids)
+
+    async def commit(self, group: Any) -> bool:
+        return True
+
+    async def drop(self, uid: str, reason: str) -> bool:
+        return True
+
+    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
+        return {}
+
+    async def save_partials(self, partials: Any) -> None: ...
+
+
+class Prompts:
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def next(self) -> Prompt:
+        self._drawn += 1
+        return self.get(f"0:{self._drawn}")
+
+    def get(self, uid: str) -> Prompt:
+        return Prompt(uid, [5] * PROMPT, {"prompt": "x"})
+
+    def admitted(self, uid: str) -> None: ...
+
+
+class NoServers:
+    async def isolate(self, avoid: Any) -> None: ...
+    def release(self, slot: int) -> None: ...
+    def refund_restart(self, slot: int) -> None: ...
+
+
+class NoPools:
+    def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
+        return {"num_cpus": 0}
+
+
+@dataclass(frozen=True)
+class Work:
+    url: str
+    turns: int
+    tokens: int
+
+    def worker(self, quarantine: Any) -> GroupWorker:
+        client = RolloutClient(
+            self.url,
+            [],
+            ServedModel(1000, 1_000_000),
+            RequestSettings(SamplingConfig(max_new_tokens=self.tokens), REQUEST_TIMEOUT),
+            quarantine=quarantine,
+        )
+        selection = Selection(GroupConfig(), SAMPLES, self.tokens)
+        spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
+        return GroupWorker(client, NoBuffer(), spec, quarantine=quarantine)
+
+
+async def build(work: Work) -> WorkerEnd:
+    outbox = Outbox()
+    quarantine = RemoteQuarantine(partial(outbox.tell, "quarantine"))
+
+    async def cpu() -> float:
+        return time.process_time()
+
+    async def close() -> None: ...
+
+    return WorkerEnd(work.worker(quarantine), outbox, quarantine, {}, {"cpu": cpu, "close": close})
+
+
+@dataclass(frozen=True)
+class Round:
+    rate: float
+    driver: float
+    workers: float
+
+
+async def play(work: Work, workers: int, groups: int) -> Round:
+    config = Config()
+    config.rollout.workers = workers
+    servers: Any = NoServers()
+    quarantine = Quarantine(servers)
+    schedule = ScheduleConfig(groups_per_step=16, samples_per_group=SAMPLES, max_inflight_groups=INFLIGHT)
+    buffer = NoBuffer(groups)
+    rollouter = Rollouter(Prompts(), buffer, schedule)
+    pools: Any = NoPools()
+    crew = RolloutWorkers(
+        config, lambda number: WorkerActor(number, pools, partial(build, work)), quarantine, lambda: None
+    )
+    local = None
+    if workers:
+        await crew.start()
+        crew.follow(rollouter.add, rollouter.remove)
+    else:
+        local = work.worker(quarantine)
+        rollouter.add(local)
+    links = list(crew._links.values())
+    before = [await link.ask("cpu") for link in links]
+    cpu, start = time.process_time(), time.perf_counter()
+    run = asyncio.create_task(rollouter.run())
+    while rollouter.finished_groups < groups:
+        await asyncio.sleep(0.01)
+        if run.done():
+            run.result()
+    seconds, used = time.perf_counter() - start, time.process_time() - cpu
+    theirs = sum([await link.ask("cpu") for link in links]) - sum(before)
+    rollouter.stop()
+    await run
+    if local is not None:
+        await local._client.close()
+    await crew.stop()
+    await quarantine.close()
+    requests = groups * SAMPLES * work.turns
+    return Round(requests / seconds, 1e3 * used / requests, 1e3 * theirs / requests)
+
+
+async def measure(work: Work, counts: list[int], groups: int, repeats: int) -> dict[int, list[Round]]:
+    rounds: dict[int, list[Round]] = {workers: [] for workers in counts}
+    for repeat in range(repeats + 1):
+        for workers in counts:
+            found = await play(work, workers, groups)
+            if repeat:
+                rounds[workers].append(found)
+    return rounds
+
+
+def show(rounds: dict[int, list[Round]]) -> None:
+    first = min((count for count in rounds if count), default=0)
+    print(
+        f"| workers | requests/s | × {first} | driver: CPU ms a request | workers: CPU ms a request | driver's share |"
+    )
+    print("|---|---|---|---|---|---|")
+    for count, found in rounds.items():
+        rate = statistics.median(r.rate for r in found)
+        ratio = statistics.median(r.rate / one.rate for r, one in zip(found, rounds[first], strict=True))
+        driver, workers = statistics.median(r.driver for r in found), statistics.median(r.workers for r in found)
+        share = driver / (driver + workers)
+        print(f"| {count} | {rate:.0f} | {ratio:.2f} | {driver:.3f} | {workers:.3f} | {share:.0%} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--groups", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    # The workers import this module by its name.
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    import workers
+
+    cluster = RayCluster(Config(), devices_needed=1)
+    cluster.connect()
+    try:
+        with null_server() as url:
+            work = workers.Work(url, given.turns, given.tokens)
+            rounds = asyncio.run(workers.measure(work, given.workers, given.groups, given.repeats))
+    finally:
+        cluster.close()
+    print(f"{psutil.cpu_count()} cores; {given.groups} groups of {SAMPLES} conversations of {given.turns} turns\n")
+    show(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Rollout workers in processes of their own, restarted when they die or hang, and the buffer as they reach it.
+
+    starts ──▶ up: polled, given groups ──died, or no answer for `timeouts.rollout_worker`──▶ lost ──▶ killed, replaced
+
+    task          does                                                  ends when
+    ------------  ----------------------------------------------------  ----------------------------------------------
+    one per slot  exchanges commands and events with a worker, and       its restart budget is spent: the slot is
+                  replaces it                                           retired; `watch` raises when none is left
+
+Invariant: whoever follows learns of a lost worker before its replacement starts, so its groups are started elsewhere
+once. What a lost worker that still lives commits until it is killed does no harm (`rollout.group_worker`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayActorError
+
+from megasync.buffer.payload import EncodedGroup, EncodedPartial
+from megasync.cluster.actors import ANSWER_SECONDS, ActorGroup, kill_process
+from megasync.cluster.pools import Pools
+from megasync.cluster.roles import ROLES
+from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
+from megasync.config import Config
+from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
+from megasync.importing import name_of
+from megasync.rollout.quarantine import Quarantine
+from megasync.rollout.remote_worker import Message, Report, WorkerEnd, WorkerLink, WorkerProcess
+from megasync.serving.restart_budget import RestartBudget
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Seconds for workers to learn of a new version before servers may hold it. A worker that is busy longer discards
+# answers of that version, and requests them again.
+ANNOUNCE_SECONDS = 1.0
+# Deadline of a call of a worker to the buffer, in seconds, and the wait before the call is repeated.
+CALL_SECONDS = 60.0
+REPEAT_SECONDS = 0.5
+
+
+class RolloutWorkers:
+    """`rollout.workers` processes. `make_process(number)` makes one, which is started later."""
+
+    def __init__(
+        self,
+        config: Config,
+        make_process: Callable[[int], WorkerProcess],
+        quarantine: Quarantine,
+        on_invalid_answer: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._timeouts = config.timeouts
+        self._make_process = make_process
+        self._quarantine = quarantine
+        self._on_invalid_answer = on_invalid_answer
+        self._clock = clock
+        self._links: dict[int, WorkerLink] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
+        # Commands that a worker is told when it starts: the last of each name and subject.
+        self._states: dict[tuple[str, str], Message] = {}
+        self._joined = asyncio.Event()
+        self._last_retired = ""
+
+    async def start(self) -> None:
+        """Starts all workers concurrently. Raises MegasyncError when one does not start."""
+        numbers = range(self._config.rollout.workers)
+        processes = [self._make_process(number) for number in numbers]
+        try:
+            await gather_or_cancel(*(process.start(self._timeouts.server_start) for process in processes))
+        except BaseException:
+            await asyncio.gather(*(process.kill() for process in processes))
+            raise
+        for number, process in zip(numbers, processes, strict=True):
+            supervising = self._supervise(number, process)
+            self._tasks[number] = asyncio.create_task(supervising, name=f"rollout worker {number}")
+        # Every worker is up once its task has run.
+        await asyncio.sleep(0)
+
+    def follow(self, on_up: Callable[[WorkerLink], None], on_lost: Callable[[WorkerLink], None]) -> None:
+        """Calls `on_up` for every worker that is or comes up, and `on_lost` for each that is lost."""
+        self._followers.append((on_up, on_lost))
+        for link in self._links.values():
+            on_up(link)
+
+    def tell(self, name: str, subject: str, *arguments: Any) -> None:
+        """Tells every worker, also one that starts later: only the last command with this name and subject counts."""
+        self._states[name, subject] = (name, arguments)
+        for link in self._links.values():
+            link.tell(name, *arguments)
+
+    async def announce(self, published: int, newest: int) -> None:
+        """Tells every worker the published version, and the newest that any server may hold from now on."""
+        self._states["set_versions", ""] = ("set_versions", (published, newest))
+        told = [asyncio.ensure_future(link.ask("versions", published, newest)) for link in self._links.values()]
+        if told:
+            await asyncio.wait(told, timeout=ANNOUNCE_SECONDS)
+            await cancel_and_wait(*told)
+
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of the worker with the fewest questions, or of another one if it is lost.
+
+        Raises what the worker raised. Waits while there is no worker.
+        """
+        while True:
+            if not self._links:
+                self._joined.clear()
+                await self._joined.wait()
+                continue
+            link = min(self._links.values(), key=lambda link: link.questions)
+            try:
+                return await link.ask(name, *arguments)
+            except ProcessLost as loss:
+                log.debug("Asking another worker: %s", loss)
+                await asyncio.sleep(0)
+
+    async def watch(self) -> None:
+        """Raises ServerError when no worker is left and none can be started."""
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        if self._tasks and all(task.done() for task in self._tasks.values()):
+            raise ServerError(
+                f"no rollout worker is left: each was restarted {self._config.rollout.health.restarts} times within "
+                f"{self._config.rollout.health.restart_window:g} s (rollout.health.restarts). {self._last_retired}"
+            )
+
+    async def stop(self) -> None:
+        """Closes what the workers' user code keeps open, within `timeouts.shutdown`, and ends them."""
+        closing = [asyncio.ensure_future(link.ask("close")) for link in self._links.values()]
+        if closing:
+            await asyncio.wait(closing, timeout=self._timeouts.shutdown)
+            await cancel_and_wait(*closing)
+        await cancel_and_wait(*self._tasks.values())
+        self._tasks.clear()
+
+    async def _supervise(self, number: int, process: WorkerProcess) -> None:
+        health = self._config.rollout.health
+        budget = RestartBudget(health.restarts, health.restart_window, self._clock)
+        reason = await self._follow_process(number, process)
+        while (wait := budget.take()) is not None:
+            log.warning("Rollout worker %d: %s; replacing it", number, reason)
+            await asyncio.sleep(wait)
+            process = self._make_process(number)
+            try:
+                await process.start(self._timeouts.server_start)
+            except MegasyncError as error:
+                await process.kill()
+                reason = f"it does not start: {error}"
+            except BaseException:
+                await process.kill()
+                raise
+            else:
+                reason = await self._follow_process(number, process)
+        self._last_retired = f"The last one lost was {number}: {reason}"
+        log.error("Rollout worker %d is not replaced (rollout.health.restarts=%d): %s", number, health.restarts, reason)
+
+    async def _follow_process(self, number: int, process: WorkerProcess) -> str:
+        """Uses a started process until it is lost, and ends it. Returns why it was lost."""
+        link = WorkerLink(
+            f"Rollout worker {number}",
+            self._quarantine,
+            self._on_invalid_answer,
+            patience=self._timeouts.rollout_worker,
+            halt_seconds=self._timeouts.shutdown,
+            clock=self._clock,
+        )
+        for name, arguments in self._states.values():
+            link.tell(name, *arguments)
+        self._links[number] = link
+        for on_up, _ in self._followers:
+            on_up(link)
+        self._joined.set()
+        loss = ProcessLost("it was stopped")
+        try:
+            await link.run(process)
+        except ProcessLost as error:
+            loss = error
+        finally:
+            del self._links[number]
+            for _, on_lost in self._followers:
+                on_lost(link)
+            link.lose(loss)
+            await process.kill()
+        return str(loss)
+
+
+class WorkerActor:
+    """A `WorkerProcess` in a Ray actor, without a device, on one of the nodes of the rollout pool."""
+
+    def __init__(self, number: int, pools: Pools, build: Callable[[], Awaitable[WorkerEnd]]) -> None:
+        self._number = number
+        self._options = pools.node_options("rollout", number)
+        self._build = build
+        self._pid: int | None = None
+        self._group: ActorGroup | None = None
+
+    async def start(self, timeout: float) -> None:
+        role = ROLES["rollout_worker"]
+        remote = ray.remote(role.actor).options(**self._options, max_restarts=0)
+        self._group = ActorGroup(role.name, [remote.remote(self._build)])
+        self._pid = await self._group.call_one(0, "pid", timeout=timeout)
+        await self._group.call_one(0, "open", timeout=timeout)
+
+    async def poll(self, seconds: float, timeout: float) -> Report:
+        return await self._call("poll", seconds, timeout=timeout)
+
+    async def send(self, commands: list[Message], timeout: float) -> None:
+        await self._call("send", commands, timeout=timeout)
+
+    async def kill(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+            self._group = None
+        if self._pid is not None:
+            # A stopped process does not notice that Ray ended it. The kill must come from its own node.
+            kill = ray.remote(max_retries=0)(kill_process).options(**self._options)
+            ref: Any = kill.remote(self._pid, ROLES["rollout_worker"].actor.__name__)
+            _, late = await asyncio.wait([asyncio.wrap_future(ref.future())], timeout=ANSWER_SECONDS)
+            if late:
+                log.warning("The process of rollout worker %d may still be alive", self._number)
+
+    async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if self._group is None:
+            raise ProcessLost(f"rollout worker {self._number} does not run")
+        try:
+            return await self._group.call_one(0, method, *arguments, timeout=timeout)
+        except ProcessLost as loss:
+            if isinstance(loss.__cause__, RayActorError):
+                raise
+            raise ProcessLost(
+                f"it has not answered for {timeout:.0f} s (timeouts.rollout_worker): user code blocks its event loop, "
+                f"or its process is stopped"
+            ) from loss
+
+
+class WorkerBuffer:
+    """The buffer as a worker reaches it: `use` names its process. Calls are repeated until one is answered.
+
+    When the buffer's process dies, its owner starts another and names it. The calls of the buffer may be repeated.
+    """
+
+    def __init__(self) -> None:
+        self._actor: ActorGroup
+        self._opened: asyncio.Task[Any] | None = None
+
+    def use(self, handle: Any) -> None:
+        """Calls this process from now on. It may still have to read its ledger."""
+        self._actor = ActorGroup("buffer", [handle])
+        self._opened = None
+
+    async def commit(self, group: EncodedGroup) -> bool:
+        return await self._call("commit", group)
+
+    async def drop(self, uid: str, reason: str) -> bool:
+        return await self._call("drop", uid, reason)
+
+    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
+        return await self._call("partials", uid)
+
+    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
+        await self._call("save_partials", partials)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        while True:
+            actor = self._actor
+            try:
+                if self._opened is None:
+                    self._opened = asyncio.ensure_future(actor.call_one(0, "open", timeout=None))
+                await asyncio.shield(self._opened)
+                return await actor.call_one(0, method, *arguments, timeout=CALL_SECONDS)
+            except ProcessLost as loss:
+                log.info("Repeating a call to the buffer: %s", loss)
+                if self._actor is actor:
+                    self._opened = None
+                await asyncio.sleep(REPEAT_SECONDS)
+
+
+def check_travels(what: str, value: Any) -> None:
+    """Raises ConfigError, naming `what`, for a value that cannot be sent to a worker."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(value))
+    except Exception as error:  # pickle raises whatever the object's own hooks raise
+        shown = name_of(value) if callable(value) else f"{value!r:.80}"
+        raise ConfigError(
+            f"rollout.workers sends {what} to other processes, but {shown} cannot be pickled "
+            f"({type(error).__name__}: {error}). Define it at the top level of a module, without open files, locks or "
+            f"clients in what it captures, or set rollout.workers=0"
+        ) from error

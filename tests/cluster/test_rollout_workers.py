@@ -1,0 +1,327 @@
+"""Rollout workers over fake processes: whatever dies or hangs, every prompt ends once."""
+
+import asyncio
+import logging
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
+from worker_crew import LoopbackProcess, crew_config
+
+from megasync.buffer import BufferClosed
+from megasync.cluster import rollout_workers
+from megasync.cluster.rollout_workers import RolloutWorkers, check_travels
+from megasync.config.schema import GroupConfig, ScheduleConfig
+from megasync.errors import ConfigError, DataError, HttpStatusError, MegasyncError, ServerError
+from megasync.rewards import RewardRunner
+from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rollout.quarantine import Quarantine
+from megasync.rollout.rollouter import Rollouter
+from megasync.rollout.selection import Selection
+from megasync.rollout.workflow import single_turn
+
+PATIENCE = 30
+
+
+class NoTrials:
+    async def isolate(self, avoid):
+        return None
+
+    def release(self, slot): ...
+    def refund_restart(self, slot): ...
+
+
+class Buffer(FakeBuffer):
+    """Idempotent, as the real one: only the first end of a group counts."""
+
+    async def _end(self, uid, ended, value):
+        await asyncio.sleep(0)
+        async with self.changed:
+            if self.reason:
+                raise BufferClosed(self.reason)
+            if uid in self.live:
+                self.live.remove(uid)
+                ended[uid] = value
+            self.changed.notify_all()
+
+
+class Crew:
+    """Rollouter, workers, and the fake processes of all workers so far."""
+
+    def __init__(
+        self, workers=2, total=10**9, capacity=8, behave=None, reward=by_place, zombies=False, restarts=5, patience=10.0
+    ):
+        self.buffer, self.source = Buffer(total, capacity), FakeSource(5)
+        self.processes, self.clients, self.told = [], [], []
+        self.behave, self.reward, self.zombies = behave, reward, zombies
+        self.questions = {}
+        self.refuse = None
+        self.quarantine = Quarantine(NoTrials(), verdict_seconds=0.01)
+        self.config = crew_config(workers, restarts, patience)
+        self.workers = RolloutWorkers(self.config, self.process, self.quarantine, lambda: self.told.append("invalid"))
+        schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2)
+        self.rollouter = Rollouter(self.source, self.buffer, schedule)
+
+    def process(self, number):
+        self.processes.append(LoopbackProcess(number, self.worker, self.zombies))
+        self.processes[-1].refuses_to_start = self.refuse
+        return self.processes[-1]
+
+    def worker(self, process):
+        client = FakeClient(self.behave)
+        self.clients.append(client)
+        spec = GroupSpec(single_turn, RewardRunner(self.reward), Selection(GroupConfig(), 2, 8))
+        worker = GroupWorker(client, self.buffer, spec, FailurePolicy(backoff_seconds=(0.0, 0.0)))
+        number = process.number
+        commands = {
+            "set_versions": lambda *versions: self.told.append((number, "versions", *versions)),
+            "set_servers": lambda *servers: self.told.append((number, "servers", *servers)),
+        }
+
+        async def versions(*known):
+            self.told.append((number, "versions", *known))
+
+        async def close():
+            self.told.append((number, "closed"))
+
+        return worker, commands, {"versions": versions, "close": close, **self.questions}
+
+    async def __aenter__(self):
+        await self.workers.start()
+        self.workers.follow(self.rollouter.add, self.rollouter.remove)
+        return self
+
+    async def __aexit__(self, *error):
+        await self.workers.stop()
+        for process in self.processes:
+            if hasattr(process, "end"):
+                await process.end.close()
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr("megasync.rollout.remote_worker.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("megasync.rollout.remote_worker.BATCH_SECONDS", 0.001)
+    monkeypatch.setattr("megasync.serving.restart_budget.FIRST_WAIT", 0.01)
+    monkeypatch.setattr(rollout_workers, "ANNOUNCE_SECONDS", 0.05)
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_workers_end_all_groups_and_report_them():
+    async with Crew(workers=3, total=12) as crew:
+        await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
+        assert len(crew.buffer.committed) == 12
+        assert all(client.calls for client in crew.clients), "each has worked"
+        await until(lambda: crew.rollouter.metrics()["rollout/tokens"] == 12 * 2 * 2.0)
+        assert crew.rollouter.metrics()["rollout/reward_mean"] == 0.5
+    assert {told[0] for told in crew.told if told[1] == "closed"} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("fault", ["die", "hang"])
+async def test_the_groups_of_a_worker_that_dies_or_hangs_continue_on_others(fault):
+    release = asyncio.Event()
+
+    async def behave():
+        await release.wait()
+        return "x"
+
+    async with Crew(2, 6, 6, lambda ids, options: behave(), patience=0.3) as crew:
+        run = asyncio.create_task(crew.rollouter.run())
+        await until(lambda: sum(client.running for client in crew.clients) == 12)
+        getattr(crew.processes[0], fault)()
+        await until(lambda: len(crew.processes) == 3 and crew.clients[1].running + crew.clients[-1].running == 12)
+        assert crew.processes[0].killed
+        release.set()
+        await asyncio.wait_for(run, PATIENCE)
+        assert len(crew.buffer.committed) == 6
+        assert crew.rollouter.metrics()["rollout/workers_lost"] == 1.0
+
+
+async def test_a_replacement_learns_the_state_that_the_others_were_told():
+    async with Crew(workers=1) as crew:
+        crew.workers.tell("set_servers", "", "", ["http://a"])
+        crew.workers.tell("set_servers", "grader", "grader", ["http://g"])
+        crew.workers.tell("set_servers", "", "", ["http://a", "http://b"])
+        await crew.workers.announce(3, 4)
+        await until(lambda: (0, "versions", 3, 4) in crew.told)
+        crew.told.clear()
+        crew.processes[0].die()
+        await until(lambda: len(crew.told) == 3)
+        assert set(map(repr, crew.told)) == {
+            repr((0, "versions", 3, 4)),
+            repr((0, "servers", "", ["http://a", "http://b"])),
+            repr((0, "servers", "grader", ["http://g"])),
+        }
+
+
+async def test_an_announcement_reaches_every_worker_first_but_does_not_wait_for_one_that_hangs():
+    async with Crew(workers=2) as crew:
+        await crew.workers.announce(0, 1)
+        assert {(0, "versions", 0, 1), (1, "versions", 0, 1)} <= set(crew.told)
+        crew.processes[0].hang()
+        async with asyncio.timeout(PATIENCE):
+            await crew.workers.announce(1, 2)
+        assert (1, "versions", 1, 2) in crew.told
+
+
+async def test_a_worker_that_keeps_dying_is_retired_and_the_run_ends_with_the_last_one():
+    async with Crew(workers=2, restarts=1) as crew:
+        for _ in range(2):
+            crew.processes[0].die()
+            await until(lambda: all(p.killed for p in crew.processes if p.number == 0) or len(crew.processes) > 2)
+            await asyncio.sleep(0.05)
+            crew.processes[-1].die()
+        await until(lambda: crew.rollouter.metrics()["rollout/workers"] == 1.0)
+        await crew.workers.watch()
+        crew.refuse = MegasyncError("no room for it")
+        crew.processes[1].die()
+        await until(lambda: crew.rollouter.metrics()["rollout/workers"] == 0.0)
+        with pytest.raises(ServerError, match=r"no rollout worker is left.*rollout\.health\.restarts.*no room for it"):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    await crew.workers.watch()
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_does_not_start_fails_the_start_and_leaves_none_behind():
+    crew = Crew(workers=3)
+    crew.refuse = ConfigError("the gateway cannot listen at port 80")
+    with pytest.raises(ConfigError, match="port 80"):
+        await crew.workers.start()
+    assert all(process.killed for process in crew.processes)
+
+
+async def test_a_question_is_asked_again_when_its_worker_is_lost():
+    asked = []
+
+    async def answer(value):
+        asked.append(value)
+        if len(asked) == 1:
+            await asyncio.sleep(3600)
+        return 2 * value
+
+    crew = Crew(workers=2)
+    crew.questions = {"double": answer}
+    async with crew:
+        question = asyncio.create_task(crew.workers.ask("double", 21))
+        await until(lambda: asked)
+        crew.processes[0].die()
+        assert await asyncio.wait_for(question, PATIENCE) == 42
+
+
+@pytest.mark.parametrize("error", [DataError("a bad row"), HttpStatusError("refused", 503), ValueError("x")])
+async def test_errors_of_workers_reach_the_driver(error):
+    async def answer():
+        raise error
+
+    crew = Crew(workers=1)
+    crew.questions = {"fail": answer}
+    async with crew:
+        with pytest.raises(Exception, match=str(error)):
+            await asyncio.wait_for(crew.workers.ask("fail"), PATIENCE)
+
+
+async def test_an_error_that_is_no_groups_fault_ends_the_run():
+    async with Crew(workers=2) as crew:
+
+        async def broken(group):
+            raise RuntimeError("a bug")
+
+        crew.buffer.commit = broken
+        with pytest.raises(RuntimeError, match="a bug"):
+            await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
+
+
+async def test_the_gate_closes_over_all_workers_and_for_a_replacement():
+    release = asyncio.Event()
+
+    async def behave():
+        await release.wait()
+        return "x"
+
+    async with Crew(workers=2, total=8, capacity=4, behave=lambda ids, options: behave()) as crew:
+        run = asyncio.create_task(crew.rollouter.run())
+        await until(lambda: sum(client.running for client in crew.clients) == 8)
+        with pytest.raises(ServerError, match="requests still ran"):
+            await crew.rollouter.gate(0.02)
+        gate = asyncio.create_task(crew.rollouter.gate(PATIENCE))
+        await asyncio.sleep(0.02)
+        crew.processes[0].die()
+        await until(lambda: len(crew.clients) == 3)
+        assert not gate.done()
+        release.set()
+        await asyncio.wait_for(gate, PATIENCE)
+        asked = [len(client.calls) for client in crew.clients]
+        await asyncio.sleep(0.05)
+        assert [len(client.calls) for client in crew.clients] == asked
+        crew.rollouter.open()
+        await asyncio.wait_for(run, PATIENCE)
+        assert len(crew.buffer.committed) == 8
+
+
+async def test_warnings_of_a_worker_are_repeated_but_not_without_bound(caplog):
+    async with Crew(workers=1) as crew:
+        outbox = crew.processes[0].outbox
+        logger = logging.getLogger("a worker's process")
+        logger.propagate = False
+        logger.addHandler(outbox)
+        with caplog.at_level(logging.WARNING):
+            for number in range(1000):
+                logger.warning("problem %d", number)
+            await until(lambda: "problem 0" in caplog.text)
+            await asyncio.sleep(0.05)
+        assert "Rollout worker 0: problem 0" in caplog.text
+        assert caplog.text.count("problem") <= 10
+
+
+async def test_the_number_of_calls_does_not_follow_the_number_of_groups():
+    async with Crew(workers=1, total=400, capacity=100) as crew:
+        await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
+        (process,) = crew.processes
+        assert len(crew.buffer.committed) == 400
+        assert process.polls < 400 / 4
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**16), workers=st.integers(1, 3), zombies=st.booleans())
+async def test_every_prompt_ends_once_whatever_happens_to_the_workers(seed, workers, zombies):
+    choice = random.Random(seed)
+
+    async def behave():
+        await asyncio.sleep(choice.choice([0, 0, 0.002, 0.01]))
+        if choice.random() < 0.1:
+            raise ServerError("a server died")
+        return "x"
+
+    total = choice.randint(1, 25)
+    crew = Crew(workers, total, 6, lambda ids, options: behave(), zombies=zombies, restarts=1000, patience=0.2)
+    async with crew:
+        run = asyncio.create_task(crew.rollouter.run())
+        async with asyncio.timeout(PATIENCE):
+            while not run.done():
+                await asyncio.sleep(choice.choice([0.001, 0.01]))
+                if choice.random() < 0.3:
+                    process = choice.choice([p for p in crew.processes if not p.killed] or crew.processes)
+                    choice.choice([process.die, process.die, process.hang])()
+            await run
+        assert sorted(crew.buffer.committed) == sorted(f"{n // 5}:{n % 5}" for n in range(total))
+        assert crew.buffer.admitted == total
+
+
+def test_what_cannot_be_pickled_is_refused_with_its_name_and_the_fix():
+    lock = threading.Lock()
+
+    async def rollout(client, sample):
+        return lock
+
+    check_travels("reward=", by_place)
+    with pytest.raises(ConfigError, match=r"sends rollout= to other processes, but .*rollout cannot be pickled"):
+        check_travels("rollout=", rollout)
