@@ -204,6 +204,23 @@ async def measure(work: Work, counts: list[int], groups: int, repeats: int) -> d
     return rounds
 
 
+def measure_workers(
+    counts: list[int], groups: int = 96, turns: int = 8, tokens: int = 128, repeats: int = 3
+) -> dict[int, list[Round]]:
+    """The rounds of each number of workers, in a Ray of its own."""
+    # The workers import this module by its name.
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    import workers
+
+    cluster = RayCluster(Config(), devices_needed=1)
+    cluster.connect()
+    try:
+        with null_server() as url:
+            return asyncio.run(workers.measure(workers.Work(url, turns, tokens), counts, groups, repeats))
+    finally:
+        cluster.close()
+
+
 def show(rounds: dict[int, list[Round]]) -> None:
     first = min((count for count in rounds if count), default=0)
     print(
@@ -226,18 +243,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    # The workers import this module by its name.
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    import workers
-
-    cluster = RayCluster(Config(), devices_needed=1)
-    cluster.connect()
-    try:
-        with null_server() as url:
-            work = workers.Work(url, given.turns, given.tokens)
-            rounds = asyncio.run(workers.measure(work, given.workers, given.groups, given.repeats))
-    finally:
-        cluster.close()
+    rounds = measure_workers(given.workers, given.groups, given.turns, given.tokens, given.repeats)
     print(f"{psutil.cpu_count()} cores; {given.groups} groups of {SAMPLES} conversations of {given.turns} turns\n")
     show(rounds)
 

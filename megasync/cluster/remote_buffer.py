@@ -31,8 +31,8 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.async_buffer import Answer, Call
 from megasync.cluster.actors import ActorGroup, kill_process
+from megasync.cluster.buffer_calls import BufferCalls
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import ScheduleConfig
@@ -49,7 +49,7 @@ WINDOW_SECONDS = 300.0
 
 # Calls that wait for other calls; a wake-up or close() ends them, so they have no deadline.
 WAITS = ("admit", "lease", "reclaim")
-# Calls per group. Those that come while others are on their way travel together, in one message and one transaction.
+# Calls per group, which travel together.
 BATCHED = ("admit", "commit", "drop", "reclaim", "save_partials", "partials")
 # Until the first answer: a process has to start, perhaps on a busy machine.
 START_SECONDS = 180.0
@@ -176,9 +176,7 @@ class _BufferProcess:
         self._pid: int | None = None
         self._ready: asyncio.Future[None] | None = None
         self._pulse: asyncio.Future[int] | None = None
-        # Calls for the next batch, with the futures of their answers.
-        self._queued: list[tuple[Call, asyncio.Future[Answer]]] = []
-        self._sending: asyncio.Future[None] | None = None
+        self._calls = BufferCalls(self._actor, ANSWER_SECONDS)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the buffer. Also raises ProcessLost when the process dies or does not answer."""
@@ -187,39 +185,13 @@ class _BufferProcess:
             self._ready = _shared(self._open())
         await asyncio.shield(self._ready)
         if method in BATCHED and not kwargs:
-            answer = await self._call_in_batch(method, args)
-            if answer.outcome == "failed":
-                raise answer.value
+            answer = await self._calls.call(method, *args)
             if answer.outcome == "done":
                 return answer.value
         elif method not in WAITS:
             return await self._actor.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
         waiting = self._actor.call_one(0, method, *args, **kwargs, timeout=None)
         return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
-
-    async def _call_in_batch(self, method: str, args: tuple[Any, ...]) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._queued.append(((method, args), answer))
-        if self._sending is None or self._sending.done():
-            self._sending = _shared(self._send_batches())
-        return await answer
-
-    async def _send_batches(self) -> None:
-        # Calls of other tasks that are ready now come along.
-        await asyncio.sleep(0)
-        while self._queued:
-            batch, self._queued = [entry for entry in self._queued if not entry[1].done()], []
-            calls = [call for call, _ in batch]
-            try:
-                answers = await self._actor.call_one(0, "batch", calls, timeout=ANSWER_SECONDS)
-            except Exception as error:  # noqa: BLE001 - whatever it is, every caller gets it
-                for _, answer in batch:
-                    if not answer.done():
-                        answer.set_exception(error)
-                continue
-            for (_, answer), value in zip(batch, answers, strict=True):
-                if not answer.done():
-                    answer.set_result(value)
 
     async def end(self) -> None:
         """Kills the process, even a stopped one. Calls in flight fail."""

@@ -25,6 +25,7 @@ from ray.exceptions import RayActorError
 
 from megasync.buffer.payload import EncodedGroup, EncodedPartial
 from megasync.cluster.actors import ANSWER_SECONDS, ActorGroup, kill_process
+from megasync.cluster.buffer_calls import BufferCalls
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
@@ -252,11 +253,13 @@ class WorkerBuffer:
 
     def __init__(self) -> None:
         self._actor: ActorGroup
+        self._calls: BufferCalls
         self._opened: asyncio.Task[Any] | None = None
 
     def use(self, handle: Any) -> None:
         """Calls this process from now on. It may still have to read its ledger."""
         self._actor = ActorGroup("buffer", [handle])
+        self._calls = BufferCalls(self._actor, CALL_SECONDS)
         self._opened = None
 
     async def commit(self, group: EncodedGroup) -> bool:
@@ -278,7 +281,7 @@ class WorkerBuffer:
                 if self._opened is None:
                     self._opened = asyncio.ensure_future(actor.call_one(0, "open", timeout=None))
                 await asyncio.shield(self._opened)
-                return await actor.call_one(0, method, *arguments, timeout=CALL_SECONDS)
+                return (await self._calls.call(method, *arguments)).value
             except ProcessLost as loss:
                 log.info("Repeating a call to the buffer: %s", loss)
                 if self._actor is actor:
