@@ -18,8 +18,12 @@ OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list", "broadcast_pyobj"),
 }
-# Checks that a user's function can be sent to a worker process: it unpickles what it has just pickled.
-OWN = {"megasync/rewards/processes.py"}
+# Checks that an object can be sent to another process: they unpickle what they have just pickled.
+OWN = {
+    "megasync/rewards/processes.py",
+    "megasync/cluster/rollout_workers.py",
+    "megasync/rollout/remote_worker.py",
+}
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
 SANDBOXED = {"megasync/rewards/sandbox_child.py", "megasync/rewards/sandbox_link.py"}
 
