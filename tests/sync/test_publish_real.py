@@ -107,7 +107,7 @@ async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(world, 
 
 
 async def test_a_sender_that_is_killed_ends_the_publish_in_time(world, models):
-    sync, ranks, servers = await world(seconds=5.0)
+    sync, ranks, servers = await world(seconds=10.0)
     await sync.publish(50)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=5)
     async with asyncio.timeout(30):
