@@ -208,9 +208,10 @@ def _check_lengths(tokens: int, per_token: Mapping[str, Any]) -> None:
 
 def _equal(one: Any, other: object) -> bool:
     """Whether all fields are equal; arrays by type and content."""
+    names = [field.name for field in fields(one)]
     if type(one) is not type(other):
         return NotImplemented
-    return all(_same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    return all(_same(getattr(one, name), getattr(other, name)) for name in names)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -292,7 +292,8 @@ class WorkerBuffer:
 def check_travels(what: str, value: Any) -> None:
     """Raises ConfigError, naming `what`, for a value that cannot be sent to a worker."""
     try:
-        cloudpickle.loads(cloudpickle.dumps(value))
+        # Ray does not declare what its module re-exports.
+        cloudpickle.loads(cloudpickle.dumps(value))  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:  # pickle raises whatever the object's own hooks raise
         shown = name_of(value) if callable(value) else f"{value!r:.80}"
         raise ConfigError(
