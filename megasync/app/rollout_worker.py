@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from megasync.app.workload import Custom, Task, WorkerTask, Workload, prepare_worker
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
+from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
@@ -146,19 +148,22 @@ async def build_worker(setup: WorkerSetup) -> WorkerEnd:
     logging.getLogger("megasync").addHandler(outbox)
     task = await asyncio.to_thread(prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
     await task.open()
-    # It ends with the process.
+    # Both end with the process.
+    stack = AsyncExitStack()
+    await stack.enter_async_context(short_collections())
     abandoned = asyncio.create_task(outbox.end_when_abandoned(config.timeouts.rollout_worker), name="abandoned")
-    return _WorkerParts(setup, task, outbox, abandoned).end
+    stack.push_async_callback(cancel_and_wait, abandoned)
+    return _WorkerParts(setup, task, outbox, stack).end
 
 
 class _WorkerParts:
     """The parts of a worker, and what the driver tells them."""
 
-    def __init__(self, setup: WorkerSetup, task: WorkerTask, outbox: Outbox, abandoned: asyncio.Task[None]) -> None:
+    def __init__(self, setup: WorkerSetup, task: WorkerTask, outbox: Outbox, stack: AsyncExitStack) -> None:
         config, rollout, schedule = setup.config, setup.config.rollout, setup.config.schedule
         self._keys = setup.keys
         self._task = task
-        self._abandoned = abandoned
+        self._stack = stack
         self._closing: set[asyncio.Task[None]] = set()
         # Servers by the list that they belong to: of the rollout pool under "", of frozen models under their keys.
         self._servers: dict[str, dict[str, ServerControl]] = {}
@@ -238,4 +243,5 @@ class _WorkerParts:
     async def _close(self) -> None:
         await self._client.close()
         await self._task.close()
-        await cancel_and_wait(self._abandoned, *self._closing)
+        await cancel_and_wait(*self._closing)
+        await self._stack.aclose()

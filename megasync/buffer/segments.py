@@ -54,8 +54,8 @@ class SegmentWriter:
         assert self._file is not None
         offset, view = self._size, memoryview(body).cast("B")
         while view:
-            # What a full disk cuts short is overwritten by nothing: the next body begins after it.
-            written = os.write(self._file, view)
+            # At the recorded place, also where the file is shorter than it should be.
+            written = os.pwrite(self._file, view, self._size)
             self._size += written
             view = view[written:]
         self._unsynced = True
@@ -83,7 +83,7 @@ class SegmentWriter:
         self.sync()
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._file = os.open(segment_path(self._folder, self._number + 1), flags, 0o644)
         self._number += 1
         self._size = 0

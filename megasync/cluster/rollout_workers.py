@@ -7,7 +7,7 @@
     one per slot  exchanges commands and events with a worker, and       its restart budget is spent: the slot is
                   replaces it                                           retired; `watch` raises when none is left
 
-Invariant: whoever follows learns of a lost worker before its replacement starts, so its groups are started elsewhere
+Invariant: followers learn of a lost worker before its replacement starts, so its groups are started elsewhere
 once. What a lost worker that still lives commits until it is killed does no harm (`rollout.group_worker`).
 """
 
@@ -68,7 +68,7 @@ class RolloutWorkers:
         self._links: dict[int, WorkerLink] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
-        # Commands that a worker is told when it starts: the last of each name and subject.
+        # Commands that a worker gets when it starts: the last of each name and subject.
         self._states: dict[tuple[str, str], Message] = {}
         self._joined = asyncio.Event()
         self._last_retired = ""

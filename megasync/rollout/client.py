@@ -57,7 +57,6 @@ _FAILURE_WAIT = (0.2, 5.0)
 # Backoff after an abort without a token, in seconds: initial value, doubled likewise, and maximum. It keeps the client
 # from polling a server that aborts everything in a tight loop.
 _EMPTY_ABORT_WAIT = (0.01, 1.0)
-_ABORT_TIMEOUT = 5.0
 # Timeout for closing the connections, in seconds.
 _CLOSE_SECONDS = 5.0
 # Number of invalid answers that are logged as warnings; later ones are logged at debug level.
@@ -284,12 +283,6 @@ class RolloutClient:
         except InvalidAnswer as error:
             self._invalid_answers += 1
             raise InvalidAnswer(f"{server.url}/generate: {error}") from error
-
-    async def abort_all(self) -> None:
-        """Aborts every request on every server. A pending `generate` continues from its partial response."""
-        await asyncio.gather(
-            *(server.post("/abort_request", {"abort_all": True}, timeout=_ABORT_TIMEOUT) for server in self.servers)
-        )
 
     async def close(self) -> None:
         """Closes the connections. The server controls are closed by their owner."""

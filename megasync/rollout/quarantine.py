@@ -27,7 +27,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -160,16 +160,9 @@ class Quarantine:
 
     # Called by the client
 
-    @asynccontextmanager
-    async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+    def request(self, key: str, prompt: Sequence[int]) -> AbstractAsyncContextManager[Ticket]:
         """Track one generation of a prompt. The ticket closes when the context exits."""
-        ticket = Ticket(key, prompt, key)
-        try:
-            yield ticket
-        except BaseException:
-            self.end(ticket, completed=False)
-            raise
-        self.end(ticket, completed=True)
+        return open_ticket(key, prompt, self.end)
 
     async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
         """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
@@ -362,6 +355,18 @@ class Quarantine:
 
 def _file(folder: Path, key: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', key)}.json"
+
+
+@asynccontextmanager
+async def open_ticket(key: str, prompt: Sequence[int], end: Callable[[Ticket, bool], None]) -> AsyncIterator[Ticket]:
+    """A ticket for which `end(ticket, completed)` is called when the context exits."""
+    ticket = Ticket(key, prompt, key)
+    try:
+        yield ticket
+    except BaseException:
+        end(ticket, False)
+        raise
+    end(ticket, True)
 
 
 def prompt_digest(prompt: Sequence[int]) -> bytes:

@@ -5,7 +5,7 @@
 
 A ticket stays in its worker until its connection breaks, or until its prompt or key is watched, because some worker's
 request for it was cut. From then on the driver decides about each of its requests. So the evidence of all workers is
-combined, and a suspect is isolated once, whoever sends it.
+combined, and a suspect is isolated once, whichever worker sends it.
 
 A prompt that becomes a suspect is watched by every worker a moment later. A request sent in between is like one that
 was sent just before.
@@ -14,13 +14,16 @@ was sent just before.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from megasync.errors import PoisonPrompt
-from megasync.rollout.quarantine import Quarantine, Ticket, Watched, prompt_digest
+from megasync.rollout.quarantine import Quarantine, Ticket, Watched, open_ticket, prompt_digest
+
+log = logging.getLogger(__name__)
 
 # Tells the other side: a name and arguments.
 Tell = Callable[..., None]
@@ -42,16 +45,9 @@ class RemoteQuarantine:
     def evidence(self, key: str) -> str | None:
         return self._evidence.get(key)
 
-    @asynccontextmanager
-    async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+    def request(self, key: str, prompt: Sequence[int]) -> AbstractAsyncContextManager[Ticket]:
         """See `Quarantine.request`."""
-        ticket = Ticket(key, prompt, key)
-        try:
-            yield ticket
-        except BaseException:
-            self._end(ticket, completed=False)
-            raise
-        self._end(ticket, completed=True)
+        return open_ticket(key, prompt, self._end)
 
     async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
         """See `Quarantine.enter`."""
@@ -140,6 +136,10 @@ class TicketDesk:
             url = await self._quarantine.enter(self._tickets[number], body)
         except PoisonPrompt as error:
             self._answer(number, None, str(error))
+        except Exception:
+            # The request has no deadline while it waits for clearance.
+            log.exception("The quarantine failed on ticket %d, whose request is sent", number)
+            self._answer(number, None, None)
         else:
             self._answer(number, url, None)
 

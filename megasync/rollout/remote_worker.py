@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megasync.concurrency.tasks import cancel_and_wait, wait_for_first
+from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
 from megasync.rollout.group_worker import GroupEnded, GroupWorker, Worker, WorkListener
 from megasync.rollout.metrics import WorkerStatus
@@ -183,9 +183,7 @@ class Outbox(logging.Handler):
         self.polled = self._clock()
         if not self._events:
             self._some.clear()
-            try:
-                await asyncio.wait_for(self._some.wait(), seconds)
-            except TimeoutError:
+            if not await set_within(self._some, seconds):
                 return []
         await asyncio.sleep(BATCH_SECONDS)
         events, self._events, self._logs = self._events, [], 0

@@ -397,6 +397,19 @@ def test_a_body_damaged_after_it_was_written_is_found_once_its_step_has_failed(b
     assert buffer.lease(1, 0) is None and buffer.state.reclaimable() == ["a"]
 
 
+def test_a_segment_that_is_cut_short_costs_only_the_groups_that_lay_there(buffer, group):
+    for uid in "ab":
+        do(buffer, "admit", uid)
+    buffer.commit(group("a", 0, 0))
+    (segment,) = segments(buffer)
+    os.truncate(segment, 0)
+    buffer.commit(group("b", 0, 0))
+    held = {leased.uid: leased for leased in (entry.held for entry in buffer.state._groups.open.values())}
+    with pytest.raises(DataError, match="group a cannot be read"):
+        load(held["a"])
+    assert load(held["b"]) == load_encoded(group("b", 0, 0))
+
+
 def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(buffer, group, monkeypatch):
     for uid in "abc":
         do(buffer, "admit", uid)

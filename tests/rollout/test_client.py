@@ -360,15 +360,6 @@ async def test_requests_without_a_seed_get_different_ones(fake, client):
     assert len({r["sampling_params"]["sampling_seed"] for r in fake.requests}) == 20
 
 
-async def test_abort_all_reaches_every_server(fake):
-    async with FakeSGLang() as other:
-        client = make_client(fake, servers=[ServerControl(fake.url), ServerControl(other.url)])
-        await client.abort_all()
-        assert (fake.aborted_all, other.aborted_all) == (1, 1)
-        for server in client.servers:
-            await server.close()
-
-
 async def test_chat_renders_the_template_and_returns_the_turn(fake):
     client = make_client(fake, tokenizer=byte_tokenizer(), vocab_size=300, context_length=200)
     messages = [{"role": "user", "content": "hi"}]

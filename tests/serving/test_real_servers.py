@@ -164,7 +164,8 @@ async def test_an_aborted_generation_continues_with_the_same_tokens(stack):
         for i in range(10, 18)
     ]
     await generating(stack)
-    await stack.client.abort_all()
+    for server in stack.client.servers:
+        await server.post("/abort_request", {"abort_all": True})
     results = await asyncio.gather(*tasks)
     assert all(got.parts == 2 for got in results)
     for got in results[:2]:

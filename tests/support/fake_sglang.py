@@ -46,7 +46,6 @@ class FakeSGLang:
         # Paths of all POST requests, and requests whose caller disconnected.
         self.calls: list[str] = []
         self.disconnected = 0
-        self.aborted_all = 0
         self.parser_status = 200
         # Decodes token ids to text.
         self.words: Callable[[list[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
@@ -54,7 +53,6 @@ class FakeSGLang:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/parse_function_call", self._parse_calls)
         app.router.add_post("/separate_reasoning", self._separate_reasoning)
         for path in ("/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info"):
@@ -133,12 +131,6 @@ class FakeSGLang:
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "fake", "is_generation": True, "weight_version": str(self.version)})
-
-    async def _abort(self, request: web.Request) -> web.Response:
-        self.calls.append(request.path)
-        assert (await request.json()) == {"abort_all": True}
-        self.aborted_all += 1
-        return web.Response()
 
     async def _parse_calls(self, request: web.Request) -> web.Response:
         """Parses tool calls in Hermes format only."""
