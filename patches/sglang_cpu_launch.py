@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Six changes, for servers on a CPU only:
+Seven changes, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
   most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
@@ -14,6 +14,8 @@ Six changes, for servers on a CPU only:
 - Latent attention (DeepSeek) uses its absorbed form with the `torch_native` backend. SGLang selects the form by the
   name of the backend and has no entry for this one. It would prefill with explicit keys and values, but this backend
   reads them from the cache, which contains the latents.
+- The `torch_native` backend decodes the requests of a batch together, where it would compute attention one by one, in
+  about ten small operations per request and layer.
 - If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
 """
 
@@ -24,9 +26,13 @@ import os
 import sys
 from typing import Any
 
+import torch
 from megasync_patches import Patch
 
 from megasync.importing import quick_imports
+
+# Padded positions that are always cheaper than further operations.
+_PADDED = 4096
 
 
 def apply() -> None:
@@ -37,6 +43,7 @@ def apply() -> None:
         add_deterministic_attention_backend_choices,
     )
     from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.server_args import PortArgs
@@ -44,6 +51,13 @@ def apply() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         add_deterministic_attention_backend_choices(["torch_native"])
+    decode_one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
+
+    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attended = attend_together(*args, **kwargs)
+        return decode_one_by_one(self, *args, **kwargs) if attended is None else attended
+
+    TorchNativeAttnBackend._run_sdpa_forward_decode = decode
     batch_invariant_ops.enable_batch_invariant_mode = lambda: None
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
 
@@ -64,6 +78,49 @@ def apply() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_environment_and_fork
+
+
+def attend_together(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    encoder_lengths: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+    **_: object,
+) -> torch.Tensor | None:
+    """Attention of one new token per request, with the arguments of `_run_sdpa_forward_decode`.
+
+    Returns None where the requests must be computed one by one: with an encoder, and where padding all to the longest
+    would more than double the work.
+    """
+    if encoder_lengths is not None or is_cross_attn or keys.dtype != query.dtype:
+        return None
+    longest = int(lengths.max())
+    if longest * len(lengths) > 2 * int(lengths.sum()) + _PADDED:
+        return None
+    slots = req_to_token[requests, :longest]
+    # Query heads that share a key head are rows of one product, [requests, key heads, rows, head size].
+    rows = query.view(len(lengths), keys.shape[1], -1, query.shape[-1])
+    position = torch.arange(longest, device=lengths.device)
+    visible = position < lengths[:, None]
+    if sliding_window_size is not None:
+        visible &= position >= lengths[:, None] - 1 - sliding_window_size
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        rows,
+        keys[slots].transpose(1, 2),
+        values[slots].transpose(1, 2),
+        attn_mask=visible[:, None, None],
+        scale=scaling,
+    )
+    output.copy_(attended.reshape(output.shape))
+    return output
 
 
 PATCH = Patch(

@@ -95,6 +95,40 @@ def test_sglang_imports_only_the_model_that_it_serves_and_still_finds_all_others
     assert "another model sglang.srt.models.gpt2" in launched.stdout, launched.stderr[-3000:]
 
 
+ATTENTION = """
+import inspect, torch
+from megasync.importing import quick_imports
+with quick_imports():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from megasync_patches.sglang_cpu_launch import attend_together
+
+torch.manual_seed(0)
+one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
+assert "for seq_idx in range" in inspect.getsource(one_by_one), "upstream decodes requests together now"
+backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
+for heads, key_heads, window in ((9, 3, None), (4, 4, None), (8, 1, 5)):
+    lengths = torch.tensor([7, 1, 30, 12])
+    keys, values = torch.randn(2, 200, key_heads, 16)
+    tokens = torch.randperm(200)[: 4 * 40].view(4, 40)
+    requests = torch.tensor([2, 0, 3, 1])
+    query = torch.randn(4, heads, 16)
+    arguments = (keys, values, tokens, requests, lengths)
+    options = dict(scaling=0.3, enable_gqa=heads != key_heads, sliding_window_size=window)
+    expected = one_by_one(backend, query, torch.empty_like(query), *arguments, **options)
+    output = torch.empty_like(query)
+    assert attend_together(query, output, *arguments, **options) is output
+    torch.testing.assert_close(output, expected)
+long = torch.tensor([9000, 1, 1, 1])
+assert attend_together(query, output, keys, values, tokens, requests, long) is None, "padding would cost too much"
+print("attention is equal")
+"""
+
+
+def test_attention_of_a_decoded_batch_is_that_of_its_requests_one_by_one():
+    result = python(ATTENTION, stand_ins=True)
+    assert "attention is equal" in result.stdout, result.stderr[-3000:]
+
+
 KERNELS = """
 import torch, sgl_kernel, triton, triton.language as tl, torchvision
 from triton.runtime.cache import anything
