@@ -38,11 +38,12 @@ from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.request_body import RequestBody
 from megasync.rollout.sampling import base_params, check_trained, merge_params
+from megasync.rollout.shared_prompts import SharedPrompts
 from megasync.rollout.tokens import Tokens
 from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.router import ROUTING_KEY_HEADER
+from megasync.serving.router import ROUTING_KEY_HEADER, STICKY_POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,14 @@ class RequestSettings:
     timeout: float
     stream_interval: int = 0
     chat: ChatConfig = field(default_factory=ChatConfig)
+    # Whether the router sends requests with one routing key to one server.
+    sticky: bool = False
 
     @classmethod
     def of(cls, config: Config) -> RequestSettings:
         rollout = config.rollout
-        return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat)
+        sticky = rollout.router_policy in STICKY_POLICIES
+        return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat, sticky)
 
 
 class RolloutClient:
@@ -143,6 +147,8 @@ class RolloutClient:
         self._timeout = settings.timeout
         self._stream = settings.stream_interval > 0
         self._chat_config = settings.chat
+        # The first token of a response that is not streamed comes with the last.
+        self._shared = SharedPrompts() if settings.sticky and self._stream else None
         self._api_key = api_key
         self._trust = trust
         self._quarantine = quarantine
@@ -175,6 +181,7 @@ class RolloutClient:
         keep: Keep | None = None,
         watch: Callable[[IntArray], None] | None = None,
         trained: bool = False,
+        priority: int = 0,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
@@ -183,7 +190,8 @@ class RolloutClient:
         ignore it. `max_new_tokens` is reduced to the room in the context. A stop string that straddles an interruption
         is not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
         grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
-        arrive. A `trained` response must be sampled from the distribution that the trainer scores.
+        arrive. A `trained` response must be sampled from the distribution that the trainer scores. A server begins
+        the waiting requests with the lowest `priority` number first.
 
         `prompt_ids` is a list of ids, an array, or `Tokens` such as `generation.tokens + [...]`, of which only the new
         ids are read.
@@ -204,13 +212,17 @@ class RolloutClient:
         params["max_new_tokens"] = budget
         parts = PartialResponse() if keep is None else keep(request_digest(prompt, params))
         parts.follow(prompt)
-        parts.watch = watch
         # Deterministic servers use the same seed for every request that has none.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
         failures: list[str] = []
         try:
-            async with self._ticket(routing_key, prompt) as ticket, asyncio.timeout(self._timeout) as deadline:
-                await self._finish(parts, params, routing_key, failures, ticket, deadline)
+            async with (
+                self._ticket(routing_key, prompt) as ticket,
+                asyncio.timeout(self._timeout) as deadline,
+                self._turn(routing_key, prompt, parts) as first_token,
+            ):
+                parts.watch = _first(first_token, watch)
+                await self._finish(parts, params, routing_key, priority, failures, ticket, deadline)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
@@ -299,6 +311,7 @@ class RolloutClient:
         parts: PartialResponse,
         params: dict[str, Any],
         routing_key: str | None,
+        priority: int,
         failures: list[str],
         ticket: Ticket | None,
         deadline: asyncio.Timeout,
@@ -315,6 +328,7 @@ class RolloutClient:
                 "sampling_params": params | {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)},
                 "return_logprob": True,
                 "stream": self._stream,
+                "priority": priority,
             }
             wait = empty
             url = await self._enter(ticket, body, deadline)
@@ -348,6 +362,13 @@ class RolloutClient:
         if self._quarantine is None or key is None:
             return nullcontext()
         return self._quarantine.request(key, prompt)
+
+    def _turn(
+        self, key: str | None, prompt: Tokens, parts: PartialResponse
+    ) -> AbstractAsyncContextManager[Callable[[], None] | None]:
+        if self._shared is None or key is None or len(parts):
+            return nullcontext()
+        return self._shared.request(key, prompt)
 
     async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
         """Returns the URL for the next request. The deadline is paused while the prompt is held back as a suspect."""
@@ -459,6 +480,21 @@ class RolloutClient:
                 auto_decompress=False,
             )
         return self._session
+
+
+def _first(
+    arrived: Callable[[], None] | None, watch: Callable[[IntArray], None] | None
+) -> Callable[[IntArray], None] | None:
+    """Calls both for new tokens: `arrived` without them."""
+    if arrived is None:
+        return watch
+
+    def both(token_ids: IntArray) -> None:
+        arrived()
+        if watch is not None:
+            watch(token_ids)
+
+    return both
 
 
 def _headers(routing_key: str | None, invalid: int) -> dict[str, str] | None:

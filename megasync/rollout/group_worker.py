@@ -128,8 +128,11 @@ class Worker(Protocol):
     def begin(self, *, gated: bool, limit: int | None) -> None:
         """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
 
-    def start(self, prompt: Prompt, again: bool = False) -> None:
-        """Begins a group. `again` if another worker, which is lost, has worked on it."""
+    def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
+        """Begins a group, whose requests go before those of groups with a higher `batch`.
+
+        `again` if another worker, which is lost, has worked on it.
+        """
 
     def set_limit(self, limit: int) -> None: ...
     async def close_gate(self, timeout: float) -> None: ...
@@ -188,8 +191,8 @@ class GroupWorker:
         if self._failures.save_seconds:
             self._saving = asyncio.create_task(self._save_loop(), name="rollout save")
 
-    def start(self, prompt: Prompt, again: bool = False) -> None:
-        task = asyncio.create_task(self._work(prompt, again), name=f"group {prompt.uid}")
+    def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
+        task = asyncio.create_task(self._work(prompt, batch, again), name=f"group {prompt.uid}")
         self._groups[prompt.uid] = task
         task.add_done_callback(partial(self._ended, prompt.uid))
 
@@ -244,13 +247,13 @@ class GroupWorker:
 
     # One group
 
-    async def _work(self, prompt: Prompt, again: bool) -> GroupEnded:
+    async def _work(self, prompt: Prompt, batch: int, again: bool) -> GroupEnded:
         uid = prompt.uid
         try:
             if self._failures.save_seconds:
                 saved = await self._buffer.partials(uid)
                 self._partials.restore(uid, {key: decode_partial(data) for key, data in saved.items()})
-            outcome, scored = await self._generate(prompt)
+            outcome, scored = await self._generate(prompt, batch)
             self._partials.forget(uid)
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is stale by now and will be returned.
@@ -266,9 +269,9 @@ class GroupWorker:
         except BufferClosed:
             return GroupEnded(uid)
 
-    async def _generate(self, prompt: Prompt) -> tuple[Group | Dropped, Summary | None]:
+    async def _generate(self, prompt: Prompt, batch: int) -> tuple[Group | Dropped, Summary | None]:
         """The group, or why there is none; and the summary of what was scored."""
-        samples, problems = await self._sample_all(prompt)
+        samples, problems = await self._sample_all(prompt, batch)
         if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
             return Dropped(KILLS_SERVERS, evidence), None
         trajectories = [t for sample in samples for t in sample]
@@ -306,12 +309,13 @@ class GroupWorker:
         log.warning("%s: retrying once a server is available: %s", what, error)
         await asyncio.sleep(backoff.next())
 
-    async def _sample_all(self, prompt: Prompt) -> tuple[list[list[Trajectory]], list[str]]:
+    async def _sample_all(self, prompt: Prompt, batch: int) -> tuple[list[list[Trajectory]], list[str]]:
         """The trajectories of each sample, in the samples' order, and the errors of those that failed.
 
         Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
         """
-        tasks = [asyncio.create_task(self._sample(prompt, index)) for index in range(self._selection.samples_started)]
+        started = range(self._selection.samples_started)
+        tasks = [asyncio.create_task(self._sample(prompt, batch, index)) for index in started]
         running = set(tasks)
         try:
             while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
@@ -326,12 +330,12 @@ class GroupWorker:
             self._metrics.counts["samples_unused"] += unused
         return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
 
-    async def _sample(self, prompt: Prompt, index: int) -> list[Trajectory] | str:
+    async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has used up its attempts."""
         attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
         while True:
             try:
-                trajectories = await self._attempt(prompt, index)
+                trajectories = await self._attempt(prompt, batch, index)
             except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
                 if cancellation_requested(error):
                     raise
@@ -349,12 +353,12 @@ class GroupWorker:
                 self._metrics.add_generated(trajectories)
                 return trajectories
 
-    async def _attempt(self, prompt: Prompt, index: int) -> list[Trajectory]:
+    async def _attempt(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory]:
         """Calls the workflow once, with a copy of the row, so that its changes do not reach the next attempt."""
         seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
         responses = self._partials.sample(prompt.uid, index)
         client = SampleClient(
-            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, trained=True
+            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, batch=batch
         )
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         return self._check.check(await self._workflow(client, sample))

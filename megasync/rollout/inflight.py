@@ -1,9 +1,8 @@
 """How many requests run at once: a gate that every request of a workflow passes, and the controller of its limit.
 
-Too few requests leave servers idle. Too many are retracted, or wait in the servers' queues and are stale before their
-first token. So the limit grows while the servers have room and the limit is what holds requests back, and shrinks by a
-factor when KV caches run out: additive increase, multiplicative decrease, with doubling until the first pressure, as in
-TCP's slow start.
+Too few requests leave servers idle. Too many are retracted, or wait at one server while another is idle. So the limit
+grows while the servers have room and the limit is what holds requests back, and shrinks by a factor when KV caches run
+out: additive increase, multiplicative decrease, with doubling until the first pressure, as in TCP's slow start.
 
 Invariants: while the gate is closed no request of a workflow starts, and `RequestGate.close` returns only when none is
 running, so workflows of several turns stop between turns and never inside one. The limit is never below one request per
@@ -13,7 +12,7 @@ server, so it can slow a run down but never stop it.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,25 +23,29 @@ import msgspec
 from megasync.errors import ServerError
 from megasync.serving.answers import parse_as
 
-# Requests per server before any load is reported.
+# Requests per server before any load is reported. As many may wait at a server that runs fewer: requests arrive in
+# bursts, by groups, and a server orders those that wait.
 FIRST_REQUESTS = 64
 # The limit is multiplied by this under pressure.
 DECREASE = 0.8
 # Requests per server that the limit grows by when there is room.
 INCREASE = 8
-# Queued requests, as a share of those running, that do not count as pressure: requests arrive in bursts, by groups.
-QUEUED_SHARE = 0.25
 
 
 class RequestGate:
-    """Open, it admits up to `limit` requests at once and counts them. Closed, requests wait in order until it opens."""
+    """Open, it admits up to `limit` requests at once and counts them. Closed, requests wait until it opens.
+
+    Those of the lowest priority number go first, and equal ones in the order in which they came.
+    """
 
     def __init__(self) -> None:
         self.inflight = 0
         # Requests that may run at once; None for no limit.
         self._limit: int | None = None
         self._closed = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # A heap of (priority, number, turn); the numbers count the requests.
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._came = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -52,9 +55,10 @@ class RequestGate:
         self._admit_waiting()
 
     @asynccontextmanager
-    async def request(self) -> AsyncIterator[None]:
+    async def request(self, priority: int = 0) -> AsyncIterator[None]:
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._came += 1
+        heapq.heappush(self._waiting, (priority, self._came, turn))
         self._admit_waiting()
         try:
             await turn
@@ -88,7 +92,7 @@ class RequestGate:
 
     def _admit_waiting(self) -> None:
         while self._waiting and not self._closed and (self._limit is None or self.inflight < self._limit):
-            turn = self._waiting.popleft()
+            _, _, turn = heapq.heappop(self._waiting)
             # A cancelled waiter leaves its future behind.
             if not turn.done():
                 # Counted here, not when the waiter resumes: the next iteration must see the place taken.
@@ -156,13 +160,16 @@ class InflightCap:
         if not loads:
             return self.limit
         self._rescale(len(loads))
-        if any(self._under_pressure(load) for load in loads):
+        # A server that runs nothing of what waits there is paused for a weight sync, or computes its first prompts.
+        # That says nothing about room.
+        known = [load for load in loads if load.running or not load.waiting]
+        if any(map(self._under_pressure, known)):
             self._slow_start = False
             # From what is really in flight, because a limit far above it would take many steps to have an effect. Only
             # once it has come down to the limit, or long requests would bring the limit down to nothing.
             if inflight <= self.limit:
                 self.limit = int(inflight * DECREASE)
-        elif inflight >= self.limit:
+        elif inflight >= self.limit and len(known) == len(loads):
             self.limit = 2 * self.limit if self._slow_start else self.limit + INCREASE * len(loads)
         self.limit = max(self.limit, len(loads))
         return self.limit
@@ -174,7 +181,4 @@ class InflightCap:
             self._servers = servers
 
     def _under_pressure(self, load: ServerLoad) -> bool:
-        if load.running == 0:
-            # Paused for a weight sync, with its requests back in the queue: that says nothing about room.
-            return False
-        return load.retracted > 0 or load.token_usage > self._high or load.waiting > QUEUED_SHARE * max(load.running, 4)
+        return load.retracted > 0 or load.token_usage > self._high or load.waiting > max(load.running, FIRST_REQUESTS)

@@ -263,8 +263,8 @@ class WorkerLink:
     def begin(self, *, gated: bool, limit: int | None) -> None:
         self.tell("begin", gated, limit)
 
-    def start(self, prompt: Prompt, again: bool = False) -> None:
-        self.tell("start", prompt, again)
+    def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
+        self.tell("start", prompt, batch, again)
 
     def set_limit(self, limit: int) -> None:
         self.tell("set_limit", limit)

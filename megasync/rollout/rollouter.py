@@ -97,9 +97,13 @@ class ServerLimits:
 
 @dataclass(eq=False, slots=True)
 class _Assigned:
-    """An admitted group that has not ended. `worker` is None while it waits for one."""
+    """An admitted group that has not ended. `worker` is None while it waits for one.
+
+    `batch` numbers the batches in the order in which the trainer needs them, as far as the rollouter knows.
+    """
 
     prompt: Prompt
+    batch: int
     worker: Worker | None = None
 
 
@@ -122,8 +126,11 @@ class Rollouter:
         self._buffer = buffer
         servers = servers or ServerLimits()
         self._fleet, self._cap, self._quarantine = servers.fleet, servers.cap, servers.quarantine
+        self._groups_per_step = schedule.groups_per_step
         self._places = asyncio.Semaphore(schedule.max_inflight_groups or sys.maxsize)
         self._metrics = RolloutMetrics(schedule.groups_per_step)
+        # New groups admitted so far.
+        self._admitted = 0
         self._drop_limit = DropLimit(max_drop_share)
         # The workers, and how many groups each has.
         self._workers: dict[Worker, int] = {}
@@ -248,7 +255,8 @@ class Rollouter:
                 return
             self._source.admitted(prompt.uid)
             await self._places.acquire()
-            self._start(prompt)
+            self._start(prompt, 1 + self._admitted // self._groups_per_step)
+            self._admitted += 1
 
     async def _regenerate(self) -> None:
         while True:
@@ -258,7 +266,8 @@ class Rollouter:
                 return
             await self._places.acquire()
             self._metrics.regenerated += 1
-            self._start(self._source.get(uid))
+            # It was admitted before all that are still to come, and the trainer may be waiting for it.
+            self._start(self._source.get(uid), batch=0)
 
     async def _limit_loop(self, cap: InflightCap, fleet: FleetLoads) -> None:
         while True:
@@ -269,7 +278,7 @@ class Rollouter:
 
     # Groups
 
-    def _start(self, prompt: Prompt) -> None:
+    def _start(self, prompt: Prompt, batch: int) -> None:
         """Begins a group, which holds a place until it ends.
 
         Never two tasks work on one group: they would append to the same partial responses. The buffer may return a
@@ -280,7 +289,7 @@ class Rollouter:
             self._again.add(prompt.uid)
             self._places.release()
             return
-        assigned = self._groups[prompt.uid] = _Assigned(prompt)
+        assigned = self._groups[prompt.uid] = _Assigned(prompt, batch)
         self._assign(assigned)
 
     def _assign(self, assigned: _Assigned, again: bool = False) -> None:
@@ -291,7 +300,7 @@ class Rollouter:
         worker = min(self._workers, key=lambda worker: self._workers[worker])
         self._workers[worker] += 1
         assigned.worker = worker
-        worker.start(assigned.prompt, again)
+        worker.start(assigned.prompt, assigned.batch, again)
 
     def ended(self, worker: Worker, group: GroupEnded) -> None:
         """A group of a worker has ended."""

@@ -34,7 +34,8 @@ class SampleClient:
     All requests of a prompt carry the same routing key, so that the router can send them to the server that has the
     prompt cached. With `seed`, request number t of the sample is sent with a seed derived from (seed, t), which makes a
     run repeatable. With `responses`, a request continues the partial response that is there, and grows it. Requests of
-    a `trained` sample may only be sampled as the trainer scores them. `conversation` has all generations.
+    a sample that will be trained, in a `batch`, may only be sampled as the trainer scores them, and those of earlier
+    batches go first. `conversation` has all generations.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class SampleClient:
         routing_key: str,
         seed: int | None = None,
         responses: SampleResponses | None = None,
-        trained: bool = False,
+        batch: int | None = None,
         **sampling: Any,
     ) -> None:
         self._client = client
@@ -53,7 +54,7 @@ class SampleClient:
         self._routing_key = routing_key
         self._seed = seed
         self._responses = responses
-        self._trained = trained
+        self._batch = batch
         self._sampling = sampling
         self._requests = 0
         self.conversation = Conversation()
@@ -99,9 +100,12 @@ class SampleClient:
             options["seed"] = request_seed(self._seed, turn)
         if self._responses is not None:
             options["keep"] = partial(self._responses.begin, turn)
-        if self._trained:
-            options["trained"] = True
-        async with self._gate.request():
+        priority = 0
+        if self._batch is not None:
+            # The prompt of a further turn is in a server's cache. Requests without a batch go before all others.
+            priority = 1 + 2 * self._batch + (turn == 0)
+            options |= {"trained": True, "priority": priority}
+        async with self._gate.request(priority):
             return await method(prompt, **options | given)
 
 

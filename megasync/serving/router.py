@@ -34,8 +34,9 @@ from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
 from megasync.serving.process import Service, free_port
 
-POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
-# Under `consistent_hashing`, requests with the same value of this header go to the same server.
+POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing", "sticky")
+# Those that send requests with the same value of `ROUTING_KEY_HEADER`, or with the same beginning, to one server.
+STICKY_POLICIES = ("cache_aware", "consistent_hashing", "sticky")
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 # Seconds for the router to answer a call about its list of servers.
 ANSWER_SECONDS = 5.0
@@ -90,7 +91,9 @@ class Router(Service):
         """Fields of the router package's `RouterArgs`."""
         arguments: dict[str, object] = {
             "worker_urls": self.worker_urls,
-            "policy": self.policy,
+            # The router remembers the server of each key, and gives a new key to the server with the fewest requests.
+            "policy": "manual" if self.policy == "sticky" else self.policy,
+            "assignment_mode": "min_load",
             "host": self.host,
             "port": self.port,
             # The metrics endpoint listens on all interfaces and a fixed port unless told otherwise.

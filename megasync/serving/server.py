@@ -58,6 +58,16 @@ _ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
 }
 
+# The order of waiting requests: those with the lowest `priority` number first, before all of them those without one.
+# Running requests go on, because their tokens would have to be computed again.
+_PRIORITY_ARGUMENTS: dict[str, object] = {
+    "--enable-priority-scheduling": True,
+    "--schedule-low-priority-values-first": True,
+    "--disable-priority-preemption": True,
+    "--default-priority-value": 0,
+}
+# SGLang refuses priorities with other policies.
+_PRIORITY_POLICIES = ("fcfs", "lof")
 _CPU_ARGUMENTS: dict[str, object] = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -136,6 +146,8 @@ class SGLangServer(Service):
             "--max-running-requests": rollout.max_running_requests,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
+        if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:
+            options |= _PRIORITY_ARGUMENTS
         if rollout.stream_interval:
             # Each chunk holds only new tokens; repeating all of them would be quadratic in the response's length.
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}

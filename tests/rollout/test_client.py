@@ -513,7 +513,7 @@ async def test_chunks_of_a_stream_with_an_invalid_end_are_discarded(fake):
 
 
 async def test_persistently_invalid_answers_raise_a_server_error(fake):
-    client = make_client(fake, timeout=0.3)
+    client = make_client(fake, timeout=1.0)
     fake.script += [says(b"{}")] * 10_000
     with pytest.raises(ServerError, match=r"\(timeouts.request\).*failed attempts: invalid answer: no meta_info"):
         await client.generate([1])

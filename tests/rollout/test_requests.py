@@ -34,6 +34,36 @@ async def test_a_closed_gate_lets_running_requests_finish_and_starts_none():
     assert log[2:] == ["second started", "second done"]
 
 
+async def test_the_gate_admits_the_lowest_priority_number_first_and_equal_ones_in_order():
+    gate, order = RequestGate(), []
+    gate.shut()
+
+    async def request(priority, name):
+        async with gate.request(priority):
+            order.append(name)
+
+    asked = [(3, "new turn"), (5, "later batch"), (2, "running turn"), (3, "second"), (0, "evaluation")]
+    tasks = [asyncio.create_task(request(*request_)) for request_ in asked]
+    await asyncio.sleep(0)
+    gate.set_limit(1)
+    gate.open()
+    await asyncio.gather(*tasks)
+    assert order == ["evaluation", "running turn", "new turn", "second", "later batch"]
+
+
+async def test_further_turns_go_before_first_ones_and_earlier_batches_before_later_ones(fake_client):
+    async def priorities(batch):
+        client = fake_client()
+        sample = SampleClient(client, RequestGate(), routing_key="0:1", batch=batch)
+        for _ in range(3):
+            await sample.generate([1])
+        return [options.get("priority", 0) for _, options in client.calls]
+
+    earlier, later, untrained = [await priorities(batch) for batch in (4, 5, None)]
+    assert earlier[2] == earlier[1] < earlier[0] < later[1] < later[0]
+    assert untrained == [0, 0, 0] and min(await priorities(0)) > 0
+
+
 async def test_closing_the_gate_times_out_and_reports_the_requests_in_flight():
     gate = RequestGate()
     async with gate.request(), gate.request():

@@ -50,7 +50,7 @@ def test_every_sampling_parameter_is_classified_by_its_effect_on_the_distributio
 @pytest.mark.parametrize("trained", [True, False])
 async def test_only_training_rollouts_set_the_trained_flag(fake_client, trained):
     client = fake_client()
-    sample = SampleClient(client, RequestGate(), routing_key="0:1", trained=trained)
+    sample = SampleClient(client, RequestGate(), routing_key="0:1", batch=0 if trained else None)
     await sample.generate([1])
     await sample.chat([{"role": "user", "content": "x"}])
     assert [options.get("trained", False) for _, options in client.calls] == [trained] * 2

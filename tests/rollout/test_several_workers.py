@@ -32,6 +32,7 @@ class FakeWorker:
     """Remembers what it was told. The test ends its groups."""
 
     groups: dict = field(default_factory=dict)
+    batches: dict = field(default_factory=dict)
     told: list = field(default_factory=list)
     status: WorkerStatus = field(default_factory=WorkerStatus)
 
@@ -41,9 +42,10 @@ class FakeWorker:
     def begin(self, *, gated, limit):
         self.told.append(("begin", gated, limit))
 
-    def start(self, prompt, again=False):
+    def start(self, prompt, batch, again=False):
         assert prompt.uid not in self.groups
         self.groups[prompt.uid] = again
+        self.batches[prompt.uid] = batch
 
     def set_limit(self, limit):
         self.told.append(("limit", limit))
@@ -97,6 +99,26 @@ async def test_each_group_goes_to_the_worker_with_the_fewest():
     await settled()
     assert [len(worker.groups) for worker in workers] == [2, 2, 2]
     assert rollouter.finished_groups == 2
+    await stop(rollouter, run)
+
+
+async def test_groups_are_numbered_by_batch_and_one_that_is_generated_again_goes_first():
+    worker, other = FakeWorker(), FakeWorker()
+    buffer, rollouter, run = start([worker], capacity=5)
+    await settled()
+    assert list(worker.batches.values()) == [1, 1, 2, 2, 3]
+    await worker.end(buffer, list(worker.groups)[3])
+    await settled()
+    assert list(worker.batches.values()) == [1, 1, 2, 2, 3, 3]
+    returned = next(iter(worker.groups))
+    await worker.end(buffer, returned, taken=False)
+    buffer.again.put_nowait(returned)
+    await settled()
+    assert worker.batches[returned] == 0
+    rollouter.remove(worker)
+    rollouter.add(other)
+    await settled()
+    assert other.batches == {uid: worker.batches[uid] for uid in other.groups}, "a lost worker changes no order"
     await stop(rollouter, run)
 
 

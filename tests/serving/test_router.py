@@ -45,6 +45,8 @@ async def test_requests_are_spread_and_whole(tmp_path):
         # No sampling parameter was lost on the way.
         sent = fakes[0].requests[0]["sampling_params"]
         assert {"temperature", "top_k", "min_p", "sampling_seed", "stop_token_ids", "max_new_tokens"} <= set(sent)
+        await client.generate([1], priority=7)
+        assert sorted(fake.requests[-1]["priority"] for fake in fakes) == [0, 7]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -54,14 +56,35 @@ async def test_every_policy_does_with_a_single_server(tmp_path, policy):
         assert len(fakes[0].requests) == 1
 
 
-async def test_a_routing_key_sticks_to_one_server(tmp_path):
-    async with routed(tmp_path, "consistent_hashing") as (fakes, client):
+@pytest.mark.parametrize("policy", ["consistent_hashing", "sticky"])
+async def test_a_routing_key_sticks_to_one_server(tmp_path, policy):
+    async with routed(tmp_path, policy) as (fakes, client):
         for key in range(16):
             before = [len(fake.requests) for fake in fakes]
             await asyncio.gather(*(client.generate([i], routing_key=f"group-{key}") for i in range(5)))
             gained = sorted(len(fake.requests) - b for fake, b in zip(fakes, before, strict=True))
             assert gained == [0, 5]
         assert all(fake.requests for fake in fakes)
+
+
+async def test_new_routing_keys_go_to_the_server_with_the_fewest_requests_and_move_when_it_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.01, 0.1))
+    async with routed(tmp_path, "sticky") as (fakes, client):
+        started = [asyncio.Event() for _ in range(8)]
+        for fake in fakes:
+            fake.script += [hang(event) for event in started]
+        held = [asyncio.create_task(client.generate([key], routing_key=f"group-{key}")) for key in range(8)]
+        async with asyncio.timeout(10):
+            while sum(len(fake.requests) for fake in fakes) < 8:
+                await asyncio.sleep(0.01)
+        assert [len(fake.requests) for fake in fakes] == [4, 4]
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        fakes[1].script.clear()
+        await fakes[0].__aexit__()
+        results = await asyncio.gather(*(client.generate([key], routing_key=f"group-{key}") for key in range(8)))
+        assert [got.token_ids[0] for got in results] == list(range(1, 9))
 
 
 async def test_the_router_does_not_retry(tmp_path, monkeypatch):

@@ -179,9 +179,10 @@ class RolloutConfig:
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)
     # Fraction of a device's memory for weights and KV cache.
     mem_fraction: float = limited(0.8, PROPER_FRACTION)
-    # How the router balances requests: cache_aware, round_robin, random, power_of_two or consistent_hashing.
+    # How the router balances requests. consistent_hashing and sticky send all requests of a prompt to one server: by a
+    # hash, or to the server that has the fewest requests when the first one comes.
     router_policy: str = limited(
-        "cache_aware", Choice("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
+        "cache_aware", Choice("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing", "sticky")
     )
     # Tokens after which a running request streams its output; at most this many are lost when its server dies. 0 sends
     # all output at the end.
