@@ -18,7 +18,7 @@ class ContextLengthExceeded(DataError):
 
 
 class PoisonPrompt(DataError):
-    """Requests for this prompt crash servers, so it is not sent again."""
+    """This prompt crashes servers, or its user code crashes rollout workers, so it is not run again."""
 
 
 class ServerError(MegasyncError):

@@ -23,7 +23,8 @@ from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
-from megasync.evaluation.evaluate import Answerer, HeldOutAnswer
+from megasync.errors import PoisonPrompt
+from megasync.evaluation.evaluate import Answerer, HeldOutAnswer, failed_answer, key_of
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe.logfile import log_to_file
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
@@ -101,7 +102,11 @@ class AnswersOfWorkers:
     async def __call__(
         self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
     ) -> HeldOutAnswer:
-        return await self._workers.ask("answer", held_out.name, temperature, number, prompt, repeat)
+        about = key_of(held_out, prompt)
+        try:
+            return await self._workers.ask(about, prompt, "answer", held_out.name, temperature, number, prompt, repeat)
+        except PoisonPrompt as error:
+            return failed_answer(held_out, temperature, number, prompt, repeat, error)
 
 
 def config_of_worker(config: Config, number: int) -> Config:

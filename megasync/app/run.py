@@ -215,6 +215,7 @@ class Run:
             schedule,
             max_drop_share=rollout.max_drop_share,
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
+            placement=None if servers.workers is None else servers.workers.placement,
         )
         if servers.workers is not None:
             servers.workers.follow(rollouter.add, rollouter.remove)

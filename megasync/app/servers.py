@@ -28,7 +28,7 @@ from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
 from megasync.serving.control import ServerControl
 
-# Below the run directory: one file for each prompt that kills servers.
+# Below the run directory: one file for each prompt that kills servers or rollout workers.
 POISON_FOLDER = "poison"
 
 
@@ -89,7 +89,7 @@ class InferenceServers:
                 setup = worker_setup(config, run_dir, number, fleet.router_url, keys, task, custom or Custom())
                 return WorkerActor(number, pools, partial(build_worker, setup))
 
-            workers = RolloutWorkers(config, process, quarantine, fleet.check_all)
+            workers = RolloutWorkers(config, process, quarantine, fleet.check_all, run_dir / POISON_FOLDER)
             clients = {key: ServersOfWorkers(workers, key) for key in clients}
         frozen_models = FrozenServers(config, run_dir, device, pools, keys, clients)
         stack.push_async_callback(frozen_models.stop)

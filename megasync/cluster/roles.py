@@ -45,7 +45,7 @@ ROLES = {
         # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
-        Role("rollout_worker", "rollout", RolloutWorker, ("pid", "open", "poll", "send")),
+        Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "open", "poll", "send")),
         # One on each node that has servers.
         Role("node_agent", None, ProcessWatch, ("ended",)),
         Role(

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -24,17 +27,20 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from megasync.buffer.payload import EncodedGroup, EncodedPartial
-from megasync.cluster.actors import ANSWER_SECONDS, ActorGroup, kill_process
+from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, kill_process
 from megasync.cluster.buffer_calls import BufferCalls
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
+from megasync.concurrency.orphans import kill_orphans
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.importing import name_of
+from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.remote_worker import Message, Report, WorkerEnd, WorkerLink, WorkerProcess
+from megasync.rollout.remote_worker import MARK, Message, Report, WorkerEnd, WorkerLink, WorkerProcess
 from megasync.serving.restart_budget import RestartBudget
+from megasync.trajectory import Prompt
 
 T = TypeVar("T")
 
@@ -57,8 +63,10 @@ class RolloutWorkers:
         make_process: Callable[[int], WorkerProcess],
         quarantine: Quarantine,
         on_invalid_answer: Callable[[], None],
+        poison_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Reports of prompts that kill workers are written to `poison_folder`."""
         self._config = config
         self._timeouts = config.timeouts
         self._make_process = make_process
@@ -70,12 +78,17 @@ class RolloutWorkers:
         self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
         # Commands that a worker gets when it starts: the last of each name and subject.
         self._states: dict[tuple[str, str], Message] = {}
-        self._joined = asyncio.Event()
+        self._budgets: dict[int, RestartBudget] = {}
+        # What runs where. Followers give their own work a place with it.
+        self.placement: Placement[Any] = Placement(poison_folder, lambda number: self._budgets[number].refund(), clock)
+        self.placement.follow(self._wake)
+        self._placeable = asyncio.Event()
+        self._questions = 0
         self._last_retired = ""
 
     async def start(self) -> None:
         """Starts all workers concurrently. Raises MegasyncError when one does not start."""
-        numbers = range(self._config.rollout.workers)
+        numbers, health = range(self._config.rollout.workers), self._config.rollout.health
         processes = [self._make_process(number) for number in numbers]
         try:
             await gather_or_cancel(*(process.start(self._timeouts.server_start) for process in processes))
@@ -85,6 +98,7 @@ class RolloutWorkers:
         for number, process in zip(numbers, processes, strict=True):
             supervising = self._supervise(number, process)
             self._tasks[number] = asyncio.create_task(supervising, name=f"rollout worker {number}")
+            self._budgets[number] = RestartBudget(health.restarts, health.restart_window, self._clock)
         # Every worker is up once its task has run.
         await asyncio.sleep(0)
 
@@ -108,22 +122,26 @@ class RolloutWorkers:
             await asyncio.wait(told, timeout=ANNOUNCE_SECONDS)
             await cancel_and_wait(*told)
 
-    async def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of the worker with the fewest questions, or of another one if it is lost.
+    async def ask(self, about: str, prompt: Prompt, name: str, *arguments: Any) -> Any:
+        """The answer of a worker to a question about this prompt, or of another one if it is lost. Waits for a place.
 
-        Raises what the worker raised. Waits while there is no worker.
+        Raises what the worker raised, and PoisonPrompt for a prompt that kills workers. `about` names the prompt.
         """
-        while True:
-            if not self._links:
-                self._joined.clear()
-                await self._joined.wait()
-                continue
-            link = min(self._links.values(), key=lambda link: link.questions)
-            try:
-                return await link.ask(name, *arguments)
-            except ProcessLost as loss:
-                log.debug("Asking another worker: %s", loss)
-                await asyncio.sleep(0)
+        self._questions += 1
+        key = f"{about}#{self._questions}"
+        try:
+            while True:
+                placeable = self._placeable
+                link = self.placement.place(key, prompt)
+                if link is None:
+                    await placeable.wait()
+                    continue
+                try:
+                    return await link.ask(name, *arguments)
+                except ProcessLost as loss:
+                    log.debug("Asking another worker: %s", loss)
+        finally:
+            self.placement.ended(key)
 
     async def watch(self) -> None:
         """Raises ServerError when no worker is left and none can be started."""
@@ -145,9 +163,13 @@ class RolloutWorkers:
         await cancel_and_wait(*self._tasks.values())
         self._tasks.clear()
 
+    def _wake(self) -> None:
+        self._placeable.set()
+        self._placeable = asyncio.Event()
+
     async def _supervise(self, number: int, process: WorkerProcess) -> None:
         health = self._config.rollout.health
-        budget = RestartBudget(health.restarts, health.restart_window, self._clock)
+        budget = self._budgets[number]
         reason = await self._follow_process(number, process)
         while (wait := budget.take()) is not None:
             log.warning("Rollout worker %d: %s; replacing it", number, reason)
@@ -179,16 +201,18 @@ class RolloutWorkers:
         for name, arguments in self._states.values():
             link.tell(name, *arguments)
         self._links[number] = link
+        self.placement.add(link, number)
         for on_up, _ in self._followers:
             on_up(link)
-        self._joined.set()
-        loss = ProcessLost("it was stopped")
+        self._wake()
+        loss, died = ProcessLost("it was stopped"), False
         try:
             await link.run(process)
         except ProcessLost as error:
-            loss = error
+            loss, died = error, True
         finally:
             del self._links[number]
+            self.placement.remove(link, str(loss), by_prompts=died)
             for _, on_lost in self._followers:
                 on_lost(link)
             link.lose(loss)
@@ -203,15 +227,16 @@ class WorkerActor:
         self._number = number
         self._options = pools.node_options("rollout", number)
         self._build = build
+        self._mark = uuid.uuid4().hex
         self._pid: int | None = None
         self._group: ActorGroup | None = None
 
     async def start(self, timeout: float) -> None:
         role = ROLES["rollout_worker"]
         remote = ray.remote(role.actor).options(**self._options, max_restarts=0)
-        self._group = ActorGroup(role.name, [remote.remote(self._build)])
-        self._pid = await self._group.call_one(0, "pid", timeout=timeout)
-        await self._group.call_one(0, "open", timeout=timeout)
+        self._group = ActorGroup(role.name, [remote.remote()])
+        self._pid = await self._group.call_one(0, "prepare", sys.path, self._mark, timeout=timeout)
+        await self._group.call_one(0, "open", self._build, timeout=timeout)
 
     async def poll(self, seconds: float, timeout: float) -> Report:
         return await self._call("poll", seconds, timeout=timeout)
@@ -224,12 +249,17 @@ class WorkerActor:
             self._group.kill()
             self._group = None
         if self._pid is not None:
-            # A stopped process does not notice that Ray ended it. The kill must come from its own node.
-            kill = ray.remote(max_retries=0)(kill_process).options(**self._options)
-            ref: Any = kill.remote(self._pid, ROLES["rollout_worker"].actor.__name__)
-            _, late = await asyncio.wait([asyncio.wrap_future(ref.future())], timeout=ANSWER_SECONDS)
-            if late:
-                log.warning("The process of rollout worker %d may still be alive", self._number)
+            # A stopped process does not notice that Ray ended it, and a killed one leaves behind what it has started.
+            # The kill must come from its own node.
+            kill = ray.remote(max_retries=0)(_kill_family).options(**self._options)
+            ref: Any = kill.remote(self._pid, self._mark)
+            killing = asyncio.ensure_future(asyncio.wrap_future(ref.future()))
+            await asyncio.wait([killing], timeout=ANSWER_SECONDS)
+            left = "unknown" if not killing.done() else killing.exception() or killing.result()
+            if left:
+                killing.cancel()
+                log.warning("Processes of rollout worker %d may still be alive: %s", self._number, left)
+            self._pid = None
 
     async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
         if self._group is None:
@@ -238,11 +268,19 @@ class WorkerActor:
             return await self._group.call_one(0, method, *arguments, timeout=timeout)
         except ProcessLost as loss:
             if isinstance(loss.__cause__, RayActorError):
-                raise
+                # Ray describes the actor first, on many lines.
+                detail = str(loss.__cause__).rpartition("Worker exit detail: ")[2]
+                raise ProcessLost(f"its process {self._pid} died: {' '.join(detail.split())}") from loss
             raise ProcessLost(
                 f"it has not answered for {timeout:.0f} s (timeouts.rollout_worker): user code blocks its event loop, "
                 f"or its process is stopped"
             ) from loss
+
+
+def _kill_family(pid: int, mark: str) -> list[int]:
+    """Kills a worker of this node and what it has started. Returns the ids of processes that remain."""
+    kill_process(pid, ROLES["rollout_worker"].actor.__name__)
+    return kill_orphans(pid, MARK, mark, EXIT_SECONDS)
 
 
 class WorkerBuffer:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from megasync.concurrency.orphans import end_with_parent
 from megasync.concurrency.tasks import kill_pool
 from megasync.environments.protocol import Environment
 
@@ -98,7 +99,7 @@ class ProcessWorker:
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         # spawn, because a fork would copy the locks of this process's threads and its sockets.
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(self._pool.submit(_call_in_process, self._factory, method, arguments))

@@ -147,24 +147,22 @@ class Answerer:
     async def __call__(
         self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
     ) -> HeldOutAnswer:
-        identity = {"held_out": held_out.name, "temperature": temperature, "number": number, "repeat": repeat}
         try:
             text, reward = await self._answer(held_out, temperature, prompt, repeat)
-            return HeldOutAnswer(prompt=_text_of(prompt), text=text, reward=reward, **identity)
+            return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), text, reward)
         except (Exception, asyncio.CancelledError) as error:
             # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
             if cancellation_requested(error):
                 raise
             log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
-            return HeldOutAnswer(prompt=_text_of(prompt), error=f"{type(error).__name__}: {error}", **identity)
+            return failed_answer(held_out, temperature, number, prompt, repeat, error)
 
     async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
         seed = None
         if self._seed is not None:
             seed = request_seed(self._seed, prompt.uid, *filter(None, (held_out.name, repeat)))
         sampling = {**held_out.sampling, "temperature": temperature}
-        # Rows of other sets, and training prompts, have the same uids.
-        key = f"eval:{held_out.name}:{prompt.uid}"
+        key = key_of(held_out, prompt)
         client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         trajectories = self._check.check(await self._workflow(client, sample))
@@ -173,6 +171,19 @@ class Answerer:
         if not rewards:
             raise DataError(f"the reward function did not score prompt {prompt.uid}")
         return scored[-1].text, sum(rewards) / len(rewards)
+
+
+def key_of(held_out: HeldOutSet, prompt: Prompt) -> str:
+    """Names a prompt of a set. Rows of other sets, and training prompts, have the same uids."""
+    return f"eval:{held_out.name}:{prompt.uid}"
+
+
+def failed_answer(
+    held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int, error: BaseException
+) -> HeldOutAnswer:
+    """What an `Answer` gives for an error."""
+    problem = f"{type(error).__name__}: {error}"
+    return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), error=problem)
 
 
 def _scores(held_out: HeldOutSet, temperature: float, counts: _Counts) -> HeldOutScores:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from megasync.concurrency.orphans import end_with_parent
 from megasync.concurrency.tasks import kill_pool
 from megasync.errors import ConfigError
 from megasync.importing import name_of
@@ -83,7 +84,7 @@ def check_picklable(function: Callable[..., Any]) -> None:
 
 def _pool() -> ProcessPoolExecutor:
     # spawn, because a fork would copy the locks of this process's threads and its sockets.
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
 
 
 def _process_is_idle(call: Future) -> bool:

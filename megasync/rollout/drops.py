@@ -19,6 +19,8 @@ OVERLONG = "overlong"
 HARMLESS = frozenset({ALL_SOLVED, ALL_FAILED, UNIFORM, OVERLONG})
 # A prompt that kills servers.
 KILLS_SERVERS = "kills_servers"
+# A prompt whose user code kills its rollout worker.
+KILLS_WORKERS = "kills_workers"
 
 # A broken reward function or workflow fails from the first group on; this many failures are enough to tell.
 FIRST_GROUPS = 8

@@ -321,7 +321,7 @@ class Quarantine:
             kind: [{"server": slot, "unix_time": round(now + when, 3)} for when, slot in times]
             for kind, times in evidence.items()
         }
-        path = "" if self._folder is None else f"; see {_file(self._folder, key)}"
+        path = "" if self._folder is None else f"; see {report_path(self._folder, key)}"
         self._evidence[key] = (
             f"prompt {key} was in flight at {len(evidence['crowd'])} server deaths beside others, and alone at "
             f"{len(evidence['alone'])} more (servers {', '.join(str(slot) for _, slot in evidence['alone'])}){path}"
@@ -343,17 +343,23 @@ class Quarantine:
 
     def describe(self, key: str, row: Mapping[str, Any]) -> None:
         """Write the report of a poison prompt, with its dataset row. A write error is only logged."""
-        if self._folder is None or key not in self._reports:
-            return
-        path = _file(self._folder, key)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(self._reports[key] | {"row": dict(row)}, indent=1, default=repr))
-        except OSError as error:
-            log.error("The report of a poison prompt could not be written to %s: %s", path, error)
+        if key in self._reports:
+            write_report(self._folder, key, self._reports[key] | {"row": dict(row)})
 
 
-def _file(folder: Path, key: str) -> Path:
+def write_report(folder: Path | None, key: str, report: Mapping[str, Any]) -> None:
+    """Writes the report of a poison prompt, unless `folder` is None. A write error is only logged."""
+    if folder is None:
+        return
+    path = report_path(folder, key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(report, indent=1, default=repr))
+    except OSError as error:
+        log.error("The report of a poison prompt could not be written to %s: %s", path, error)
+
+
+def report_path(folder: Path, key: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', key)}.json"
 
 

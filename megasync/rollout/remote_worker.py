@@ -24,10 +24,14 @@ import asyncio
 import logging
 import os
 import pickle
+import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import psutil
 
 from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
@@ -45,6 +49,9 @@ POLL_SECONDS = 1.0
 BATCH_SECONDS = 0.02
 # Warnings of a worker that the driver's log repeats, per poll. Its own log file has all of them.
 LOGS_PER_POLL = 10
+
+# The environment variable that names the worker in everything that it starts.
+MARK = "MEGASYNC_ROLLOUT_WORKER"
 
 # A name and its arguments.
 Message = tuple[str, tuple[Any, ...]]
@@ -143,18 +150,23 @@ class WorkerEnd:
 
 
 class RolloutWorker:
-    """A worker's process: the actor of the role `rollout_worker`. `build` makes its end when the process is opened."""
+    """A worker's process: the actor of the role `rollout_worker`."""
 
-    def __init__(self, build: Callable[[], Awaitable[WorkerEnd]]) -> None:
-        self._build = build
+    def __init__(self) -> None:
         self._end: WorkerEnd
 
-    async def pid(self) -> int:
+    async def prepare(self, path: Sequence[str], mark: str) -> int:
+        """Imports from the driver's `path` too, and marks what this process starts. Returns the process id.
+
+        Called before `open`, whose argument may need modules that only the driver's path has.
+        """
+        sys.path.extend(folder for folder in path if folder not in sys.path)
+        os.environ[MARK] = mark
         return os.getpid()
 
-    async def open(self) -> None:
+    async def open(self, build: Callable[[], Awaitable[WorkerEnd]]) -> None:
         """Raises what building the worker raises, such as a ConfigError for a port that is taken."""
-        self._end = await self._build()
+        self._end = await build()
 
     async def poll(self, seconds: float) -> Report:
         return await self._end.poll(seconds)
@@ -200,6 +212,9 @@ class Outbox(logging.Handler):
         while (left := self.polled + seconds - self._clock()) > 0:  # noqa: ASYNC110 - a deadline that moves
             await asyncio.sleep(left)
         log.error("Nobody has polled this rollout worker for %.0f s, so it ends", seconds)
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         os._exit(1)
 
 

@@ -11,8 +11,9 @@
     regenerate  uids to regenerate   groups in progress   a stale group, a place          training, ended groups
     limit       the servers' loads   the gates' limits    its own timer                   the clock
 
-The rollouter decides which worker gets which group, and does no work per request: that is done by `group_worker`. By
-default there is one worker, in the driver; with `rollout.workers` they are processes that come and go.
+The rollouter gives each group to a worker that `placement` decides on, and does no work per request: that is done by
+`group_worker`. By default there is one worker, in the driver; with `rollout.workers` they are processes that come and
+go.
 
 Invariant: every admitted prompt is assigned to exactly one worker, waits for one, or has ended; `_groups` holds those
 that have not ended. A worker that is lost hands its groups to the others, which continue from the saved partial
@@ -29,14 +30,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megasync.buffer import BufferClosed
+from megasync.buffer import BufferClosed, BufferStateError
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
-from megasync.errors import DataError, ProcessLost, ServerError
-from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, DropLimit
+from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
+from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, DropLimit, Dropped
 from megasync.rollout.group_worker import GroupEnded, Worker
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
+from megasync.rollout.placement import Placement
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Admission(Protocol):
 
     async def admit(self, uid: str) -> None: ...
     async def reclaim(self) -> str: ...
+    async def drop(self, uid: str, reason: str) -> bool: ...
 
     async def unfinished(self, uids: Sequence[str]) -> list[str]:
         """Those of the groups that are still to be generated."""
@@ -121,7 +124,9 @@ class Rollouter:
         *,
         max_drop_share: float = 0.5,
         servers: ServerLimits | None = None,
+        placement: Placement[Worker] | None = None,
     ) -> None:
+        """`placement` is shared with whatever else runs on the workers."""
         self._source = source
         self._buffer = buffer
         servers = servers or ServerLimits()
@@ -135,6 +140,8 @@ class Rollouter:
         # The workers, and how many groups each has.
         self._workers: dict[Worker, int] = {}
         self._groups: dict[str, _Assigned] = {}
+        self._placement = placement or Placement[Worker]()
+        self._placement.follow(self._place_waiting)
         # Groups without a worker, and whether a lost worker has worked on them.
         self._waiting: deque[tuple[_Assigned, bool]] = deque()
         # Groups that the buffer returned before their worker reported that they ended.
@@ -185,17 +192,17 @@ class Rollouter:
         """Gives groups to this worker from now on."""
         self._workers[worker] = 0
         worker.listen(self)
+        self._placement.add(worker)
         if self._running:
             self._begin(worker)
             self._share_limit()
-            waiting, self._waiting = self._waiting, deque()
-            for assigned, again in waiting:
-                self._assign(assigned, again)
+            self._place_waiting()
 
     def remove(self, worker: Worker) -> None:
         """The worker is lost: its groups continue on the others. What it reports from now on is ignored."""
         if self._workers.pop(worker, None) is None:
             return
+        self._placement.remove(worker)
         self._metrics.lost(worker.status)
         uids = [uid for uid, assigned in self._groups.items() if assigned.worker is worker]
         for uid in uids:
@@ -234,6 +241,7 @@ class Rollouter:
         metrics = self._metrics.snapshot(worker.status for worker in self._workers)
         metrics["rollout/inflight_groups"] = float(len(self._groups))
         metrics["rollout/workers"] = float(len(self._workers))
+        metrics |= self._placement.metrics()
         if self._fleet is not None:
             metrics |= self._fleet.metrics()
         if self._fleet is not None and self._cap is not None:
@@ -293,14 +301,45 @@ class Rollouter:
         self._assign(assigned)
 
     def _assign(self, assigned: _Assigned, again: bool = False) -> None:
-        """Gives the group to the worker with the fewest."""
-        if not self._workers:
+        """Gives the group to a worker, or drops it if it kills workers."""
+        uid = assigned.prompt.uid
+        try:
+            worker = self._placement.place(uid, assigned.prompt)
+        except PoisonPrompt as error:
+            self._spawn(self._drop(assigned, Dropped(KILLS_WORKERS, str(error))), f"drop of group {uid}")
+            return
+        if worker is None:
             self._waiting.append((assigned, again))
             return
-        worker = min(self._workers, key=lambda worker: self._workers[worker])
         self._workers[worker] += 1
         assigned.worker = worker
         worker.start(assigned.prompt, assigned.batch, again)
+
+    def _place_waiting(self) -> None:
+        if self._running:
+            waiting, self._waiting = self._waiting, deque()
+            for assigned, again in waiting:
+                self._assign(assigned, again)
+
+    async def _drop(self, assigned: _Assigned, drop: Dropped) -> None:
+        uid = assigned.prompt.uid
+        try:
+            await self._buffer.drop(uid, drop.reason)
+        except BufferClosed:
+            return
+        except BufferStateError as error:
+            # It was lost, but has committed the group since.
+            log.info("Group %s was finished by the worker that had it before: %s", uid, error)
+        else:
+            self._count(assigned.prompt, GroupEnded(uid, dropped=drop))
+        self._again.discard(uid)
+        self._end(uid)
+
+    def _end(self, uid: str) -> None:
+        """The group has ended: its place is free."""
+        del self._groups[uid]
+        self._placement.ended(uid)
+        self._places.release()
 
     def ended(self, worker: Worker, group: GroupEnded) -> None:
         """A group of a worker has ended."""
@@ -309,13 +348,13 @@ class Rollouter:
             return
         self._workers[worker] -= 1
         assigned.worker = None
+        self._placement.ended(group.uid)
         try:
             self._count(assigned.prompt, group)
         except DataError as error:
             self.failed(worker, error)
         if group.uid not in self._again:
-            del self._groups[group.uid]
-            self._places.release()
+            self._end(group.uid)
         elif group.taken or group.dropped is not None:
             # The buffer returned it before this end, or after it.
             self._spawn(self._continue_or_end([group.uid]), f"group {group.uid} returned")
@@ -361,8 +400,7 @@ class Rollouter:
             if uid in unfinished:
                 self._assign(self._groups[uid], again=True)
             else:
-                del self._groups[uid]
-                self._places.release()
+                self._end(uid)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

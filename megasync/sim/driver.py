@@ -33,9 +33,10 @@ from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
+from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
-from megasync.sim.language import CONTEXT, END, MOST_TOKENS, VOCABULARY, Tokenizer
+from megasync.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer
 from megasync.sim.laws import Broken, Laws
 from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.ranks import SimRanks
@@ -68,8 +69,6 @@ REASONS = (
 )
 # The schema of a tool as the model receives it.
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-# The token of row 0; the prompt of each row of the dataset is one token.
-ROW_TOKEN = 200
 
 
 class Driver:
@@ -136,14 +135,23 @@ class Driver:
         self.fleet.follow(self._client.add_server, self._client.remove_server)
         pressure = config.rollout.kv_pressure
         cap = None if pressure is None else InflightCap(config.rollout.servers, pressure)
-        rollouter = Rollouter(
-            self._source, self.buffer, config.schedule, servers=ServerLimits(self.fleet, cap, self._quarantine)
-        )
         answer = Answerer(self._client, self._workflow, self._chance.seed)
         if config.rollout.workers:
             self._workers = RolloutWorkers(
-                config, partial(self._worker_process, rewards, held_out), self._quarantine, self.fleet.check_all, clock
+                config,
+                partial(self._worker_process, rewards, held_out),
+                self._quarantine,
+                self.fleet.check_all,
+                clock=clock,
             )
+        rollouter = Rollouter(
+            self._source,
+            self.buffer,
+            config.schedule,
+            servers=ServerLimits(self.fleet, cap, self._quarantine),
+            placement=None if self._workers is None else self._workers.placement,
+        )
+        if self._workers is not None:
             servers = ServersOfWorkers(self._workers)
             self.fleet.follow(servers.add_server, servers.remove_server)
             self._workers.follow(rollouter.add, rollouter.remove)
@@ -305,6 +313,8 @@ class Driver:
             )
         if reason == "no rollout worker is left":
             met, restarts = self._worker_faults(), self._config.rollout.health.restarts
+            # A row that kills its worker costs no more than its losses beside others, before it is convicted.
+            met += CROWD_DEATHS if self._world.deadly is not None else 0
             self._laws.need(met > restarts, f"all workers are lost to {met} faults, each has {restarts} restarts")
         return reason
 

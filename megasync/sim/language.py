@@ -18,6 +18,8 @@ VOCABULARY = 1024
 CONTEXT = 256
 MOST_TOKENS = 8
 END = 1
+# The token of row 0; the prompt of each row of the dataset is one token.
+ROW_TOKEN = 200
 # Responses consist of _WORDS tokens from _FIRST on; smaller tokens are the characters of prompts.
 _FIRST, _WORDS = 256, 512
 # On average one token in _ENDS ends the response.

@@ -24,7 +24,7 @@ from megasync.rollout.remote_quarantine import RemoteQuarantine
 from megasync.rollout.remote_worker import Message, Outbox, Report, WorkerEnd
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import Workflow
-from megasync.sim.language import CONTEXT, END, MOST_TOKENS, VOCABULARY, Tokenizer
+from megasync.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer
 from megasync.sim.network import ROUTER_URL, Network, SimSession
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# The fault of a row whose workflow kills or blocks its worker.
+DEADLY_ROW = "row kills its process"
 START_SECONDS = 0.5
 CALL_SECONDS = 0.002
 
@@ -58,6 +60,7 @@ class SimWorkerProcess:
         self._buffer = buffer
         self._control = control
         self._workflow, self._rewards, self._held_out = workflow, rewards, held_out
+        self._deadly = "" if world.deadly is None else chr(ROW_TOKEN + world.deadly)
         self._died = asyncio.Event()
         self._hangs = False
         self._worker: GroupWorker | None = None
@@ -142,7 +145,7 @@ class SimWorkerProcess:
             client,
             self._buffer,
             GroupSpec(
-                self._workflow,
+                self._run_workflow,
                 self._rewards,
                 Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS),
                 seed=seed,
@@ -151,7 +154,7 @@ class SimWorkerProcess:
             quarantine=quarantine,
             clock=self._clock,
         )
-        answerer = Answerer(client, self._workflow, seed)
+        answerer = Answerer(client, self._run_workflow, seed)
 
         async def answer(name: str, *rest: Any) -> Any:
             return await answerer(self._held_out, *rest)
@@ -168,6 +171,18 @@ class SimWorkerProcess:
             {"set_versions": self._set_versions, "set_servers": self._set_servers},
             {"answer": answer, "versions": versions, "close": close},
         )
+
+    async def _run_workflow(self, client: Any, sample: dict[str, Any]) -> Any:
+        """The driver's, except for the row that kills or blocks its worker."""
+        if self._deadly and sample["prompt"] == self._deadly:
+            self._chance.met[DEADLY_ROW] += 1
+            self._world.laws.note(f"row {sample['prompt']!r} kills worker {self.name}")
+            if self._chance.share("blocks") < 0.3:
+                self.hang()
+            else:
+                self.die()
+            await asyncio.Event().wait()
+        return await self._workflow(client, sample)
 
     def _set_versions(self, published: int, newest: int) -> None:
         self._versions = published, newest

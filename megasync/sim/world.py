@@ -20,6 +20,7 @@ from megasync.sim.clock import VirtualLoop
 from megasync.sim.driver import FAULTY_DRIVERS, Driver
 from megasync.sim.language import MOST_TOKENS
 from megasync.sim.laws import Laws
+from megasync.sim.workers import DEADLY_ROW
 
 # The run directory is in memory if possible: writing ledger and checkpoints is a thousand times faster there.
 SHARED_MEMORY = Path("/dev/shm")
@@ -118,8 +119,8 @@ class Disk:
 class World:
     """The state that survives a driver: the run directory, the configuration, the laws and the seed's decisions.
 
-    `rows` is the size of the dataset. `poison` is the row whose requests kill their server, or None. `chats` is whether
-    the workflow uses chats with tools.
+    `rows` is the size of the dataset. `poison` is the row whose requests kill their server, or None; `deadly` the one
+    whose workflow kills or blocks its worker. `chats` is whether the workflow uses chats with tools.
     """
 
     rows = ROWS
@@ -136,6 +137,9 @@ class World:
         self.chats = choice.random() < 0.3
         row = choice.randrange(ROWS)
         self.poison = row if choice.random() < 0.1 else None
+        self.deadly: int | None = None
+        if self.config.rollout.workers and (choice.random() < 0.2 or likely == DEADLY_ROW):
+            self.deadly = choice.randrange(ROWS)
         self.loop = loop
         self.run_dir = run_dir
         self.disk = Disk()

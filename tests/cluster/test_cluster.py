@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from processes import lives
 from ray import cloudpickle
 
 from megasync.buffer import AsyncBuffer
@@ -20,9 +24,10 @@ from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import ROLES, Role, check_capabilities
+from megasync.cluster.rollout_workers import WorkerActor
 from megasync.config import Config
 from megasync.config.pools import PoolSpec
-from megasync.errors import ConfigError, DataError, MegasyncError, TrainingError
+from megasync.errors import ConfigError, DataError, MegasyncError, ProcessLost, TrainingError
 
 # Whether a worker finds this module by its name depends on what else is installed under the name "tests".
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -163,6 +168,44 @@ async def test_the_buffer_actor_keeps_the_buffers_waits(cluster: None) -> None:
             await asyncio.wait_for(leasing, 30)
     finally:
         buffer.kill()
+
+
+USER_CODE = """
+import os, subprocess, sys
+
+class End:
+    async def poll(self, seconds):
+        program = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return [subprocess.Popen(program, start_new_session=apart).pid for apart in (False, True)]
+
+    async def send(self, commands):
+        os._exit(3)
+
+async def build():
+    return End()
+"""
+
+
+@pytest.mark.processes
+async def test_a_rollout_worker_imports_what_the_driver_can_and_leaves_no_program_behind(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_the_script.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pools = Pools({"rollout": PoolSpec("rollout", slots=1, devices=1, slots_per_node=8)}, "cpu")
+    await pools.create(timeout=60)
+    worker = WorkerActor(0, pools, importlib.import_module("beside_the_script").build)
+    try:
+        await worker.start(60)
+        programs: Any = await worker.poll(0.0, 60)
+        assert all(map(lives, programs))
+        with pytest.raises(ProcessLost, match="died"):
+            await worker.send([], 60)
+        assert all(map(lives, programs)), "Ray does not end them"
+    finally:
+        await worker.kill()
+        pools.remove()
+    assert not any(map(lives, programs))
 
 
 def test_roles_live_in_pools_that_exist() -> None:

@@ -15,15 +15,17 @@ from megasync.buffer import BufferClosed
 from megasync.cluster import rollout_workers
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels
 from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.errors import ConfigError, DataError, HttpStatusError, MegasyncError, ServerError
+from megasync.errors import ConfigError, DataError, HttpStatusError, MegasyncError, PoisonPrompt, ServerError
 from megasync.rewards import RewardRunner
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import single_turn
+from megasync.trajectory import Prompt
 
 PATIENCE = 30
+PROMPT = Prompt("0:0", [1], {})
 
 
 class NoTrials:
@@ -52,18 +54,29 @@ class Crew:
     """Rollouter, workers, and the fake processes of all workers so far."""
 
     def __init__(
-        self, workers=2, total=10**9, capacity=8, behave=None, reward=by_place, zombies=False, restarts=5, patience=10.0
+        self,
+        workers=2,
+        total=10**9,
+        capacity=8,
+        behave=None,
+        reward=by_place,
+        zombies=False,
+        restarts=5,
+        patience=10.0,
+        killers=(),
     ):
         self.buffer, self.source = Buffer(total, capacity), FakeSource(5)
         self.processes, self.clients, self.told = [], [], []
         self.behave, self.reward, self.zombies = behave, reward, zombies
+        # Rows whose workflow kills its worker.
+        self.killers = killers
         self.questions = {}
         self.refuse = None
         self.quarantine = Quarantine(NoTrials(), verdict_seconds=0.01)
         self.config = crew_config(workers, restarts, patience)
         self.workers = RolloutWorkers(self.config, self.process, self.quarantine, lambda: self.told.append("invalid"))
         schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2)
-        self.rollouter = Rollouter(self.source, self.buffer, schedule)
+        self.rollouter = Rollouter(self.source, self.buffer, schedule, placement=self.workers.placement)
 
     def process(self, number):
         self.processes.append(LoopbackProcess(number, self.worker, self.zombies))
@@ -73,7 +86,14 @@ class Crew:
     def worker(self, process):
         client = FakeClient(self.behave)
         self.clients.append(client)
-        spec = GroupSpec(single_turn, RewardRunner(self.reward), Selection(GroupConfig(), 2, 8))
+
+        async def workflow(client, sample):
+            if sample["prompt"] in self.killers:
+                process.die()
+                await asyncio.Event().wait()
+            return await single_turn(client, sample)
+
+        spec = GroupSpec(workflow, RewardRunner(self.reward), Selection(GroupConfig(), 2, 8))
         worker = GroupWorker(client, self.buffer, spec, FailurePolicy(backoff_seconds=(0.0, 0.0)))
         number = process.number
         commands = {
@@ -211,10 +231,49 @@ async def test_a_question_is_asked_again_when_its_worker_is_lost():
     crew = Crew(workers=2)
     crew.questions = {"double": answer}
     async with crew:
-        question = asyncio.create_task(crew.workers.ask("double", 21))
+        question = asyncio.create_task(crew.workers.ask("question", PROMPT, "double", 21))
         await until(lambda: asked)
         crew.processes[0].die()
         assert await asyncio.wait_for(question, PATIENCE) == 42
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+async def test_a_prompt_whose_code_kills_its_worker_is_dropped_and_the_run_goes_on(workers, caplog):
+    async with Crew(workers, total=12, capacity=6, killers=("3",)) as crew:
+        await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
+        rows = {uid.partition(":")[2] for uid in crew.buffer.committed}
+        assert rows == {"0", "1", "2", "4"}
+        assert set(crew.buffer.dropped.values()) == {"kills_workers"}
+        assert {uid.partition(":")[2] for uid in crew.buffer.dropped} == {"3"}
+        assert len(crew.buffer.dropped) > 1, "later epochs have it too"
+        metrics = crew.rollouter.metrics()
+        assert metrics["rollout/dropped_kills_workers"] == len(crew.buffer.dropped)
+        assert (metrics["rollout/worker_poison"], metrics["rollout/worker_suspects"]) == (1.0, 0.0)
+        # Copies of later epochs, in flight at the same time, may have been on trial too; dropped ones never run again.
+        assert metrics["rollout/workers_lost"] <= 10
+        await crew.workers.watch()
+    assert "Poison prompt, not run again" in caplog.text
+
+
+async def test_an_evaluation_prompt_that_kills_its_worker_fails_and_those_beside_it_are_answered():
+    crew = Crew(workers=2)
+
+    async def answer(row):
+        await asyncio.sleep(0.005)
+        if row == 3:
+            next(process for process in reversed(crew.processes) if running_here(process)).die()
+            await asyncio.Event().wait()
+        return row
+
+    def running_here(process):
+        return asyncio.current_task() in process.end.answering()
+
+    crew.questions = {"double": answer}
+    async with crew:
+        questions = [crew.workers.ask("eval", Prompt("0:0", [row], {}), "double", row) for row in range(6)]
+        answers = await asyncio.wait_for(asyncio.gather(*questions, return_exceptions=True), PATIENCE)
+    assert isinstance(answers[3], PoisonPrompt)
+    assert answers[:3] + answers[4:] == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("error", [DataError("a bad row"), HttpStatusError("refused", 503), ValueError("x")])
@@ -226,7 +285,7 @@ async def test_errors_of_workers_reach_the_driver(error):
     crew.questions = {"fail": answer}
     async with crew:
         with pytest.raises(Exception, match=str(error)):
-            await asyncio.wait_for(crew.workers.ask("fail"), PATIENCE)
+            await asyncio.wait_for(crew.workers.ask("question", PROMPT, "fail"), PATIENCE)
 
 
 async def test_an_error_that_is_no_groups_fault_ends_the_run():
@@ -312,8 +371,11 @@ async def test_every_prompt_ends_once_whatever_happens_to_the_workers(seed, work
                     process = choice.choice([p for p in crew.processes if not p.killed] or crew.processes)
                     choice.choice([process.die, process.die, process.hang])()
             await run
-        assert sorted(crew.buffer.committed) == sorted(f"{n // 5}:{n % 5}" for n in range(total))
-        assert crew.buffer.admitted == total
+        # A prompt that happens to be alone on two lost workers, after two others, is taken for the cause.
+        committed, dropped = crew.buffer.committed, crew.buffer.dropped
+        assert set(dropped.values()) <= {"kills_workers"}
+        assert sorted([*committed, *dropped]) == sorted(f"{n // 5}:{n % 5}" for n in range(total + len(dropped)))
+        assert len(committed) == total
 
 
 def test_what_cannot_be_pickled_is_refused_with_its_name_and_the_fix():

@@ -290,5 +290,8 @@ async def test_every_prompt_ends_once_whatever_workers_are_lost_and_join(total, 
         await run
     for zombie in zombies:
         await zombie.halt()
-    assert len(buffer.committed) == buffer.admitted == total
-    assert sorted(buffer.committed) == sorted(f"{n // 3}:{n % 3}" for n in range(total))
+    # A prompt that happens to be alone on two lost workers, after two others, is taken for the cause.
+    assert set(buffer.dropped.values()) <= {"kills_workers"}
+    ended = [*buffer.committed, *buffer.dropped]
+    assert sorted(ended) == sorted(f"{n // 3}:{n % 3}" for n in range(total + len(buffer.dropped)))
+    assert len(buffer.committed) == total

@@ -20,11 +20,14 @@ from megasync.control.publishing import FleetSync
 from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
+from megasync.rollout.placement import Placement
 from megasync.serving import answers
 from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
+from megasync.sim.workers import DEADLY_ROW
+from megasync.sim.world import FIRST_WITH_WORKERS
 from megasync.trajectory import Partial
 
 # Schedules within which each bug is found.
@@ -32,7 +35,8 @@ SEEDS = 300
 
 
 def first_failure(likely: str) -> BaseException:
-    for seed in range(SEEDS):
+    first = FIRST_WITH_WORKERS if likely == DEADLY_ROW else 0
+    for seed in range(first, first + SEEDS):
         try:
             simulate(seed, likely)
         except Exception as error:  # noqa: BLE001 - whatever a planted bug leads to
@@ -150,6 +154,17 @@ def wakes_nobody(self: AsyncBuffer, key: Any, call: Callable) -> Any:
     return call()
 
 
+# Workers
+
+
+def isolates_nothing(self: Placement, worker: Any, why: str = "", by_prompts: bool = True) -> None:
+    """No loss of a worker is held against what ran there."""
+    REMOVE(self, worker, why, by_prompts=False)
+
+
+REMOVE = Placement.remove
+
+
 # What it is planted in, the law that it breaks, and the fault that brings it to light sooner.
 BUGS = [
     (Progress, "next_version", reused_version, "names weights of", ""),
@@ -189,6 +204,7 @@ BUGS = [
         "no group was finished",
         "schedule.groups_per_step",
     ),
+    (Placement, "remove", isolates_nothing, "all workers are lost", DEADLY_ROW),
 ]
 
 

@@ -13,6 +13,7 @@ from megasync.config.changes import why_fixed
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS
 from megasync.sim.driver import AT_ANY_MOMENT, OF_WORKERS
+from megasync.sim.workers import DEADLY_ROW
 from megasync.sim.world import FIRST_WITH_WORKERS, RESUMABLE
 
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
@@ -39,7 +40,7 @@ def test_every_schedule_with_rollout_workers_satisfies_them_too() -> None:
         ends[outcome.ended] += 1
         faults.update(outcome.faults)
     assert ends["finished"] > 0.7 * SEEDS / 3, ends
-    assert {f"at any moment: {kind}" for kind in OF_WORKERS} <= set(faults)
+    assert {f"at any moment: {kind}" for kind in OF_WORKERS} | {DEADLY_ROW} <= set(faults)
 
 
 def test_what_a_resumed_schedule_changes_may_change() -> None:

@@ -129,8 +129,8 @@ class HealthConfig:
     request_failures: int = limited(3, AT_LEAST_ONE)
     # Weight syncs in a row that a server may fail before it is restarted instead of synced again.
     sync_failures: int = limited(2, AT_LEAST_ONE)
-    # Maximum number of restarts of a server, or of the router, within `restart_window`; after that a server is not
-    # restarted again.
+    # Maximum number of restarts of a server, of the router, or of a rollout worker, within `restart_window`; after that
+    # a server or worker is not restarted again.
     restarts: int = limited(5, NOT_NEGATIVE)
     # Length of the window in which `restarts` are counted, in seconds.
     restart_window: float = limited(600.0, POSITIVE)

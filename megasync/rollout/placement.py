@@ -1,0 +1,208 @@
+"""Decides which worker runs a prompt, and finds the prompts whose user code kills its worker.
+
+    place ── free ──▶ the worker with the fewest prompts
+        │
+        suspected ──▶ waits ──▶ trial: some suspects alone on one worker ──▶ all end: free
+                                                                       └──▶ it is lost: bisected, down to one
+
+Code that exits, crashes, exhausts its memory or blocks the event loop takes the whole worker down, and the prompts of a
+lost worker are run again by others. `suspects` finds the cause among them, as it does for servers: a prompt that ran on
+two lost workers is suspected, and one that was alone on two more is poison. A trial takes a worker that is idle, such
+as the replacement of the one that was lost; if there is none, one that gets no new prompts until it is.
+
+Invariant: the worker of a trial runs its members and nothing else. Every trial ends: with its members, each of which
+has its own deadlines, or with its worker. So nothing here waits for the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from megasync.errors import PoisonPrompt
+from megasync.rollout.drops import KILLS_WORKERS
+from megasync.rollout.quarantine import report_path, write_report
+from megasync.rollout.suspects import Suspects, SuspectStatus
+from megasync.trajectory import Prompt
+
+log = logging.getLogger(__name__)
+
+W = TypeVar("W", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One process of a worker. `serial` differs for each, also for replacements, which have the same `number`."""
+
+    serial: int
+    number: int
+    running: dict[str, Prompt] = field(default_factory=dict[str, Prompt])
+
+
+class Placement(Generic[W]):
+    """Places prompts, identified by unique keys, on the workers that `add` and `remove` name.
+
+    A report of each poison prompt is written to `folder`, unless it is None. `refund(number)` returns a restart to the
+    budget of a worker, whose loss a prompt explains.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        refund: Callable[[int], None] = lambda number: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._refund = refund
+        self._clock = clock
+        self._suspects = Suspects(clock)
+        self._seats: dict[W, _Seat] = {}
+        self._where: dict[str, W] = {}
+        # The number of each worker's process so far, by serial.
+        self._numbers: list[int] = []
+        # Suspects that run nowhere, in the order of their losses.
+        self._waiting: dict[str, None] = {}
+        # The worker that gets no prompts but those of a trial, which has begun once there are members.
+        self._reserved: W | None = None
+        # Evidence by the digest of a poison prompt: it recurs, for example in the next epoch.
+        self._poison: dict[bytes, str] = {}
+        self._followers: list[Callable[[], None]] = []
+
+    def follow(self, on_change: Callable[[], None]) -> None:
+        """Calls `on_change` when prompts that had no place may have one now, except after `add`."""
+        self._followers.append(on_change)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollout/worker_suspects": float(len(self._waiting) + len(self._suspects.members)),
+            "rollout/worker_poison": float(len(self._poison)),
+        }
+
+    # Workers
+
+    def add(self, worker: W, number: int = 0) -> None:
+        """Prompts that had no place may have one now. Does nothing for a worker that is known."""
+        if worker in self._seats:
+            return
+        self._seats[worker] = _Seat(len(self._numbers), number)
+        self._numbers.append(number)
+        self._reserve()
+
+    def remove(self, worker: W, why: str = "", by_prompts: bool = True) -> None:
+        """The worker is lost, with what ran there. Its prompts are to be placed again, or ended.
+
+        `by_prompts` is whether a prompt may have caused it. Does nothing for a worker that is unknown.
+        """
+        if (seat := self._seats.pop(worker, None)) is None:
+            return
+        now = self._clock()
+        for key in seat.running:
+            del self._where[key]
+            self._suspects.cut(key, now)
+        if seat.serial == self._suspects.trial_slot:
+            log.warning("Rollout worker %d was lost while it ran only %s", seat.number, sorted(seat.running))
+            for key in self._suspects.members - seat.running.keys():
+                # It was not placed yet, so it is not at fault.
+                self._suspects.withdraw(key)
+                self._waiting[key] = None
+        ruling = self._suspects.died(seat.serial, by_prompts)
+        for serial in ruling.excused:
+            self._refund(self._numbers[serial])
+        for key in ruling.poison:
+            self._condemn(key, seat.running[key], why)
+        quarantined = (key for key in seat.running if self._suspects.status(key) is SuspectStatus.QUARANTINED)
+        self._waiting |= dict.fromkeys(quarantined)
+        self._reserve()
+        self._changed()
+
+    # Prompts
+
+    def place(self, key: str, prompt: Prompt) -> W | None:
+        """The worker that runs this prompt from now on, until `ended`; None if it has to wait for a change.
+
+        Raises PoisonPrompt for a prompt that kills its workers.
+        """
+        if self._poison and (evidence := self._poison.get(_digest(prompt))):
+            raise PoisonPrompt(evidence)
+        status = self._suspects.status(key)
+        if status is SuspectStatus.QUARANTINED:
+            return None
+        if status is SuspectStatus.ON_TRIAL:
+            worker = self._reserved
+        else:
+            free = (worker for worker in self._seats if worker != self._reserved)
+            worker = min(free, key=lambda worker: len(self._seats[worker].running), default=None)
+        if worker is not None:
+            self._seats[worker].running[key] = prompt
+            self._where[key] = worker
+        return worker
+
+    def ended(self, key: str) -> None:
+        """The prompt needs no worker anymore: it has completed, was dropped or given up."""
+        busy = False
+        if (worker := self._where.pop(key, None)) is not None:
+            running = self._seats[worker].running
+            del running[key]
+            busy = bool(running)
+        self._waiting.pop(key, None)
+        self._suspects.completed(key)
+        if self._reserved is not None and not self._suspects.members and not busy:
+            self._suspects.end_trial()
+            self._reserve()
+            self._changed()
+
+    def _changed(self) -> None:
+        for on_change in self._followers:
+            on_change()
+
+    # Trials
+
+    def _reserve(self) -> None:
+        """Reserves a worker while there are suspects, and begins their trial once it is idle."""
+        if self._suspects.members:
+            return
+        self._reserved = None
+        members = self._suspects.choose(self._waiting)
+        if not members or not self._seats:
+            return
+        self._reserved = min(self._seats, key=lambda worker: len(self._seats[worker].running))
+        seat = self._seats[self._reserved]
+        if seat.running:
+            return
+        log.warning(
+            "Rollout worker %d runs only %s: these prompts ran on workers that were lost", seat.number, list(members)
+        )
+        self._suspects.begin_trial(members, seat.serial)
+        for key in members:
+            del self._waiting[key]
+
+    # Poison prompts
+
+    def _condemn(self, key: str, prompt: Prompt, why: str) -> None:
+        losses = self._suspects.evidence(key)
+        path = "" if self._folder is None else f"; see {report_path(self._folder, key)}"
+        evidence = (
+            f"prompt {key} ran on {len(losses['crowd'])} rollout workers that were lost beside others, and alone on "
+            f"{len(losses['alone'])} more. The last: {why or 'unknown'}{path}"
+        )
+        self._poison[_digest(prompt)] = evidence
+        log.error("Poison prompt, not run again: %s", evidence)
+        now = time.time() - self._clock()
+        deaths = {
+            kind: [{"worker": self._numbers[serial], "unix_time": round(now + when, 3)} for when, serial in times]
+            for kind, times in losses.items()
+        }
+        report = {"uid": key, "reason": KILLS_WORKERS, "deaths": deaths, "last_death": why}
+        report |= {"prompt_ids": [list(prompt.prompt_ids)], "row": dict(prompt.columns)}
+        write_report(self._folder, key, report)
+
+
+def _digest(prompt: Prompt) -> bytes:
+    """The same for two prompts whose user code gets the same row."""
+    columns: Mapping[str, object] = dict(sorted(prompt.columns.items()))
+    return sha256(repr((list(prompt.prompt_ids), columns)).encode()).digest()

@@ -1,0 +1,77 @@
+"""One real run whose rollout workers meet all that can befall them: it loses nothing and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import deadly_workflow
+import pytest
+from processes import lives, with_word
+
+from megasync.chaos.report import read_ledger
+from megasync.config import load_config
+from megasync.data import load_dataset
+
+pytestmark = [pytest.mark.real, pytest.mark.matrix, pytest.mark.timeout(900)]
+
+PATIENCE = 240.0
+SUPPORT = Path(deadly_workflow.__file__).parent
+
+
+def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_resumed(
+    miniature, launch, the_run_dir, monkeypatch
+) -> None:
+    data = {"kind": "digits", "source": "copy", "size": 32, "options": {"length": 3}}
+    config = miniature(
+        data={"train": data, "eval": None, "prompt": {"max_tokens": 16}},
+        eval=None,
+        schedule={"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4},
+        rollout={"servers": 1, "workers": 2, "workflow": "deadly_workflow:rollout"},
+        trainer={"tensor_parallel": 1},
+        checkpoint={"every_steps": 5},
+        timeouts={"rollout_worker": 20.0, "reward": 10.0},
+    )
+    rows, _ = load_dataset(load_config(config).data.train)
+    monkeypatch.setenv(deadly_workflow.PROMPT, rows[5]["prompt"])
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    run = launch("train", config)
+
+    def logged(text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text not in (the_run_dir() / "logs" / "controller.log").read_text():
+            run.family()
+            assert run.process.poll() is None, run.output
+            assert time.monotonic() < deadline, f"{text!r} was not logged"
+            time.sleep(0.2)
+
+    run.wait_for("step 2/")
+    logged("Poison prompt, not run again")
+    assert with_word("left-behind") == []
+    (report,) = (the_run_dir() / "poison").iterdir()
+    assert json.loads(report.read_text())["row"]["prompt"] == rows[5]["prompt"]
+    while not (workers := run.find("RolloutWorker")):
+        time.sleep(0.2)
+    hung = workers[0]
+    hung.send_signal(signal.SIGSTOP)
+    logged("it has not answered for")
+    step = run.last_step()
+    run.wait_for(f"step {step + 3}/")
+    assert not lives(hung)
+    run.process.kill()
+    assert run.survivors() == []
+
+    run = launch("resume", the_run_dir())
+    run.wait_for("resuming after step")
+    run.wait_for(f"step {step + 5}/")
+    run.ends_cleanly(signal.SIGINT, the_run_dir())
+    counts = read_ledger(the_run_dir() / "ledger.db")
+    assert counts.admitted == counts.trained + counts.dropped + counts.live
+    trained = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in trained if "time/step" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    assert trained[-1]["rollout/workers"] == 2.0
+    assert counts.trained == 4 * len(steps)
+    assert 0 < counts.dropped <= 1 + len(steps) * 4 // 32
