@@ -5,8 +5,9 @@
     python benchmarks/buffer.py --bookkeeping
 
 Every variant takes the same groups (8 responses, random ids and log-probs) through their whole life cycle, 8 groups per
-step. For megasync this is admit, commit, lease, ack and publish; for the queue, put and get of pickled groups; for
-SQLite, one transaction per group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s always counts
+step: from responses in memory, as arrays or lists, to the same in memory. For megasync this is encode, admit, commit,
+lease, load, ack and publish; for the queue, put and get of pickled groups; for SQLite, one transaction per group (WAL,
+synchronous=NORMAL) and one that deletes the step's groups. MB/s always counts
 pickled bytes. Variants alternate within each round; the table shows medians, and ratios to the queue in the same round.
 """
 
@@ -23,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,13 @@ STEP = 8
 SCHEDULE = ScheduleConfig(groups_per_step=STEP, samples_per_group=SAMPLES, max_staleness=1)
 VOCABULARY = 150_000
 
-# Takes the groups of one step through their life cycle.
-Way = Callable[[list[Group]], Awaitable[None]]
+
+@dataclass(frozen=True)
+class Way:
+    """`live` takes the groups of one step through their life cycle. `prepare` makes them, and is not measured."""
+
+    prepare: Callable[[list[Group]], list[Any]]
+    live: Callable[[list[Any]], Awaitable[None]]
 
 
 class DequeQueue:
@@ -92,11 +98,14 @@ def as_lists(group: Group) -> dict[str, Any]:
 
 
 def through_buffer(buffer: Any) -> Way:
-    uids, steps = count(), count(1)
+    uids, steps, versions = count(), count(1), count()
 
-    async def live(groups: list[Group]) -> None:
+    def prepare(groups: list[Group]) -> list[Group]:
+        version = next(versions)
+        return [named(group, str(next(uids)), version) for group in groups]
+
+    async def live(ready: list[Group]) -> None:
         step = next(steps)
-        ready = [named(group, str(next(uids)), step - 1) for group in groups]
         await asyncio.gather(*(buffer.admit(group.uid) for group in ready))
         await asyncio.gather(*(buffer.commit(encode(group)) for group in ready))
         batch = await buffer.lease(step, step - 1)
@@ -104,16 +113,17 @@ def through_buffer(buffer: Any) -> Way:
         await buffer.ack(step)
         await buffer.publish(step)
 
-    return live
+    return Way(prepare, live)
 
 
-def through_queue(queue: Any, lists: dict[int, dict[str, Any]]) -> Way:
-    async def live(groups: list[Group]) -> None:
-        ready = [lists.setdefault(id(group), as_lists(group)) for group in groups]
+def through_queue(queue: Any) -> Way:
+    lists: dict[int, dict[str, Any]] = {}
+
+    async def live(ready: list[dict[str, Any]]) -> None:
         await asyncio.gather(*(queue.put.remote(pickle.dumps(group)) for group in ready))
         assert len([pickle.loads(data) for data in await queue.get.remote(STEP)]) == STEP
 
-    return live
+    return Way(lambda groups: [lists.setdefault(id(group), as_lists(group)) for group in groups], live)
 
 
 def through_sqlite(database: sqlite3.Connection) -> Way:
@@ -123,15 +133,19 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
     database.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB)")
     encoded: dict[int, bytes | memoryview] = {}
 
-    async def live(groups: list[Group]) -> None:
+    def prepare(groups: list[Group]) -> list[bytes | memoryview]:
+        """Every step writes the bytes of the group's first encoding."""
         for group in groups:
-            # Every step writes the bytes of the group's first encoding.
             if id(group) not in encoded:
                 encoded[id(group)] = encode(group).body
-            database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), encoded[id(group)]))
+        return [encoded[id(group)] for group in groups]
+
+    async def live(bodies: list[bytes | memoryview]) -> None:
+        for body in bodies:
+            database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), body))
         database.execute("DELETE FROM payloads")
 
-    return live
+    return Way(prepare, live)
 
 
 def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
@@ -143,7 +157,7 @@ def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
         stack.callback(handle.kill)
     database = stack.enter_context(closing(sqlite3.connect(folder / "raw.db", isolation_level=None)))
     return {
-        "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote(), {}),
+        "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote()),
         **{name: through_buffer(handle) for name, handle in handles.items()},
         "megasync in process, durable": through_buffer(AsyncBuffer(SCHEDULE, ledger=folder / "process.db")),
         "megasync in process, in memory": through_buffer(AsyncBuffer(SCHEDULE)),
@@ -161,13 +175,16 @@ async def measure(tokens: int, repeats: int, folder: Path) -> tuple[float, dict[
     with ExitStack() as stack:
         made = ways(stack, folder)
         for repeat in range(repeats + 1):
-            for name, live in made.items():
-                start = time.perf_counter()
+            for name, way in made.items():
+                took = 0.0
                 for _ in range(steps):
-                    await live(groups)
+                    ready = way.prepare(groups)
+                    start = time.perf_counter()
+                    await way.live(ready)
+                    took += time.perf_counter() - start
                 # The first round is a warm-up.
                 if repeat:
-                    seconds.setdefault(name, []).append((time.perf_counter() - start) / (steps * STEP))
+                    seconds.setdefault(name, []).append(took / (steps * STEP))
     return size, seconds
 
 

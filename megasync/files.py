@@ -57,6 +57,15 @@ def fsync(path: str | Path) -> None:
         os.close(handle)
 
 
+def fdatasync(path: str | Path) -> None:
+    """Flushes a file's content to disk, and of its metadata only what reading it takes. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(handle)
+    finally:
+        os.close(handle)
+
+
 def fsync_tree(folder: Path) -> None:
     """Flushes a folder and everything below it to disk. Raises OSError."""
     for path in (*folder.rglob("*"), folder):

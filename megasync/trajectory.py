@@ -76,6 +76,39 @@ class Trajectory:
         per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
         _check_lengths(len(self.response_ids), per_token | self.arrays)
 
+    @classmethod
+    def of_arrays(
+        cls,
+        *,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        loss_mask: Runs,
+        logprobs: FloatArray,
+        versions: Runs,
+        finish_reason: str,
+        reward: float | None,
+        metrics: dict[str, float],
+        arrays: dict[str, NDArray[Any]],
+    ) -> Trajectory:
+        """Takes read-only arrays of the right types, and runs, as they are. Raises ValueError for wrong lengths."""
+        trajectory = object.__new__(cls)
+        _set(
+            trajectory,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text="",
+            reward=reward,
+            metrics=metrics,
+            arrays=arrays,
+        )
+        if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
+            _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
+        return trajectory
+
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when no token is trained."""
@@ -84,6 +117,11 @@ class Trajectory:
     def trained(self) -> Counter[int]:
         """The number of trained tokens by version."""
         counts = Counter[int]()
+        if self.loss_mask.values.size == self.versions.values.size == 1:
+            # Sampled by one version and trained whole, as most are.
+            if self.loss_mask.values[0]:
+                counts[int(self.versions.values[0])] = len(self.response_ids)
+            return counts
         ends, versions = self.versions.ends.tolist(), self.versions.values.tolist()
         start = at = 0
         for end, keep in zip(self.loss_mask.ends.tolist(), self.loss_mask.values.tolist(), strict=True):

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.durable import DurableBuffer
+from megasync.buffer.link import listen
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, LeasedGroup
 from megasync.buffer.state import (
     BufferCounts,
@@ -108,6 +109,7 @@ class AsyncBuffer:
         self._clock = clock
         self._reading: asyncio.Future[DurableBuffer] | None = None
         self._progress = "nothing yet"
+        self._address: str | None = None
         # A lease whose remote caller was cancelled may still wait here: it must not take a batch after a rollback.
         self._rollbacks = 0
         # Waiters by kind, in the order of arrival, in which they retry; and by key.
@@ -134,6 +136,12 @@ class AsyncBuffer:
     async def opening(self) -> str:
         """The progress of `open`. A read whose progress does not change is stuck."""
         return self._progress
+
+    async def listen(self) -> str:
+        """The address at which processes of this machine may call every method (`link`)."""
+        if self._address is None:
+            self._address = await listen(self)
+        return self._address
 
     def _report(self, text: str) -> None:
         self._progress = text

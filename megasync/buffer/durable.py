@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +58,8 @@ class DurableBuffer:
     ) -> None:
         # Entries changed since the last record, by number.
         self._changed: dict[int, GroupEntry] = {}
+        # Whether changes are recorded later, at the end of `together`.
+        self._together = False
         self._broken: LedgerError | None = None
         self._shared = shared
         self.ledger = Ledger(ledger) if ledger is not None else None
@@ -76,16 +78,25 @@ class DurableBuffer:
         """Makes the call and records its changes. With ``to_disk`` they survive a power loss too."""
         with self._recording():
             result = call(self.state)
-            if self.ledger is not None:
-                self.ledger.write(self.state.status, self._changed.values(), to_disk)
-        self._changed.clear()
+            if not self._together:
+                self._record(to_disk)
         return result
 
     @contextmanager
     def together(self) -> Generator[None]:
         """Records all changes within in one transaction, at its end. None may be `to_disk`."""
-        with self._recording(), self.ledger.together() if self.ledger is not None else nullcontext():
-            yield
+        with self._recording():
+            self._together = True
+            try:
+                yield
+            finally:
+                self._together = False
+                self._record()
+
+    def _record(self, to_disk: bool = False) -> None:
+        if self.ledger is not None:
+            self.ledger.write(self.state.status, self._changed.values(), to_disk)
+            self._changed.clear()
 
     def sync(self) -> None:
         """All that was recorded survives a power loss, and other machines that share the file system can read it.
@@ -130,8 +141,12 @@ class DurableBuffer:
         return self.change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     def publish(self, version: int) -> None:
-        self.change(lambda state: state.publish(version), to_disk=True)
+        """As the state machine's, and frees space. A flush to disk begins, for which nobody waits."""
+        self.change(lambda state: state.publish(version))
         self._prune()
+        if self.ledger is not None:
+            with self._recording():
+                self.ledger.flush_soon()
 
     def checkpointed(self, step: int, oldest_kept: int) -> None:
         """As the state machine's, and frees space. Does nothing with a broken ledger."""

@@ -8,8 +8,9 @@
 
 Each `write` is one transaction. In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating
 system's hands, so it survives the death of any process. Only transactions with ``to_disk``, and everything before them,
-also survive a power loss. The buffer requests that when a version was published, and before a checkpoint is written,
-which could otherwise know more than the ledger.
+also survive a power loss. The buffer requests that before a checkpoint is written, which could otherwise know more than
+the ledger. A publication begins a flush (`flush_soon`) and does not wait for it: the log keeps its order, so a ledger
+that forgot the publication after a power loss has no token of that version either.
 
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
@@ -24,7 +25,9 @@ from __future__ import annotations
 import copy
 import json
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
@@ -44,12 +47,12 @@ from megasync.buffer.payload import (
 from megasync.buffer.segments import SegmentWriter, read_body, segment_number, segment_path, segments_of
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
-from megasync.files import fsync
+from megasync.files import fdatasync, fsync
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -113,6 +116,10 @@ class Ledger:
         self._with_partials: set[int] = set()
         self._folder = segments_of(self.path)
         self._segments = SegmentWriter(self._folder)
+        self._log = self.path.with_name(f"{self.path.name}-wal")
+        self._flusher = ThreadPoolExecutor(1, "ledger")
+        # One that runs, and one that will.
+        self._flushes: deque[Future[None]] = deque()
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
         self._unchecked: set[str] = set()
         with self._explaining("opened"):
@@ -130,6 +137,7 @@ class Ledger:
             return self._db.execute("SELECT count(*) FROM standing").fetchone() == (0,)
 
     def close(self) -> None:
+        self._flusher.shutdown()
         self._segments.close()
         self._db.close()
 
@@ -208,20 +216,39 @@ class Ledger:
         changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
         if not changed and not entries:
             return
-        with self._explaining("written"), self._transaction(to_disk):
-            rows = ((name, json.dumps(value, default=asdict)) for name, value in changed.items())
-            self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
-            for entry in entries:
-                self._write(entry)
-            if to_disk:
-                self._segments.sync()
+        with self._explaining("written"):
+            self._finish_flushes(wait=to_disk)
+            with self._transaction(to_disk):
+                rows = ((name, json.dumps(value, default=asdict)) for name, value in changed.items())
+                self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
+                self._write(entries)
+                if to_disk:
+                    self._segments.sync()
         self._status |= {name: _copy(name, value) for name, value in changed.items()}
 
     def sync(self) -> None:
         """Flushes everything written so far to disk."""
         with self._explaining("written"):
+            self._finish_flushes(wait=True)
             self._segments.sync()
-            fsync(self.path.with_name(f"{self.path.name}-wal"))
+            fsync(self._log)
+
+    def flush_soon(self) -> None:
+        """Begins to flush everything written so far to disk, on another thread. A later call raises its error."""
+        with self._explaining("written"):
+            self._finish_flushes(wait=False)
+        # A second one has not begun, so it flushes this too.
+        if len(self._flushes) < 2:
+            self._flushes.append(self._flusher.submit(self._flush))
+
+    def _flush(self) -> None:
+        self._segments.flush()
+        fdatasync(self._log)
+
+    def _finish_flushes(self, wait: bool) -> None:
+        """Raises the OSError of one that failed."""
+        while self._flushes and (wait or self._flushes[0].done()):
+            self._flushes.popleft().result()
 
     def merge_log(self) -> None:
         """Copies the log into the file, which then needs no log."""
@@ -301,25 +328,26 @@ class Ledger:
         self._with_partials = {entry.number for entry in entries if entry.partials}
         return entries
 
-    def _write(self, entry: GroupEntry) -> None:
-        number = entry.number
-        self._db.execute(
-            UPSERT,
-            (number, entry.uid, entry.state.value, entry.step, entry.reason, entry.oldest_version, entry.claimant),
-        )
-        if entry.group is not None:
-            if self._groups.get(number) is not entry.group:
+    def _write(self, entries: Collection[GroupEntry]) -> None:
+        rows = [(e.number, e.uid, e.state.value, e.step, e.reason, e.oldest_version, e.claimant) for e in entries]
+        self._db.executemany(UPSERT, rows)
+        payloads: list[tuple[int, bytes, int, int]] = []
+        without: list[tuple[int]] = []
+        for entry in entries:
+            number = entry.number
+            if entry.group is None:
+                # A trained group's payload stays in the file until it is pruned.
+                self._groups.pop(number, None)
+                if entry.state in WITHOUT_PAYLOAD:
+                    without.append((number,))
+            elif self._groups.get(number) is not entry.group:
                 self._groups[number] = entry.group = self._stored(entry.group)
                 head, body = encode_header(entry.group.header), entry.group.body
                 assert isinstance(body, StoredBody)
-                row = (number, head, segment_number(body), body.offset)
-                self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", row)
-        else:
-            # A trained group's payload stays in the file until it is pruned.
-            self._groups.pop(number, None)
-            if entry.state in WITHOUT_PAYLOAD:
-                self._db.execute("DELETE FROM payloads WHERE number = ?", (number,))
-        self._write_partials(entry)
+                payloads.append((number, head, segment_number(body), body.offset))
+            self._write_partials(entry)
+        self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", payloads)
+        self._db.executemany("DELETE FROM payloads WHERE number = ?", without)
 
     def _stored(self, group: LeasedGroup) -> LeasedGroup:
         if isinstance(group.body, StoredBody):
@@ -339,18 +367,7 @@ class Ledger:
                 self._with_partials.add(entry.number)
 
     @contextmanager
-    def together(self) -> Generator[None]:
-        """One transaction for all writes within, none of which may be `to_disk`."""
-        with self._explaining("written"), self._transaction():
-            yield
-
-    @contextmanager
     def _transaction(self, to_disk: bool = False) -> Generator[None]:
-        if self._db.in_transaction:
-            # SQLite can change how a transaction is written only before it begins.
-            assert not to_disk
-            yield
-            return
         if to_disk:
             self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("BEGIN IMMEDIATE")

@@ -12,6 +12,7 @@ removed are missing there, and ``mask_below`` masks old tokens. Nothing that is 
 
 from __future__ import annotations
 
+import math
 import operator
 import zlib
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.errors import DataError
-from megasync.runs import IntArray, Runs
+from megasync.runs import Runs
 from megasync.trajectory import Group, Partial, Trajectory
 
 # Arrays begin at multiples of this many bytes.
@@ -76,12 +77,11 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """``newest_version`` is that of any token. ``body_bytes`` and ``checksum`` (CRC-32) are of the whole body."""
+    """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body."""
 
     uid: str
     newest_version: int
     body_bytes: int
-    checksum: int
     trajectories: tuple[TrajectoryHeader, ...]
 
     @property
@@ -149,7 +149,11 @@ class LeasedGroup:
         return self.header.uid
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return LeasedGroup, (self.header, _picklable(self.body, protocol))
+        return _leased, (encode_header(self.header), _picklable(self.body, protocol))
+
+
+def _leased(head: bytes, body: Body) -> LeasedGroup:
+    return LeasedGroup(decode_header(head), body)
 
 
 def _scalar(value: Any) -> Any:
@@ -183,21 +187,32 @@ def _picklable(body: Body, protocol: SupportsIndex) -> Any:
 
 
 class _Writer:
-    """Collects arrays; `add` returns where one begins."""
+    """Collects arrays, which it copies once, in `body`. ``checksum`` is of what was added since it was last set."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
+        # Bytes and arrays, whose type does not say that they are buffers.
+        self._parts: list[Any] = []
+        self.size = 0
+        self.checksum = 0
 
-    def add(self, array: NDArray[Any]) -> int:
-        return self.append(array.tobytes(), min(ALIGNMENT, max(array.itemsize, 1)))
+    def align(self, alignment: int) -> None:
+        if padding := -self.size % alignment:
+            self._append(b"\0" * padding, padding)
 
-    def append(self, part: bytes, alignment: int = ALIGNMENT) -> int:
-        padding = -self._size % alignment
-        at = self._size + padding
-        self._parts += (b"\0" * padding, part) if padding else (part,)
-        self._size = at + len(part)
-        return at
+    def add(self, *arrays: NDArray[Any]) -> None:
+        for array in arrays:
+            self.align(min(ALIGNMENT, max(array.itemsize, 1)))
+            self._append(array if array.flags.c_contiguous else array.copy(), array.nbytes)
+
+    def add_words(self, *arrays: NDArray[Any]) -> None:
+        """As `add`, for one-dimensional arrays with four bytes an entry, which need no padding after `align`."""
+        for array in arrays:
+            self._append(array if array.flags.c_contiguous else array.copy(), 4 * len(array))
+
+    def _append(self, part: Any, size: int) -> None:
+        self._parts.append(part)
+        self.checksum = zlib.crc32(part, self.checksum)
+        self.size += size
 
     def body(self) -> bytes:
         return b"".join(self._parts)
@@ -206,9 +221,9 @@ class _Writer:
 class _Reader:
     """Reads arrays in the order in which they were written, as views."""
 
-    def __init__(self, body: bytes | memoryview) -> None:
+    def __init__(self, body: bytes | memoryview, at: int = 0) -> None:
         self._body = body
-        self._at = 0
+        self._at = at
 
     def array(self, dtype: Any, count: int) -> NDArray[Any]:
         size = np.dtype(dtype).itemsize
@@ -225,13 +240,12 @@ class _Reader:
 
 def encode(group: Group) -> EncodedGroup:
     """Raises DataError for metrics or arrays that cannot be recorded."""
-    writer, prompts = _Writer(), dict[bytes, int]()
+    writer, prompts = _Writer(), dict[bytes, tuple[int, int]]()
     trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
-    body = writer.body()
-    newest = max((int(t.versions.values.max()) for t in group.trajectories if len(t.versions)), default=0)
-    header = GroupHeader(group.uid, newest, len(body), zlib.crc32(body), trajectories)
+    newest = max((max(t.versions.values.tolist()) for t in group.trajectories if len(t.versions)), default=0)
+    header = GroupHeader(group.uid, newest, writer.size, trajectories)
     try:
-        return EncodedGroup(_packer.encode(header), body)
+        return EncodedGroup(_packer.encode(header), writer.body())
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"group {group.uid} holds a value that cannot be recorded ({type(error).__name__}: {error}); rewards and "
@@ -245,36 +259,36 @@ def in_memory(group: Group) -> LeasedGroup:
     return LeasedGroup(encoded.header, encoded.body)
 
 
-def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, int], uid: str) -> TrajectoryHeader:
+def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str) -> TrajectoryHeader:
+    """``prompts`` holds where the prompts of earlier trajectories begin, and their checksums."""
     prompt = t.prompt_ids.tobytes()
     if prompt not in prompts:
-        prompts[prompt] = writer.append(prompt)
-    arrays = _Writer()
-    for array in (
-        t.response_ids,
-        t.logprobs,
-        t.loss_mask.values,
-        t.loss_mask.ends,
-        t.versions.values,
-        t.versions.ends,
-    ):
-        arrays.add(array)
+        writer.align(ALIGNMENT)
+        at, writer.checksum = writer.size, 0
+        writer.add(t.prompt_ids)
+        prompts[prompt] = at, writer.checksum
+    writer.align(ALIGNMENT)
+    at = writer.size
+    prompt_at, writer.checksum = prompts[prompt]
+    mask, versions = t.loss_mask, t.versions
+    writer.add_words(t.response_ids, t.logprobs, mask.values, mask.ends, versions.values, versions.ends)
     for name, array in t.arrays.items():
         if array.dtype.kind not in "iubf":
             raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
-        arrays.add(array)
-    own = arrays.body()
-    trained_runs = np.flatnonzero(t.loss_mask.values)
+        writer.add(array)
     return TrajectoryHeader(
-        prompt_at=prompts[prompt],
+        prompt_at=prompt_at,
         prompt_tokens=len(t.prompt_ids),
-        at=writer.append(own),
-        size=len(own),
-        checksum=zlib.crc32(own, zlib.crc32(prompt)),
+        at=at,
+        size=writer.size - at,
+        checksum=writer.checksum,
         response_tokens=len(t.response_ids),
-        mask_runs=len(t.loss_mask.values),
-        version_runs=len(t.versions.values),
-        fed=int(t.loss_mask.ends[trained_runs[-1]]) - 1 if trained_runs.size else 0,
+        mask_runs=len(mask.values),
+        version_runs=len(versions.values),
+        fed=max(
+            (end - 1 for keep, end in zip(mask.values[-2:].tolist(), mask.ends[-2:].tolist(), strict=True) if keep),
+            default=0,
+        ),
         trained=tuple(sorted(t.trained().items())),
         reward=t.reward,
         finish_reason=t.finish_reason,
@@ -293,11 +307,17 @@ def encode_header(header: GroupHeader) -> bytes:
 
 
 def check_body(header: GroupHeader, body: bytes | memoryview) -> None:
-    """Raises ValueError for a body that is not the one that was encoded."""
+    """Raises ValueError for a body that is not the one that was encoded, in what the header still names of it."""
     if len(body) != header.body_bytes:
         raise ValueError(f"the body of group {header.uid} has {len(body)} of {header.body_bytes} bytes")
-    if zlib.crc32(body) != header.checksum:
-        raise ValueError(f"the body of group {header.uid} does not match its checksum")
+    view = memoryview(body)
+    prompts: dict[int, int] = {}
+    for trajectory in header.trajectories:
+        (at, size), (own_at, own_size) = parts_of(trajectory)
+        if at not in prompts:
+            prompts[at] = zlib.crc32(view[at : at + size])
+        if zlib.crc32(view[own_at : own_at + own_size], prompts[at]) != trajectory.checksum:
+            raise ValueError(f"the body of group {header.uid} does not match its checksum (from byte {own_at} on)")
 
 
 def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
@@ -321,27 +341,33 @@ def check_parts(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes
 
 
 def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes | memoryview) -> Trajectory:
-    """One trajectory, from the two parts of the body that hold it (`parts_of`); arrays are views of these."""
-    reader = _Reader(own)
-    ids: IntArray = reader.array(np.int32, header.response_tokens)
-    trajectory = Trajectory(
+    """One trajectory, from the two parts of the body that hold it (`parts_of`); arrays are views of these.
+
+    Raises ValueError for parts of other lengths than the header's.
+    """
+    tokens, masks, versions = header.response_tokens, header.mask_runs, header.version_runs
+    mask_at = 2 * tokens
+    versions_at = mask_at + 2 * masks
+    # All of them have four bytes an entry, so one view of the memory serves all.
+    numbers = _Reader(own).array(np.int32, versions_at + 2 * versions)
+    further = _Reader(own, numbers.nbytes)
+    trajectory = Trajectory.of_arrays(
         prompt_ids=_Reader(prompt).array(np.int32, header.prompt_tokens),
-        response_ids=ids,
-        logprobs=reader.array(np.float32, header.response_tokens),
-        loss_mask=reader.runs(header.mask_runs),
-        versions=reader.runs(header.version_runs),
+        response_ids=numbers[:tokens],
+        loss_mask=Runs(numbers[mask_at : mask_at + masks], numbers[mask_at + masks : versions_at]),
+        logprobs=numbers[tokens:mask_at].view(np.float32),
+        versions=Runs(numbers[versions_at : versions_at + versions], numbers[versions_at + versions :]),
         finish_reason=header.finish_reason,
         reward=header.reward,
         metrics=header.metrics,
-        arrays={name: reader.array(dtype, int(np.prod(shape))).reshape(shape) for name, dtype, shape in header.arrays},
+        arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 
 
 def encode_partial(partial: Partial) -> EncodedPartial:
     writer = _Writer()
-    for array in (partial.token_ids, partial.logprobs, partial.versions.values, partial.versions.ends):
-        writer.add(array)
+    writer.add_words(partial.token_ids, partial.logprobs, partial.versions.values, partial.versions.ends)
     body = writer.body()
     header = _PartialHeader(
         partial.request_digest,
@@ -349,7 +375,7 @@ def encode_partial(partial: Partial) -> EncodedPartial:
         partial.text,
         len(partial.token_ids),
         len(partial.versions.values),
-        zlib.crc32(body),
+        writer.checksum,
     )
     head = _packer.encode(header)
     newest = int(partial.versions.values.max()) if len(partial.versions) else 0

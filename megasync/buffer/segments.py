@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megasync.buffer.payload import (
@@ -24,7 +24,7 @@ from megasync.buffer.payload import (
     parts_of,
 )
 from megasync.errors import DataError
-from megasync.files import fsync
+from megasync.files import fdatasync, fsync
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
@@ -66,6 +66,16 @@ class SegmentWriter:
         if self._unsynced and self._file is not None:
             os.fdatasync(self._file)
             self._unsynced = False
+
+    def flush(self) -> None:
+        """As `sync`, on any thread while this one appends."""
+        number = self._number if self._file is not None else None
+        if number is None or not self._unsynced:
+            return
+        # First, because what is appended from now on may miss this flush. A segment that ended meanwhile was synced.
+        self._unsynced = False
+        with suppress(FileNotFoundError):
+            fdatasync(segment_path(self._folder, number))
 
     def keep_only(self, needed: Iterable[int]) -> None:
         """Removes all segments but these and the one that is being written."""

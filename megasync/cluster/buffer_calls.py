@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 from megasync.buffer.async_buffer import Answer, Call
-from megasync.cluster.actors import ActorGroup
+from megasync.buffer.link import Link
+from megasync.errors import MegasyncError, ProcessLost, TrainingError
+
+
+class Actor(Protocol):
+    """Has the methods of `ActorGroup` that calls to the buffer need."""
+
+    async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None, **kwargs: Any) -> Any: ...
+
+
+class LinkedActor:
+    """The actor at the other end of a link, in the place of an `ActorGroup` of one: its calls raise the same errors."""
+
+    def __init__(self, role: str, link: Link) -> None:
+        self._role = role
+        self._link = link
+
+    async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None, **kwargs: Any) -> Any:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._link.call(method, *args, **kwargs)
+        except MegasyncError:
+            raise
+        except TimeoutError:
+            raise ProcessLost(f"{self._role} {slot} did not finish {method}() within {timeout:.0f} s") from None
+        except ConnectionError as error:
+            raise ProcessLost(f"{self._role} {slot} died during {method}(): {error}") from error
+        except Exception as error:
+            raise TrainingError(f"{self._role} {slot} failed in {method}(): {type(error).__name__}: {error}") from error
 
 
 class BufferCalls:
@@ -15,7 +43,7 @@ class BufferCalls:
     `seconds` is the deadline of a message.
     """
 
-    def __init__(self, actor: ActorGroup, seconds: float) -> None:
+    def __init__(self, actor: Actor, seconds: float) -> None:
         self._actor = actor
         self._seconds = seconds
         # Calls for the next message, with the futures of their answers.

@@ -9,7 +9,8 @@ One process, from its start to its death:
 
     starts ──START_SECONDS──▶ reads its ledger ──OPEN_SECONDS without progress──▶ answers ──ANSWER_SECONDS per call──▶
 
-How long it reads depends on the run, so reading has no total deadline; its progress reports have one.
+How long it reads depends on the run, so reading has no total deadline; its progress reports have one. Once it has read
+it, calls go over a socket of this machine (`buffer.link`), and Ray only starts, watches and kills the process.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megasync.buffer import AsyncBuffer
+from megasync.buffer.link import Link
 from megasync.cluster.actors import ActorGroup, kill_process
-from megasync.cluster.buffer_calls import BufferCalls
+from megasync.cluster.buffer_calls import BufferCalls, LinkedActor
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import ScheduleConfig
@@ -176,7 +178,9 @@ class _BufferProcess:
         self._pid: int | None = None
         self._ready: asyncio.Future[None] | None = None
         self._pulse: asyncio.Future[int] | None = None
-        self._calls = BufferCalls(self._actor, ANSWER_SECONDS)
+        self._link: Link | None = None
+        self._linked: LinkedActor
+        self._calls: BufferCalls
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the buffer. Also raises ProcessLost when the process dies or does not answer."""
@@ -189,8 +193,8 @@ class _BufferProcess:
             if answer.outcome == "done":
                 return answer.value
         elif method not in WAITS:
-            return await self._actor.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
-        waiting = self._actor.call_one(0, method, *args, **kwargs, timeout=None)
+            return await self._linked.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
+        waiting = self._linked.call_one(0, method, *args, **kwargs, timeout=None)
         return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
 
     async def end(self) -> None:
@@ -201,6 +205,8 @@ class _BufferProcess:
 
     def kill(self) -> None:
         ray.kill(self.handle, no_restart=True)
+        if self._link is not None:
+            self._link.close()
 
     async def _open(self) -> None:
         self._pid = await self._ask_pid(START_SECONDS)
@@ -220,6 +226,13 @@ class _BufferProcess:
 
         opening = self._actor.call_one(0, "open", timeout=None)
         await _result_with_checks(opening, min(PULSE_SECONDS, OPEN_SECONDS), check_progress)
+        address = await self._actor.call_one(0, "listen", timeout=ANSWER_SECONDS)
+        try:
+            self._link = await Link.connect(address)
+        except OSError as error:
+            raise ProcessLost(f"the buffer's process cannot be reached after it read its ledger: {error}") from error
+        self._linked = LinkedActor("buffer", self._link)
+        self._calls = BufferCalls(self._linked, ANSWER_SECONDS)
 
     async def _check_pulse(self) -> None:
         if self._pulse is None or self._pulse.done():

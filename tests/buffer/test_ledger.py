@@ -355,7 +355,7 @@ def test_a_ledger_with_an_unsupported_format_version_is_rejected(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
-    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 3"):
+    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 4"):
         Ledger(path)
 
 
