@@ -19,6 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megasync.data.text_codec import TextCodec
+
 # Letters and digits only, which templates never escape, not even in JSON.
 MARK = "Zq7plain9V"
 
@@ -28,6 +30,7 @@ class OutsideText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._codec = TextCodec(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         names = {*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)} - {""}
         # Longest first, because one name may be a prefix of another.
@@ -55,7 +58,7 @@ class OutsideText:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a guarded text, [tokens]; `add_special_tokens` adds those that the tokenizer puts around it."""
         if MARK not in text:
-            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []
+            return self._codec.encode(text, add_special_tokens=add_special_tokens) if text else []
         ids: list[int] = []
         whole = ""  # unmarked text since the last marked piece, special tokens included
         # Texts and special tokens alternate; the odd pieces are the special tokens.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.data.outside_text import OutsideText
+from megasync.data.text_codec import TextCodec
 from megasync.errors import DataError
 from megasync.rollout.generation import Generation
 
@@ -36,7 +37,9 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._special = set(tokenizer.all_special_ids)
         self._outside = OutsideText(tokenizer)
+        self._codec = TextCodec(tokenizer)
         self._shows_tools: bool | None = None
+        _flatten_globals(tokenizer)
 
     def guard(self, message: dict[str, Any]) -> dict[str, Any]:
         """Mark the names of special tokens in a message. Returns the message itself if it has none."""
@@ -71,7 +74,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the ids, special tokens included, because they delimit tool calls and reasoning."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._codec.decode(ids)
 
     def closing(self, generation: Generation) -> str:
         """Return the special token that ended the answer. Empty if it was truncated or ended by a stop string."""
@@ -87,3 +90,17 @@ class ChatTemplate:
     def answer_text(self, generation: Generation) -> str:
         """Return what the model wrote, with special tokens but without the one that closes the answer."""
         return self.decode(generation.token_ids).removesuffix(self.closing(generation))
+
+
+def _flatten_globals(tokenizer: Any) -> None:
+    """Replaces the globals of the compiled template, a chain of dictionaries, by one dictionary.
+
+    Jinja copies them for each rendering, and the copy of a chain takes longer than rendering a short conversation.
+    """
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template = _compile_jinja_template(tokenizer.get_chat_template())
+        template.globals = dict(template.globals)
+    except Exception as error:  # noqa: BLE001 - rendering works without it, or reports what is wrong
+        log.debug("The chat template's globals remain a chain: %r", error)
