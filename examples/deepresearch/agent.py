@@ -107,10 +107,10 @@ class SearchAgent:
                 counts["turn_limit"] += 1
                 break
             messages = reply.messages + await _observations(reply, toolbox, seen, counts)
-        told = toolbox.counts
-        counts["malformed"] = told["malformed"] + told["unknown"] + counts["unmarked"]
+        calls = toolbox.counts
+        counts["malformed"] = calls["malformed"] + calls["unknown"] + counts["unmarked"]
         # Calls that were run. Those that not even the parser could read never became calls.
-        counts["searches"] = told["calls"] - told["unknown"] - (told["malformed"] - counts["unread"])
+        counts["searches"] = calls["calls"] - calls["unknown"] - (calls["malformed"] - counts["unread"])
         scores = self._scores(answer, sample["answers"], counts)
         return reply.trajectories(scores["agent/reward"], scores)
 
@@ -171,7 +171,7 @@ async def _observations(reply: Reply, toolbox: Toolbox, seen: set[str], counts: 
         (fresh if _is_new(call, seen) else repeated).append(call)
     counts["duplicates"] += len(repeated)
     counts["unread"] += reply.malformed_calls
-    return [_told(call) for call in repeated] + await toolbox.run(fresh, reply.malformed_calls)
+    return [_repeated(call) for call in repeated] + await toolbox.run(fresh, reply.malformed_calls)
 
 
 def _is_new(call: ToolCall, seen: set[str]) -> bool:
@@ -185,6 +185,6 @@ def _is_new(call: ToolCall, seen: set[str]) -> bool:
     return True
 
 
-def _told(call: ToolCall) -> dict[str, Any]:
+def _repeated(call: ToolCall) -> dict[str, Any]:
     text = f"You made this call before: {call.name} {call.arguments}. Read its result above, or ask something else."
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

@@ -1,4 +1,4 @@
-"""What the agent and its refiner are told. No name of the solved questions is in the corpus."""
+"""The prompts of the agent and its refiner. The names in their solved examples do not occur in the corpus."""
 
 from __future__ import annotations
 

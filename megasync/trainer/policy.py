@@ -261,7 +261,7 @@ def _members(groups: Sequence[LeasedGroup], normalize_std: bool) -> Members:
             advantages += group_advantages([reward for *_, reward in scored], normalize_std)
         except ValueError as error:
             raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
-        # Prompts are told apart by their place in the concatenated bodies.
+        # A prompt is identified by its offset in the concatenated bodies.
         rows += [
             (position, place, base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens) for place, t, _ in scored
         ]
