@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.link import listen
@@ -69,8 +69,7 @@ class _Waiter:
 Call = tuple[str, tuple[Any, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Of one call of a batch: ``outcome`` is "done" with the result, "failed" with the error, or "waits"."""
 
     outcome: str

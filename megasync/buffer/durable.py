@@ -144,9 +144,6 @@ class DurableBuffer:
         """As the state machine's, and frees space. A flush to disk begins, for which nobody waits."""
         self.change(lambda state: state.publish(version))
         self._prune()
-        if self.ledger is not None:
-            with self._recording():
-                self.ledger.flush_soon()
 
     def checkpointed(self, step: int, oldest_kept: int) -> None:
         """As the state machine's, and frees space. Does nothing with a broken ledger."""

@@ -120,6 +120,7 @@ class Ledger:
         self._flusher = ThreadPoolExecutor(1, "ledger")
         # One that runs, and one that will.
         self._flushes: deque[Future[None]] = deque()
+        self._unneeded: list[Path] = []
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
         self._unchecked: set[str] = set()
         with self._explaining("opened"):
@@ -244,6 +245,9 @@ class Ledger:
     def _flush(self) -> None:
         self._segments.flush()
         fdatasync(self._log)
+        unneeded, self._unneeded = self._unneeded, []
+        for segment in unneeded:
+            segment.unlink(missing_ok=True)
 
     def _finish_flushes(self, wait: bool) -> None:
         """Raises the OSError of one that failed."""
@@ -259,12 +263,14 @@ class Ledger:
 
     def prune(self, oldest_kept: int, least_version: int) -> None:
         """Removes the headers and bodies of trained groups that no rollback needs: those of steps up to
-        ``oldest_kept``, and those with tokens older than ``least_version``, which would be generated again anyway."""
+        ``oldest_kept``, and those with tokens older than ``least_version``, which would be generated again anyway.
+        Another thread flushes what remains, and removes segments that nothing lies in: both take long."""
         with self._explaining("written"):
             with self._transaction():
                 self._db.execute(PRUNE, (oldest_kept, least_version))
             needed = self._db.execute("SELECT DISTINCT segment FROM payloads").fetchall()
-            self._segments.keep_only(segment for (segment,) in needed)
+            self._unneeded += self._segments.without(segment for (segment,) in needed)
+        self.flush_soon()
 
     def _prepare(self) -> None:
         """Locks the file for this process, and creates the tables in a new one."""

@@ -77,12 +77,10 @@ class SegmentWriter:
         with suppress(FileNotFoundError):
             fdatasync(segment_path(self._folder, number))
 
-    def keep_only(self, needed: Iterable[int]) -> None:
-        """Removes all segments but these and the one that is being written."""
+    def without(self, needed: Iterable[int]) -> list[Path]:
+        """All segments but these and the one that is being written."""
         keep = {*needed, self._number} if self._file is not None else set(needed)
-        for number in self.present():
-            if number not in keep:
-                segment_path(self._folder, number).unlink(missing_ok=True)
+        return [segment_path(self._folder, number) for number in self.present() if number not in keep]
 
     def close(self) -> None:
         if self._file is not None:

@@ -367,6 +367,8 @@ DAMAGES = {
 
 
 def segments(buffer):
+    # Waits for the thread that removes them.
+    buffer.ledger.sync()
     return sorted(segments_of(buffer.ledger.path).glob("*.seg"))
 
 
