@@ -14,7 +14,6 @@ thread-safe: tokens are extended on the event loop.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.errors import DataError
-from megasync.runs import IntArray
+from megasync.runs import IntArray, int_array
 
 # An array that is full grows by this share of its length, and by at least this many ids.
 _GROWTH, _LEAST_GROWTH = 1 / 16, 64
@@ -162,25 +161,8 @@ class _Line:
 
 
 def id_array(ids: Sequence[int] | NDArray[Any]) -> IntArray:
-    """Token ids as an array. Sequences, and arrays of NumPy and torch, are accepted; floats are not.
-
-    Raises DataError for what is not a sequence of integers of 32 bits.
-    """
+    """Token ids as a read-only array; see `int_array`. Raises DataError for other values than integers of 32 bits."""
     try:
-        if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1:
-            if ids.dtype == np.int32:
-                return ids
-            converted = ids.astype(np.int32)
-            if not np.array_equal(converted, ids):
-                raise OverflowError
-            return converted
-        if isinstance(ids, array) and ids.typecode == "i":
-            return np.array(ids)
-        # `array` accepts what has `__index__`, as integers of torch do. It would take bytes as they are in memory.
-        numbers = array("i", ids if isinstance(ids, list) else list(ids))
-    except OverflowError:
-        at, bad = next((at, number) for at, number in enumerate(ids) if not -(2**31) <= number < 2**31)
-        raise DataError(f"token id {bad} at position {at} does not fit into 32 bits") from None
-    except TypeError as error:
-        raise DataError(f"token ids must be integers: {error}") from error
-    return np.frombuffer(numbers, np.int32) if numbers else np.empty(0, np.int32)
+        return int_array(ids)
+    except ValueError as error:
+        raise DataError(f"token ids must be integers of 32 bits: {error}") from None

@@ -38,16 +38,26 @@ def test_an_index_outside_of_the_runs_is_an_error():
         Runs.fill(1, 3)[3]
 
 
-@pytest.mark.parametrize("numbers", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), Runs.of([1, 2])])
+@pytest.mark.parametrize(
+    "numbers", [[1, 2], (1, 2), range(1, 3), bytes([1, 2]), np.array([1, 2]), torch.tensor([1, 2]), Runs.of([1, 2])]
+)
 def test_every_kind_of_sequence_of_integers_becomes_a_read_only_array(numbers):
     array = int_array(numbers)
     assert array.dtype == np.int32 and array.tolist() == [1, 2] and not array.flags.writeable
     assert int_array(array) is array
 
 
-@pytest.mark.parametrize("wrong", [[1.5], ["a"], [2**31], [[1]], None, [None], [1, None], [10**30], 3])
-def test_other_values_than_integers_of_32_bits_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"is not a sequence of integers|more than 32 bits"):
+@pytest.mark.parametrize(
+    "wrong", [[1.5], ["a"], [[1]], None, [None], [1, None], 3, "12", np.array([[1]]), np.array([1.0])]
+)
+def test_other_values_than_integers_are_refused(wrong):
+    with pytest.raises(ValueError, match="is not a sequence of integers"):
+        int_array(wrong)
+
+
+@pytest.mark.parametrize("wrong", [[1, 2**31], [1, -(10**30)], np.array([1, 2**40]), torch.tensor([1, -(2**31) - 1])])
+def test_an_integer_beyond_32_bits_is_named(wrong):
+    with pytest.raises(ValueError, match=rf"^{int(wrong[1])} at position 1 does not fit into 32 bits$"):
         int_array(wrong)
 
 

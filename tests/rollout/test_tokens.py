@@ -55,7 +55,7 @@ def test_other_values_are_refused(ids):
 
 @pytest.mark.parametrize("ids", [[1, 2**31], np.array([1, 2**40]), [1, -(2**31) - 1]])
 def test_an_id_beyond_32_bits_is_named(ids):
-    with pytest.raises(DataError, match=f"token id {ids[1]} at position 1"):
+    with pytest.raises(DataError, match=f"integers of 32 bits: {ids[1]} at position 1 does not fit"):
         Tokens.of(ids)
 
 
