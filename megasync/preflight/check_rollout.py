@@ -12,6 +12,8 @@ from megasync.config.schema import Config
 from megasync.errors import ConfigError
 from megasync.rollout.reply_formats import check_formats
 
+LAST_PORT = 65535
+
 
 def check_chat(config: Config) -> None:
     """Raises ConfigError for the first contradiction."""
@@ -66,6 +68,12 @@ def check_agent(config: Config, own_agent: bool = False) -> None:
         raise ConfigError(
             f"rollout.gateway.host={host} binds to every interface, but agents need an address to connect to; name "
             f"one, or set auto for this node's own"
+        )
+    port, workers = rollout.gateway.port, rollout.workers
+    if port and port + workers - 1 > LAST_PORT:
+        raise ConfigError(
+            f"rollout.gateway.port={port} gives each of rollout.workers={workers} a port of its own, the last of them "
+            f"{port + workers - 1}; set it to at most {LAST_PORT - workers + 1}, or to 0 for free ones"
         )
 
 

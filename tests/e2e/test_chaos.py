@@ -17,6 +17,7 @@ DEADLINES = {"train_step": 60.0, "weight_sync": 60.0, "sync_stall": 10.0}
 def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, the_run_dir) -> None:
     config = miniature(
         schedule={"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4},
+        rollout={"workers": 2},
         checkpoint={"every_steps": 5},
         timeouts=DEADLINES,
     )
@@ -24,7 +25,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
         "chaos",
         config,
         "--kill",
-        "server,router,rank,buffer,controller",
+        "server,router,rank,buffer,worker,controller",
         "--rounds",
         "1",
         "--pause",
@@ -34,7 +35,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
     )
     status = chaos.wait(WHOLE_RUN)
     assert status == 0, chaos.output
-    for kind in ("server", "router", "rank", "buffer", "controller"):
+    for kind in ("server", "router", "rank", "buffer", "worker", "controller"):
         assert f"SIGKILL to a {kind}" in chaos.output
     assert "nothing was lost" in chaos.output
     rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]

@@ -41,6 +41,7 @@ def test_the_example_searches_trains_and_cleans_up(miniature, execute, the_run_d
         schedule={"total_steps": 2, "groups_per_step": 2, "samples_per_group": 4},
         rollout={
             "servers": 1,
+            "workers": 2,
             "workflow": "deepresearch.agent:SearchAgent",
             "workflow_options": {"refiner": "refiner", "instructions": False, "max_turns": 3},
             "sampling": {"max_new_tokens": 3},

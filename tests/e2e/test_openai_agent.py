@@ -20,6 +20,8 @@ def test_an_agent_named_in_the_configuration_is_trained_through_the_gateway(mini
         schedule={"total_steps": 2, "groups_per_step": 2, "samples_per_group": 2},
         rollout={
             "servers": 1,
+            # The gateway and its sessions are in a process beside the driver.
+            "workers": 1,
             "agent": "openai_agent:play",
             "sampling": {"temperature": 0.5, "max_new_tokens": 100},
             "context_length": 1024,

@@ -25,6 +25,7 @@ def config(miniature, tmp_path: Path) -> Path:
         trainer={"tensor_parallel": 1},
         rollout={
             "servers": 1,
+            "workers": 2,
             "rewards": {
                 "exact": {"function": "megasync.data.digits:digit_reward"},
                 "grader": {"model": "grader", "weight": 0.1},

@@ -1,4 +1,4 @@
-"""One real run whose rollout workers meet all that can befall them: it loses nothing and leaves nothing behind."""
+"""Real runs with rollout workers: whatever befalls these, nothing is lost and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import deadly_workflow
 import pytest
 from processes import lives, with_word
+from tool_model import make_tool_models
 
+import megasync
 from megasync.chaos.report import read_ledger
 from megasync.config import load_config
 from megasync.data import load_dataset
@@ -52,7 +54,8 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     assert with_word("left-behind") == []
     (report,) = (the_run_dir() / "poison").iterdir()
     assert json.loads(report.read_text())["row"]["prompt"] == rows[5]["prompt"]
-    while not (workers := run.find("RolloutWorker")):
+    # One that has started: Ray's title names its last call.
+    while not (workers := run.find("RolloutWorker.poll")):
         time.sleep(0.2)
     hung = workers[0]
     hung.send_signal(signal.SIGSTOP)
@@ -75,3 +78,30 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     assert trained[-1]["rollout/workers"] == 2.0
     assert counts.trained == 4 * len(steps)
     assert 0 < counts.dropped <= 1 + len(steps) * 4 // 32
+
+
+def test_environments_in_processes_of_workers_are_played_and_trained(miniature, tmp_path) -> None:
+    (model,) = make_tool_models(tmp_path, versions=1)
+    config = miniature(
+        model={"path": str(model)},
+        data={"train": None, "eval": None, "prompt": {"format": "chat", "max_tokens": 64}},
+        eval=None,
+        schedule={"total_steps": 2, "groups_per_step": 2, "samples_per_group": 2},
+        rollout={
+            "servers": 1,
+            "workers": 2,
+            "environment": {"kind": "envs:Counter", "max_turns": 2, "isolation": "process", "pool": 2},
+            "sampling": {"max_new_tokens": 10},
+            "context_length": 1024,
+        },
+        trainer={"tensor_parallel": 1},
+        checkpoint={"export": False},
+    )
+    rows = [{"prompt": f"play {number}", "goal": 3} for number in range(8)]
+    result = megasync.AsyncTrainer(config, train_dataset=rows).train()
+    assert (result.step, result.stopped) == (2, "")
+    last = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["rollout/environment/turns"] == 2.0
+    assert last["rollout/environment/finished"] == 0.0
+    assert last["rollout/samples_failed"] == 0.0
+    assert last["rollout/workers"] == 2.0

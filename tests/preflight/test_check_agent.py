@@ -23,6 +23,10 @@ CHAT = "data.prompt.format=chat"
         ([AGENT, "rollout.gateway.host='::'"], ["rollout.gateway.host=::", "auto"]),
         (["rollout.agent=json.dumps"], ["'json.dumps'", "package.module:function"]),
         ([AGENT, "rollout.gateway.sampling=mine"], ["'mine'", "configured, request"]),
+        (
+            [AGENT, "rollout.gateway.port=65534", "rollout.workers=3"],
+            ["rollout.gateway.port=65534", "rollout.workers=3", "65536", "at most 65533"],
+        ),
         ([AGENT, "rollout.gateway.port=70000"], ["70000", "at most 65535"]),
     ],
 )
