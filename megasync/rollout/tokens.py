@@ -99,6 +99,10 @@ class Tokens(Sequence[int]):
             return self._length == other._length and self.begins_with(other)
         return self[:] == other if isinstance(other, list) else NotImplemented
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only the ids travel to another process: neither what is known of them, nor what follows them here."""
+        return Tokens.of, (self.array,)
+
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ its groups are started elsewhere. That is more than a real process does whose ev
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -37,6 +38,11 @@ T = TypeVar("T")
 DEADLY_ROW = "row kills its process"
 START_SECONDS = 0.5
 CALL_SECONDS = 0.002
+
+
+def _sent(value: T) -> T:
+    """The value as another process receives it. Fails as there for what cannot be sent."""
+    return pickle.loads(pickle.dumps(value))
 
 
 class SimWorkerProcess:
@@ -95,10 +101,10 @@ class SimWorkerProcess:
         self._world.laws.note(f"worker {self.name} is up")
 
     async def poll(self, seconds: float, timeout: float) -> Report:
-        return await self._call(lambda: self._end.poll(seconds), timeout)
+        return _sent(await self._call(lambda: self._end.poll(seconds), timeout))
 
     async def send(self, commands: list[Message], timeout: float) -> None:
-        await self._call(lambda: self._end.send(commands), timeout)
+        await self._call(lambda: self._end.send(_sent(commands)), timeout)
 
     async def kill(self) -> None:
         if self.up:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 
 import numpy as np
 import pytest
@@ -166,3 +167,13 @@ def test_a_conversation_of_lists_holds_its_tokens_once():
         [*range(100), *[0] * 10],
         [*range(100), *[0] * 10, *range(10), *[1] * 10],
     ]
+
+
+def test_tokens_travel_to_another_process_without_what_follows_them():
+    first = Tokens.of([1, 2, 3])
+    first.digest()
+    whole = first + list(range(10_000))
+    data = pickle.dumps(first)
+    assert len(data) < 1000
+    assert pickle.loads(data) == first
+    assert pickle.loads(pickle.dumps(whole)) + [7] == whole + [7]

@@ -23,6 +23,7 @@ OWN = {
     "megasync/rewards/processes.py",
     "megasync/cluster/rollout_workers.py",
     "megasync/rollout/remote_worker.py",
+    "megasync/sim/workers.py",
 }
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
 SANDBOXED = {"megasync/rewards/sandbox_child.py", "megasync/rewards/sandbox_link.py"}

@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from ray import cloudpickle
+
 from megasync.config import Config
 from megasync.errors import ProcessLost
 from megasync.rollout.remote_quarantine import RemoteQuarantine
 from megasync.rollout.remote_worker import Outbox, WorkerEnd
+
+
+def sent(value):
+    """As another process receives it."""
+    return cloudpickle.loads(cloudpickle.dumps(value))
 
 
 class LoopbackProcess:
@@ -40,11 +47,11 @@ class LoopbackProcess:
 
     async def poll(self, seconds, timeout):
         self.polls += 1
-        return await self._call(self.end.poll(seconds), timeout)
+        return sent(await self._call(self.end.poll(seconds), timeout))
 
     async def send(self, commands, timeout):
         self.sent += len(commands)
-        await self._call(self.end.send(commands), timeout)
+        await self._call(self.end.send(sent(commands)), timeout)
 
     async def _call(self, call, timeout):
         dead = asyncio.ensure_future(self._dead.wait())
