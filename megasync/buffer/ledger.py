@@ -83,6 +83,7 @@ WITHOUT = (
     "finished but not trained are then generated again"
 )
 CONTENT_INTACT = "its content is intact: check the disk, then continue with `megasync resume`"
+STATUS_FIELDS = tuple(field.name for field in fields(BufferStatus))
 # Fields of the status that never change after the first record. What a run began with is long, and a comparison of it
 # would take as long as everything else.
 WRITTEN_ONCE = frozenset({"inherited"})
@@ -412,7 +413,7 @@ def _copy(name: str, value: Any) -> Any:
 
 
 def _values(status: BufferStatus) -> dict[str, Any]:
-    return {field.name: getattr(status, field.name) for field in fields(BufferStatus)}
+    return {name: getattr(status, name) for name in STATUS_FIELDS}
 
 
 def _remedy(error: sqlite3.OperationalError) -> str:

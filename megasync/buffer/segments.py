@@ -46,7 +46,10 @@ class SegmentWriter:
 
     def present(self) -> list[int]:
         """The numbers of all segments in the folder."""
-        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+        if not self._folder.is_dir():
+            return []
+        stems = (name.removesuffix(SUFFIX) for name in os.listdir(self._folder) if name.endswith(SUFFIX))
+        return sorted(int(stem) for stem in stems if stem.isdigit())
 
     def append(self, body: bytes | memoryview) -> StoredBody:
         if self._file is None or self._size >= self._limit:
