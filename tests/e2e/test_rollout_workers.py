@@ -24,7 +24,7 @@ SUPPORT = Path(deadly_workflow.__file__).parent
 
 
 def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_resumed(
-    miniature, launch, the_run_dir, monkeypatch
+    miniature, launch, the_run_dir, monkeypatch, tmp_path
 ) -> None:
     data = {"kind": "digits", "source": "copy", "size": 32, "options": {"length": 3}}
     config = miniature(
@@ -38,6 +38,8 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     )
     rows, _ = load_dataset(load_config(config).data.train)
     monkeypatch.setenv(deadly_workflow.PROMPT, rows[5]["prompt"])
+    word = f"left-behind-of-{tmp_path}"
+    monkeypatch.setenv(deadly_workflow.WORD, word)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     run = launch("train", config)
 
@@ -51,7 +53,7 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
 
     run.wait_for("step 2/")
     logged("Poison prompt, not run again")
-    assert gone(lambda: with_word("left-behind"))
+    assert gone(lambda: with_word(word))
     (report,) = (the_run_dir() / "poison").iterdir()
     assert json.loads(report.read_text())["row"]["prompt"] == rows[5]["prompt"]
     # One that has started: Ray's title names its last call.

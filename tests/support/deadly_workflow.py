@@ -8,12 +8,13 @@ from megasync.rollout.workflow import single_turn
 
 # The environment variable with that prompt.
 PROMPT = "DEADLY_PROMPT"
-# What the process leaves behind there, in a session of its own.
-LEFT_BEHIND = [sys.executable, "-c", "import time; time.sleep(600)", "left-behind"]
+# The one with a word in the command line of the program that the process leaves behind there.
+WORD = "DEADLY_WORD"
 
 
 async def rollout(client, sample):
     if sample["prompt"] == os.environ[PROMPT]:
-        subprocess.Popen(LEFT_BEHIND, start_new_session=True)  # noqa: ASYNC220 - as a user's code might
+        program = [sys.executable, "-c", "import time; time.sleep(600)", os.environ[WORD]]
+        subprocess.Popen(program, start_new_session=True)  # noqa: ASYNC220 - as a user's code might
         os._exit(3)
     return await single_turn(client, sample)
