@@ -4,7 +4,7 @@
 
 Every run is `megasync train` with real ranks, servers and weight syncs, without evaluations. Runs with different
 values alternate. The first steps of a run are excluded, because until the buffer reaches its steady state they consume
-groups that were generated in advance.
+groups that were generated in advance. Times are means with their standard deviation over the steps of all runs.
 
 `--pools apart` pins the trainer's processes to one half of the cores and the servers to the other, as on separate GPUs.
 With `shared` both use all cores, so `max_staleness: 0` corresponds to a colocated synchronous run, in which each phase
@@ -89,8 +89,11 @@ def _end(process: psutil.Popen) -> None:
         process.wait(END_SECONDS)
 
 
-def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[str]) -> dict[str, float]:
-    """Median times per counted step, in seconds; trained tokens per second; and the maximum staleness."""
+TIMES = ("step", "wait_for_groups", "train", "sync")
+
+
+def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[str]) -> list[dict]:
+    """The metrics of the counted steps."""
     skipped = WARM_UP + staleness
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "megasync", "train", config, *OFF, f"run_root={folder}"]
@@ -105,16 +108,15 @@ def run(config: str, staleness: int, steps: int, apart: bool, overrides: list[st
         if process.returncode:
             raise SystemExit(log.read_text()[-2000:])
         rows = steps_of(Path(folder))
-    counted = rows[skipped:]
-    span = counted[-1]["time"] - rows[skipped - 1]["time"]
-    medians = {
-        key: statistics.median(row[f"time/{key}"] for row in counted) for key in ("wait_for_groups", "train", "sync")
-    }
-    return medians | {
-        "step": span / len(counted),
-        "tokens": sum(row["train/tokens"] for row in counted) / span,
-        "staleness": max(row["train/staleness_max"] for row in counted),
-    }
+    return rows[skipped:]
+
+
+def mean(rows: list[dict], key: str) -> float:
+    return statistics.mean(row[key] for row in rows)
+
+
+def with_spread(rows: list[dict], key: str) -> str:
+    return f"{mean(rows, key):.2f} ± {statistics.stdev(row[key] for row in rows):.2f}"
 
 
 def main() -> None:
@@ -128,28 +130,34 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     # Without this handler, SIGTERM would end the benchmark but not its run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    if given.staleness[0] != 0:
-        parser.error("--staleness begins with 0, which the others are compared with")
-    found: dict[int, list[dict[str, float]]] = {staleness: [] for staleness in given.staleness}
+    if given.pools == "apart" and given.staleness[0] != 0:
+        parser.error("with --pools apart, --staleness begins with 0, whose times the last line needs")
+    found: dict[int, list[list[dict]]] = {staleness: [] for staleness in given.staleness}
     for _ in range(given.rounds):
         for staleness, results in found.items():
             results.append(run(given.config, staleness, given.steps, given.pools == "apart", given.overrides))
-            print(f"max_staleness {staleness}: {results[-1]['step']:.2f} s a step", file=sys.stderr, flush=True)
-    print("| max_staleness | s a step | waits for groups | trains | syncs | tokens/s | oldest token | × synchronous |")
+            print(
+                f"max_staleness {staleness}: {with_spread(results[-1], 'time/step')} s a step",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(
+        "| max_staleness | s a step | waits for groups | trains | syncs | tokens/s | age, mean (most) | × synchronous |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for staleness, results in found.items():
-        ratios = [base["step"] / result["step"] for base, result in zip(found[0], results, strict=True)]
-        median = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        pairs = zip(found[given.staleness[0]], results, strict=True)
+        ratios = [mean(base, "time/step") / mean(result, "time/step") for base, result in pairs]
+        rows = [row for result in results for row in result]
+        tokens = mean(rows, "train/tokens") / mean(rows, "time/step")
+        age = f"{mean(rows, 'train/staleness_mean'):.2f} ({max(row['train/staleness_max'] for row in rows):.0f})"
         print(
-            f"| {staleness} | {median['step']:.2f} | {median['wait_for_groups']:.2f} | {median['train']:.2f} | "
-            f"{median['sync']:.2f} | {median['tokens']:.0f} | {median['staleness']:.0f} | "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+            f"| {staleness} | {' | '.join(with_spread(rows, f'time/{key}') for key in TIMES)} | {tokens:.0f} | {age} | "
+            f"{statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
         )
     if given.pools == "apart":
-        waits, works = (
-            statistics.median(r["wait_for_groups"] for r in found[0]),
-            statistics.median(r["train"] + r["sync"] for r in found[0]),
-        )
+        rows = [row for result in found[0] for row in result]
+        waits, works = mean(rows, "time/wait_for_groups"), mean(rows, "time/train") + mean(rows, "time/sync")
         print(f"\noverlap alone would give: {(waits + works) / max(waits, works):.2f}")
 
 
