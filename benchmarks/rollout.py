@@ -45,7 +45,7 @@ from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.generation import Generation, Reply
-from megasync.rollout.inflight import RequestGate
+from megasync.rollout.inflight import FIRST_REQUESTS, RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tokens import Tokens
@@ -281,8 +281,8 @@ def long_client(url: str) -> RolloutClient:
     )
 
 
-def long_sample(client: RolloutClient, number: int, responses: PartialResponses) -> SampleClient:
-    return SampleClient(client, RequestGate(), routing_key=f"0:{number}", responses=responses.sample(f"0:{number}", 0))
+def long_sample(client: RolloutClient, gate: RequestGate, number: int, responses: PartialResponses) -> SampleClient:
+    return SampleClient(client, gate, routing_key=f"0:{number}", responses=responses.sample(f"0:{number}", 0))
 
 
 def new_ids(count: int) -> list[int]:
@@ -322,7 +322,7 @@ async def measure_long(url: str, repeats: int = LONG_REPEATS) -> LongTimes:
         times: list[list[float]] = [[] for _ in range(LONG_TURNS)]
         ends: list[float] = []
         for repeat in range(repeats + 1):
-            sample, generation = long_sample(client, repeat, PartialResponses()), None
+            sample, generation = long_sample(client, RequestGate(), repeat, PartialResponses()), None
             for turn in times:
                 generation, start = await play(sample, generation)
                 turn.append(1e3 * (time.process_time() - start))
@@ -348,13 +348,16 @@ def show_long(found: LongTimes) -> None:
 async def measure_live(url: str, count: int) -> float:
     """Bytes that each of this many live conversations holds."""
     client, responses = long_client(url), PartialResponses()
+    # As in a run, whose limit follows the servers: one null server takes what 32 real ones would.
+    gate = RequestGate()
+    gate.set_limit(32 * FIRST_REQUESTS)
     arrived, everyone = 0, asyncio.Event()
     gc.collect()
     before, start = psutil.Process().memory_info().rss, time.perf_counter()
 
     async def play(number: int) -> int:
         nonlocal arrived
-        sample, generation = long_sample(client, number, responses), None
+        sample, generation = long_sample(client, gate, number, responses), None
         for _ in range(LONG_TURNS):
             generation, _ = await by_tokens(sample, generation)
         arrived += 1
