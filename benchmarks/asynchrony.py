@@ -142,7 +142,7 @@ def main() -> None:
                 flush=True,
             )
     print(
-        "| max_staleness | s a step | waits for groups | trains | syncs | tokens/s | age, mean (most) | × synchronous |"
+        "| max_staleness | s a step | waits for groups | trains | syncs | tokens/s | age, mean (most) | × the first |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for staleness, results in found.items():

@@ -18,10 +18,13 @@ import time
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.errors import SyncError
 from megasync.layout.topology import Topology
+
+if TYPE_CHECKING:
+    from megasync.layout.layout import Layout
 
 # Maximum length of a rank's reply line, in bytes.
 LINE_BYTES = 2**24
@@ -47,7 +50,16 @@ class LocalRanks:
         self._readers = [asyncio.create_task(self._read(rank)) for rank in range(len(processes))]
 
     @classmethod
-    async def start(cls, folder: Path, topology: Topology, bucket_bytes: int, dtype: str = "float32") -> LocalRanks:
+    async def start(
+        cls,
+        folder: Path,
+        topology: Topology,
+        bucket_bytes: int,
+        dtype: str = "float32",
+        script: str = __file__,
+        device: str = "cpu",
+    ) -> LocalRanks:
+        """Starts ``script`` once per rank; by default ranks that only hold shards, on a CPU or ``device`` cuda."""
         processes = []
         for rank in range(topology.world):
             settings = {
@@ -56,11 +68,12 @@ class LocalRanks:
                 "bucket_bytes": bucket_bytes,
                 "dtype": dtype,
                 "rank": rank,
+                "device": device,
             }
             processes.append(
                 await asyncio.create_subprocess_exec(
                     sys.executable,
-                    __file__,
+                    script,
                     json.dumps(settings),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
@@ -134,27 +147,38 @@ class Rank:
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
 
-        from megasync.device import Device
+        from megasync.device import Device, set_cuda_environment
         from megasync.layout.layout import Layout
         from megasync.layout.shards import load_shards
-        from megasync.sync.broadcast.sender import BroadcastSender
-        from megasync.sync.disk.writer import DiskWriter
-        from megasync.sync.shard.sender import ShardSender
-        from megasync.sync.stream import Shards
 
         torch.set_num_threads(1)
+        device = Device(settings["device"])
+        if device.kind == "cuda":
+            set_cuda_environment()
+            torch.cuda.set_device(settings["rank"] % torch.cuda.device_count())
         config = json.loads((Path(settings["folder"]) / "config.json").read_text())
         topology = Topology(**settings["topology"])
         layout = Layout(config, topology)
         dtype = getattr(torch, settings["dtype"])
         self._read = lambda folder: load_shards(folder, layout, settings["rank"], dtype)
-        self._layout, self._number = layout, settings["rank"]
-        self._params = Params(self._read(settings["folder"]))
+        loaded = self._read(settings["folder"])
+        self._serve(layout, settings, Params({name: tensor.to(device.torch_device) for name, tensor in loaded.items()}))
+
+    def _serve(self, layout: Layout, settings: dict[str, Any], params: Params) -> None:
+        """Opens the senders of ``params``."""
+        from megasync.device import Device
+        from megasync.sync.broadcast.sender import BroadcastSender
+        from megasync.sync.disk.writer import DiskWriter
+        from megasync.sync.shard.sender import ShardSender
+        from megasync.sync.stream import Shards
+
+        self._layout, self._number, self._params = layout, settings["rank"], params
+        device = Device(settings["device"])
         shards = Shards(layout, settings["dtype"], settings["rank"], self._params)
         plan = shards.plan(settings["bucket_bytes"])
-        self._sender = BroadcastSender(plan, shards, Device("cpu"))
-        self._writer = DiskWriter(plan, shards, Device("cpu"))
-        self._shards = ShardSender(shards, settings["bucket_bytes"], Device("cpu"), "127.0.0.1")
+        self._sender = BroadcastSender(plan, shards, device)
+        self._writer = DiskWriter(plan, shards, device)
+        self._shards = ShardSender(shards, settings["bucket_bytes"], device, "127.0.0.1")
 
     @cached_property
     def _gather(self) -> Any:
@@ -172,7 +196,8 @@ class Rank:
     def set_trap(self, param: str, kind: str) -> None:
         self._params.trap = (param, kind)
         # The sender caches what it has read; clear the cache so that the next sync reads the parameter again.
-        self._shards._copies.clear()
+        for buffer in self._shards._buffers:
+            buffer.copies.clear()
 
     def perturb(self, fraction: float) -> None:
         """Changes about this fraction of the elements, in place."""
@@ -194,11 +219,11 @@ class Rank:
         return getattr(self, method)(*args)
 
 
-def main() -> None:
+def main(kind: type[Rank] = Rank) -> None:
     # Libraries may write to standard output. Redirect it to standard error, and keep the original pipe for replies.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    rank = Rank(json.loads(sys.argv[1]))
+    rank = kind(json.loads(sys.argv[1]))
     for line in sys.stdin.buffer:
         number, method, args = from_line(line)
         try:

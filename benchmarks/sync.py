@@ -3,10 +3,11 @@
     python benchmarks/sync.py MODEL [--tensor 2] [--servers 1] [--engine-tensor 1] [--dtype bfloat16] [--rounds 5]
     python benchmarks/sync.py --random-gb 1.0 ...        a random Llama of that size instead of MODEL
 
-MODEL is a Hugging Face folder. Real SGLang servers on this machine's CPU receive weights from trainer ranks that only
-hold shards. Methods alternate within each round; the first round is a warm-up, and the tables show medians. "paused" is
-the time during which a server generates nothing. `--traffic N` keeps N requests running on each server. `--deltas` also
-measures syncs after 1 %, 10 % and all of the elements have changed.
+MODEL is a Hugging Face folder. Real SGLang servers receive weights from trainer ranks that only hold shards, all on
+this machine's CPU; with `--device cuda`, p2p alone, over NCCL between GPUs. Methods alternate within each round; the
+first round is a warm-up, and the tables show medians. "paused" is the time during which a server generates nothing.
+`--traffic N` keeps N requests running on each server. `--deltas` also measures syncs after 1 %, 10 % and all of the
+elements have changed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from gather_sync import GatherSync
@@ -28,7 +30,7 @@ from random_model import make_random_model
 from raw_transfer import RawTransfer
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
-from megasync.device import Device
+from megasync.device import BACKENDS, Device
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
@@ -83,20 +85,33 @@ class Bench:
             context_length=2048,
             max_total_tokens=8192,
             max_running_requests=16,
+            mem_fraction=0.5,
             server_args={"--skip-tokenizer-init": True},
         )
         dtype, folder = self.args.dtype, self.folder
         servers = [
-            SGLangServer(ServerSpec(folder, rollout, dtype, "cpu"), "127.0.0.1", 0, self.logs / f"{index}.log")
+            SGLangServer(
+                ServerSpec(folder, self._with_gpus(rollout, index), dtype, self.args.device),
+                *("127.0.0.1", 0, self.logs / f"{index}.log"),
+            )
             for index in range(self.args.servers)
         ]
-        self.ranks = await LocalRanks.start(folder, self.topology, self.bucket_bytes, dtype)
+        self.ranks = await LocalRanks.start(folder, self.topology, self.bucket_bytes, dtype, device=self.args.device)
         stack.push_async_callback(self.ranks.stop)
         self.controls = []
         for server in servers:
             stack.push_async_callback(server.stop, 10)
             self.controls.append(ServerControl(await server.start(600)))
             stack.push_async_callback(self.controls[-1].close)
+
+    def _with_gpus(self, rollout: RolloutConfig, index: int) -> RolloutConfig:
+        """The server's GPUs follow the ranks' and the earlier servers', and begin again where there are no more."""
+        if self.args.device == "cpu":
+            return rollout
+        import torch
+
+        first = (self.topology.world + index * rollout.tensor_parallel) % torch.cuda.device_count()
+        return replace(rollout, server_args={**rollout.server_args, "--base-gpu-id": first})
 
     async def _ways(self, stack: AsyncExitStack) -> dict[str, Publish]:
         """Connects every method, plain transfers first. Returns them by name."""
@@ -106,6 +121,26 @@ class Bench:
         engine = await EngineControl(self.controls[0]).trace(list(self.layout.hf_tensors.items()))
         self.plan = plan_shards(self.layout, engine, self.bucket_bytes, self.args.dtype)
         self.needed = self.args.servers * sum(rank_bytes(rank, self.args.dtype) for rank in engine)
+
+        async def by_shards(version: int) -> tuple[float, float]:
+            report = await shards.publish(version)
+            for part in (
+                "connect",
+                "join",
+                "stage",
+                "pack",
+                "wire",
+                "confirm",
+                "digest",
+                "running_step",
+                "copy",
+                "resume",
+            ):
+                self.notes[f"p2p, {part}"].append(report.seconds.get(part, 0.0))
+            return report.seconds["stage"] + report.seconds["commit"], report.seconds["pause"]
+
+        if self.args.device == "cuda":
+            return {"p2p": by_shards}
         links = RawTransfer(self.topology.world + self.args.servers * len(engine), self._messages(self.plan))
         stack.callback(links.stop)
         plan = plan_broadcast(self.layout, self.bucket_bytes, self.args.dtype)
@@ -129,12 +164,6 @@ class Bench:
         async def raw_broadcast(version: int) -> tuple[float, float]:
             return (await asyncio.to_thread(whole.measure),) * 2
 
-        async def by_shards(version: int) -> tuple[float, float]:
-            report = await shards.publish(version)
-            for part in ("stage", "pack", "wire", "confirm", "digest", "running_step", "copy", "resume"):
-                self.notes[f"p2p, {part}"].append(report.seconds.get(part, 0.0))
-            return report.seconds["stage"] + report.seconds["commit"], report.seconds["pause"]
-
         async def by_broadcast(version: int) -> tuple[float, float]:
             report = await broadcast.publish(version)
             return (report.seconds["pause"],) * 2
@@ -145,6 +174,8 @@ class Bench:
             "p2p": by_shards,
             "broadcast": by_broadcast,
         }
+        if self.args.only:
+            return {name: way for name, way in ways.items() if name.endswith(self.args.only)}
         if self.args.pipeline == 1:
             gather = GatherSync(self.ranks, self.controls, self.layout, self.args.dtype, len(engine))
             await gather.connect()
@@ -154,7 +185,8 @@ class Bench:
 
     def _shard_sync(self, config: SyncConfig) -> ShardSync:
         config.bucket_mb = self.args.bucket_mb
-        return ShardSync(self.controls, self.ranks, self.layout, self.args.dtype, "gloo", config, TimeoutConfig())
+        backend = BACKENDS[self.args.device]
+        return ShardSync(self.controls, self.ranks, self.layout, self.args.dtype, backend, config, TimeoutConfig())
 
     def _messages(self, plan: ShardPlan) -> list[tuple[int, int, int]]:
         world = self.topology.world
@@ -230,7 +262,7 @@ class Bench:
         ]
         for name, seconds in self.seconds.items():
             median = statistics.median(seconds)
-            plain = statistics.median(self.seconds[base[name]]) if name in base else median
+            plain = statistics.median(self.seconds.get(base.get(name, name)) or [median])
             still = f"{statistics.median(self.still[name]):.3f}" if name in base else ""
             extra = f"{self.memory[name][1]:.0f}" if name in base else ""
             lines.append(f"| {name} | {median:.3f} | {median / plain:.2f} | {still} | {extra} |")
@@ -265,8 +297,10 @@ def main() -> None:
     for name, default in (("bucket-mb", 16), ("rounds", 5), ("traffic", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--pause", choices=["in_place", "retract", "abort"], default="in_place")
     parser.add_argument("--deltas", action="store_true")
+    parser.add_argument("--only", choices=["p2p", "broadcast"], help="this method, and plain transfers beside it")
     args = parser.parse_args()
     if (args.model is None) == (args.random_gb is None):
         parser.error("give either a model folder or --random-gb")

@@ -6,8 +6,10 @@ All do one policy-gradient forward and backward pass and an update over the same
 padding, splits them over its ranks, computes a common prompt once, and computes logits only where a response token is
 predicted. Plain Megatron runs in the same ranks on the same microbatches, alternating with megasync. With --hf, the
 Hugging Face baseline is one process with as many threads that pads the sequences into batches, as most small trainers
-do. The results are CPU seconds of all processes, which other work on the machine changes little: medians over the
-steps, without the first one.
+do. The results are CPU seconds of all processes, which other work on the machine changes little; on GPUs they are
+seconds of the slowest rank. They are medians over the steps, without the first one. With `--peak`, the TFLOP/s of one
+GPU in the model's dtype, the model FLOPs utilisation is reported: a step's FLOPs are 6 x (weights without the
+embedding) x (tokens computed), without attention and recomputation, and a common prompt counts once.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from math import prod
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +30,10 @@ import torch
 from megasync.buffer.payload import in_memory
 from megasync.config import Config, load_config
 from megasync.config.pools import pool_specs
+from megasync.device import resolve_device
+from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
+from megasync.layout.topology import Topology
 from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 
@@ -67,26 +73,36 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
 
     worker._engine.run = recording_run
     plain: PlainMegatron | None = None
+    device = worker._engine.device.torch_device
     while (job := pipe.recv()) is not None:
-        with Clock() as ours:
+        with Clock(device) as ours:
             worker.step(*job)
         plain = plain or PlainMegatron(worker._engine)
         torch.distributed.barrier()
-        with Clock() as theirs:
+        with Clock(device) as theirs:
             plain.step(shares[-1], job[1])
         pipe.send((ours.seconds, theirs.seconds))
     worker.stop()
 
 
 class Clock:
-    """CPU seconds of this process."""
+    """CPU seconds of this process; on a GPU, seconds until the GPU has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _now(self) -> float:
+        if self._device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def __enter__(self) -> Clock:
-        self._start = time.process_time()
+        self._start = self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = time.process_time() - self._start
+        self.seconds = self._now() - self._start
 
 
 class PlainMegatron:
@@ -145,7 +161,7 @@ class PlainMegatron:
         """The loss is the mean negative log-prob of the targets, over all ranks."""
         batch = next(batches)
         rows = batch.packed.rows
-        labels, counts = torch.zeros_like(batch.ids), torch.zeros(batch.ids.shape)
+        labels, counts = torch.zeros_like(batch.ids), torch.zeros(batch.ids.shape, device=batch.ids.device)
         labels[0, rows] = batch.targets
         counts[0, rows] = float(batch.counted)
         losses = model(batch.ids, None, None, labels=labels, packed_seq_params=batch.packed)
@@ -153,7 +169,8 @@ class PlainMegatron:
 
 
 def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple[float, float]]:
-    """CPU seconds of each step on all ranks: megasync's, and those of plain Megatron right after it."""
+    """Seconds of each step (see `Clock`): megasync's, and those of plain Megatron right after it."""
+    together = sum if resolve_device(config.cluster.device).kind == "cpu" else max
     world = pool_specs(config)["trainer"].slots
     leased = [*map(in_memory, groups)]
     context = multiprocessing.get_context("spawn")
@@ -174,7 +191,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple
             for pipe in pipes:
                 pipe.send((leased, step, 0))
             ours, plain = zip(*(pipe.recv() for pipe in pipes), strict=True)
-            seconds.append((sum(ours), sum(plain)))
+            seconds.append((together(ours), together(plain)))
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
@@ -212,6 +229,14 @@ def measure_hugging_face(config: Config, groups: list[Group], steps: int, thread
     return seconds[1:]
 
 
+def weights_of(config: Config) -> int:
+    """Number of weights that each token is multiplied with: all but the embedding, which stays where it is tied."""
+    layout = Layout(read_hf_config(config.model.path), Topology())
+    tied = layout.sizes.tied
+    shapes = [shape for name, shape in layout.hf_tensors.items() if tied or "embed_tokens" not in name]
+    return sum(prod(shape) for shape in shapes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
@@ -219,6 +244,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=8, help="tokens of a response, on average")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hf", action="store_true", help="also measure Hugging Face")
+    parser.add_argument("--peak", type=float, help="TFLOP/s of one GPU, to report the model FLOPs utilisation")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args()
     config = load_config(given.config, given.overrides)
@@ -229,10 +255,17 @@ def main() -> None:
     pairs = measure_ranks(config, groups, given.steps)
     ours, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratios = [theirs / mine for mine, theirs in pairs]
-    print("| way | CPU seconds a step | tokens per CPU second | megasync's speed / its |\n|---|---|---|---|")
+    unit = "CPU second" if resolve_device(config.cluster.device).kind == "cpu" else "second"
+    print(f"| way | {unit}s a step | tokens per {unit} | megasync's speed / its |\n|---|---|---|---|")
     print(f"| megasync, {world} ranks | {ours:.2f} | {tokens / ours:.0f} | |")
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(f"| megatron-core, {world} ranks | {plain:.2f} | {tokens / plain:.0f} | {spread} |")
+    if given.peak:
+        computed = sum(
+            len(g.trajectories[0].prompt_ids) + sum(len(t.response_ids) for t in g.trajectories) for g in groups
+        )
+        utilisation = 6 * weights_of(config) * computed / (ours * world * given.peak * 1e12)
+        print(f"model FLOPs utilisation: {utilisation:.1%} of {given.peak:g} TFLOP/s a GPU")
     if given.hf:
         theirs = statistics.median(measure_hugging_face(config, groups, given.steps, world))
         print(f"| Hugging Face, padded, {world} threads | {theirs:.2f} | {tokens / theirs:.0f} | {theirs / ours:.2f} |")

@@ -2,11 +2,10 @@
 
     python benchmarks/workers.py [--workers 0 1 2] [--groups 96] [--turns 8] [--tokens 128] [--repeats 3]
 
-The null server is a separate process and answers immediately. Every group has 8 conversations of `turns` turns, each
-of which continues the tokens so far; groups are scored, encoded and handed to a buffer that keeps nothing. Worker
-counts alternate within each round, so that other load on the machine affects all of them; the first round is a
-warm-up. CPU is that of the driver's process, and of all workers together, per request. With as many processes as
-cores, the CPU per request says more than the requests per second: the null server needs a core too.
+The null server is a separate process that sends a fixed answer, which takes it little CPU. Every group has 8
+conversations of `turns` turns, each of which continues the tokens so far; groups are scored, encoded and handed to a
+buffer that keeps nothing. Worker counts alternate within each round, so that other load on the machine affects all
+of them; the first round is a warm-up. CPU is that of the driver's process, and of all workers together, per request.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ def measure_workers(
     cluster = RayCluster(Config(), devices_needed=1)
     cluster.connect()
     try:
-        with null_server() as url:
+        with null_server("null_fixed.py", str(tokens)) as url:
             return asyncio.run(workers.measure(workers.Work(url, turns, tokens), counts, groups, repeats))
     finally:
         cluster.close()

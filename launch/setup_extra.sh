@@ -1,14 +1,33 @@
 #!/usr/bin/env bash
 # Sets up the environment and adds the packages of launch/NAME.lock: bash launch/setup_extra.sh NAME
+# Those of launch/rehearsal.lock go into one folder each, .venv/rehearsal/NAME-VERSION, outside Python's path.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-name=${1:?name the lock to add, verl or lint}
+name=${1:?name the lock to add: verl, lint or rehearsal}
 bash launch/setup.sh
 
-lock=launch/$name.lock stamp=.venv/.installed-$name
+lock=launch/$name.lock
+pip_install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input --quiet --no-deps "$@" >&2
+}
+
+if [ "$name" = rehearsal ]; then
+    grep '==' "$lock" | while read -r pin; do
+        folder=.venv/rehearsal/${pin/==/-}
+        [ -d "$folder" ] && continue
+        printf 'setup: unpacking %s\n' "$pin" >&2
+        # Wheels for the Python of GPU machines: they are read, and their compiled parts never loaded.
+        rm -rf "$folder.part"
+        pip_install --target "$folder.part" --python-version 3.12 --only-binary=:all: --ignore-requires-python "$pin"
+        mv "$folder.part" "$folder"
+    done
+    exit 0
+fi
+
+stamp=.venv/.installed-$name
 wanted=$(cat "$lock" .venv/.installed | sha256sum)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     printf 'setup: installing the packages of %s\n' "$lock" >&2
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input --quiet --no-deps -r "$lock" >&2
+    pip_install -r "$lock"
     printf '%s\n' "$wanted" >"$stamp"
 fi

@@ -4,5 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Only the tests of the verl plugin need verl. It requires an older transformers than SGLang pins, hence --no-deps.
 bash launch/setup_extra.sh verl
+# tests/rehearsal loads these from folders of their own.
+bash launch/setup_extra.sh rehearsal
 # Two worker processes, each running whole files, so that tests share the servers that their file starts.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -9,13 +9,15 @@ trainer rank, which computes, initializes CUDA (`Device.prepare_process`).
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ConfigError
@@ -87,7 +89,7 @@ class Device:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             # On import, Megatron warns in several places that CUDA packages are missing.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-            _import_megatron_uncompiled()
+            import_megatron_uncompiled()
 
         from megasync_patches import apply_all  # pyright: ignore[reportMissingImports] - the folder patches/
 
@@ -101,7 +103,7 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def _import_megatron_uncompiled() -> None:
+def import_megatron_uncompiled() -> None:
     """Imports Megatron without compiling the functions that it passes to `torch.compile`.
 
     A CPU rank calls none of them, and importing the compiler takes as long as importing Megatron. Megatron's own switch
@@ -122,8 +124,24 @@ def _import_megatron_uncompiled() -> None:
 
 def set_cuda_environment() -> None:
     """Sets the variables that CUDA and NCCL read at their first use. No effect on a CPU."""
-    for name, value in _CUDA_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_CUDA_ENVIRONMENT | dict(os.environ) | compiler_environment(os.environ))
+
+
+def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which processes on GPUs find the compilers of kernels that are built at their first use.
+
+    CUDA_HOME is the toolkit that `launch/gpu_environment.sh` has installed with torch, unless ``env`` names another;
+    one that is found by PATH may be of a CUDA that torch is not built for. PATH begins with the folder of this Python,
+    where ninja is.
+    """
+    programs = str(Path(sys.executable).parent)
+    found = {"PATH": os.pathsep.join([programs, *(p for p in env.get("PATH", "").split(os.pathsep) if p != programs)])}
+    package = find_spec("nvidia")
+    folders = package.submodule_search_locations if package is not None else None
+    toolkits = [lib.parent for folder in folders or () for lib in sorted(Path(folder).glob("cu*/lib64"))]
+    if toolkits and not env.get("CUDA_HOME") and not env.get("CUDA_PATH"):
+        found["CUDA_HOME"] = str(toolkits[-1])
+    return found
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -172,6 +190,31 @@ def synchronize(device: torch.device) -> None:
         import torch
 
         torch.cuda.current_stream(device).synchronize()
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Page-locks a host tensor, so that copies between it and a GPU need no buffer; `unpin` before it is freed.
+
+    Memory that torch allocates as pinned takes the next power of two. Raises RuntimeError, with CUDA's error number.
+    """
+    if error := int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise RuntimeError(
+            f"CUDA cannot page-lock {memory.nbytes / 2**20:.0f} MiB (error {error}); allow it (ulimit -l), or set "
+            f"sync.arena=device"
+        )
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undoes `pin`."""
+    if error := int(_cudart().cudaHostUnregister(memory.data_ptr())):
+        raise RuntimeError(f"CUDA cannot unlock {memory.nbytes / 2**20:.0f} MiB (error {error})")
+
+
+def _cudart() -> Any:
+    """CUDA's runtime, which a build of torch without CUDA lacks."""
+    import torch
+
+    return torch.cuda.cudart()
 
 
 def resolve_device(kind: str) -> Device:

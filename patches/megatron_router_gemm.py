@@ -1,7 +1,7 @@
 """Lets Megatron's router compute without Transformer Engine.
 
 The router's linear layer uses torch if ``te_general_gemm`` is None, but the name is only defined if Transformer Engine
-can be imported. The patch defines it as None.
+can be imported. The patch defines it as None where it is undefined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megasync_patches import Patch
 def _apply() -> None:
     from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.te_general_gemm = None
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 PATCH = Patch(

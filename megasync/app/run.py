@@ -59,7 +59,9 @@ log = logging.getLogger(__name__)
 
 # Prompts on whose log-probs trainer and servers must agree after a sync.
 PARITY_PROBES = 4
+# Below the run directory: the model at the end, and at steps before.
 EXPORT_FOLDER = "export"
+EXPORTS_FOLDER = "exports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class Run:
             cursor=self._workload.source.state,
             observer=observer,
             rollout_workers=started.servers.workers,
+            export=lambda path: asyncio.to_thread(self._export_step, observer, path),
         )
         if (workers := started.servers.workers) is not None:
             await workers.announce(progress.version, progress.claimed)
@@ -268,6 +271,15 @@ class Run:
         except OSError as error:
             return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
         return done
+
+    def _export_step(self, observer: RunObserver, checkpoint: Path) -> None:
+        """Writes a checkpoint as a Hugging Face folder, beside the training. Raises CheckpointError."""
+        out = self.run_dir / EXPORTS_FOLDER / checkpoint.name
+        # From before the run went back behind this step.
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(exist_ok=True)
+        export_checkpoint(checkpoint, Path(self.config.model.path), out)
+        observer.message(f"Hugging Face checkpoint: {out}")
 
     def _export(self, observer: RunObserver) -> Path | None:
         """Writes the newest checkpoint as a Hugging Face folder."""

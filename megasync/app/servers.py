@@ -22,7 +22,7 @@ from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
-from megasync.config.pools import PoolSpec
+from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
@@ -34,7 +34,7 @@ POISON_FOLDER = "poison"
 
 async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
     """Starts or joins Ray and reserves the pools. Raises MegasyncError when the cluster has no room for them."""
-    cluster = RayCluster(config, sum(spec.total_devices for spec in specs.values()))
+    cluster = RayCluster(config, devices_needed(specs))
     # A thread cannot be cancelled: after a cancellation, `disconnect` waits until Ray is up and shuts it down.
     connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
 

@@ -197,10 +197,17 @@ class GroupIndex:
                 self._enter(entry)
             entry.since, entry.group = now, groups.get(entry.uid)
             self._move(entry, GroupState.RETURNED if entry.group is None else GroupState.FINISHED)
+        # Trained groups behind the oldest reopened one count in its window again.
+        first = self._order.nth(0) if self._order else sys.maxsize
+        for entry in self.ended.values():
+            if entry.state in TRAINED and entry.number > first and entry.uid not in self.open:
+                self._enter(entry)
 
     def forget(self, step: int) -> None:
-        """Removes groups that ended at a step up to this one: no call refers to them again."""
-        for entry in [entry for entry in self.ended.values() if entry.step <= step and entry.uid not in self.open]:
+        """Removes groups that ended at a step up to this one, unless they are behind one that may be reopened."""
+        later = (e.number for e in self.ended.values() if e.state in TRAINED and e.step > step)
+        first = min(later, default=sys.maxsize)
+        for entry in [e for e in self.ended.values() if e.step <= step and e.number < first and e.uid not in self.open]:
             del self.ended[entry.uid]
 
     def load(self, entries: Iterable[GroupEntry], admitted: int, trained: int, dropped: dict[str, int]) -> None:

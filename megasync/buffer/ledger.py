@@ -308,10 +308,13 @@ class Ledger:
             return row[0]
 
     def _entries(self, oldest_kept: int, report: Report) -> list[GroupEntry]:
-        """Live and unpublished groups, all groups after the oldest of them, and those that ended recently."""
+        """Groups that are live, unpublished or may be reopened, all after the oldest of them, and recent ones."""
         names = [state.value for state in (*LIVE, GroupState.UNPUBLISHED)]
         marks = ", ".join("?" * len(names))
-        (front,) = self._db.execute(f"SELECT min(number) FROM groups WHERE state IN ({marks})", names).fetchone()
+        (front,) = self._db.execute(
+            f"SELECT min(number) FROM groups WHERE state IN ({marks}) OR state = ? AND step > ?",
+            (*names, GroupState.PUBLISHED.value, oldest_kept),
+        ).fetchone()
         rows = self._db.execute(
             "SELECT number, uid, state, step, reason, oldest_version, claimant, head, segment, offset "
             "FROM groups LEFT JOIN payloads USING (number) WHERE number >= ifnull(?, number + 1) OR step > ?",

@@ -144,6 +144,36 @@ def plan(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync rehearse configs/qwen3_32b_math.yaml\n\n"
+    "megasync rehearse configs/qwen3_32b_math.yaml trainer.data_parallel=64 --rank 0,1023 --megatron all",
+    rich_help_panel=CHECKS,
+)
+def rehearse(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rank: Annotated[
+        str, typer.Option(help="Ranks: sample (of every pipeline stage and expert coordinate), all, or numbers.")
+    ] = "sample",
+    megatron: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="megatron-core: 0.16.1, 0.19.2 or all. Default: installed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Build trainer ranks of CONFIG at full size without a GPU: real layers and groups, tensors without memory.
+
+    Checks names, shapes, dtypes and marks of parameters, members of process
+    groups, and bytes against the plan. Needs the model's config.json only. Exits
+    with status 1 and names the first difference if there is one.
+    """
+    from megasync.rehearsal.command import rehearse_config
+
+    with _interruptible():
+        as_planned = rehearse_config(config, overrides or [], rank, megatron, as_json)
+    if not as_planned:
+        raise typer.Exit(UNHEALTHY)
+
+
+@app.command(
     epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3", rich_help_panel=RUNS
 )
 def scale(

@@ -108,8 +108,8 @@ class Pools:
         spec = self.specs[pool]
         group, bundle = self._place(pool, slot)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        devices = {"num_gpus": spec.devices} if self._kind == "cuda" else {}
-        return {"scheduling_strategy": strategy, "num_cpus": spec.devices, **devices}
+        devices = {"num_gpus": spec.devices_reserved} if self._kind == "cuda" else {}
+        return {"scheduling_strategy": strategy, "num_cpus": spec.devices_reserved, **devices}
 
     def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
         """Ray options for a process without devices on a node of the pool, counted around from 0."""

@@ -35,7 +35,7 @@ ROLES = {
             "trainer",
             TrainerRank,
             (
-                *("pid", "rendezvous", "start", "step", "logprobs", "save", "load", "stop"),
+                *("pid", "rendezvous", "start", "step", "logprobs", "begin_save", "finish_save", "load", "stop"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
                 *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),

@@ -42,6 +42,8 @@ class TrainerGroup:
         self._run_dir = run_dir
         self._pools = pools
         self._pids: list[int] = []
+        # The checkpoint that was begun last.
+        self._saving = run_dir
         self._actors = self._create()
 
     def _create(self) -> ActorGroup:
@@ -88,15 +90,28 @@ class TrainerGroup:
         """Log-prob of each token but the first of each sequence."""
         return (await self.call("logprobs", sequences, timeout=self._timeouts.train_step))[0]
 
-    async def save(self, step: int, state: dict[str, Any]) -> Saved:
-        """Writes the checkpoint of a step and removes older ones beyond `checkpoint.keep`.
+    async def begin_save(self, step: int, state: dict[str, Any]) -> None:
+        """Begins to write the checkpoint of a step; ranks may train meanwhile. Raises CheckpointError as `finish_save`.
 
-        Raises CheckpointError, which names the earlier checkpoint to continue from, if the new one could not be
-        written.
+        A checkpoint that was begun before must be finished.
         """
-        path = checkpoint.step_path(self._run_dir, step)
+        self._saving = checkpoint.step_path(self._run_dir, step)
+        await self._call_saving("begin_save", str(self._saving), state)
+
+    async def finish_save(self, wait: bool) -> Saved | None:
+        """The checkpoint that was begun, once it is complete; None without ``wait`` as long as ranks write it.
+
+        Removes older ones beyond `checkpoint.keep`. Raises CheckpointError, which names the earlier checkpoint to
+        continue from, if the new one could not be written.
+        """
+        if not await self._call_saving("finish_save", wait):
+            return None
+        await asyncio.to_thread(checkpoint.prune, self._run_dir, self._config.checkpoint.keep)
+        return Saved(self._saving, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
+
+    async def _call_saving(self, method: str, *args: Any) -> Any:
         try:
-            await self.call("save", str(path), state, timeout=self._timeouts.train_step)
+            return (await self.call(method, *args, timeout=self._timeouts.train_step))[0]
         except CheckpointError as error:
             kept = checkpoint.latest(self._run_dir)
             fix = (
@@ -105,8 +120,6 @@ class TrainerGroup:
                 else "there is no earlier one to continue from"
             )
             raise CheckpointError(f"{error}; {fix}") from error
-        await asyncio.to_thread(checkpoint.prune, self._run_dir, self._config.checkpoint.keep)
-        return Saved(path, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
 
     async def stop(self) -> None:
         """Asks the ranks to leave their process groups, then kills their processes whatever they answered."""

@@ -16,7 +16,7 @@ from megasync.errors import ConfigError
 
 _PLACE = "it determines the run directory; move that folder instead, while the run is stopped"
 _ORDER = "the uid of every prompt is a row number in the order that it determines; start a new run"
-_SHARDS = "it determines each rank's part of a checkpoint; export the newest checkpoint and start a new run from that"
+_DTYPE = "the checkpoint's weights have it; export the newest checkpoint and start a new run from that"
 _DISTRIBUTION = (
     "finished groups and partial responses were sampled from the distribution that it determines, and are still to be "
     "trained; export the newest checkpoint and start a new run from that"
@@ -30,7 +30,7 @@ FIXED = {
         "the run's tokens and reference weights come from that folder; if it was moved, create a symbolic link at its "
         "old path"
     ),
-    "model.dtype": _SHARDS,
+    "model.dtype": _DTYPE,
     "data.train": _ORDER,
     "data.shuffle": _ORDER,
     # Few-shot examples are removed from the training rows.
@@ -38,15 +38,6 @@ FIXED = {
     "rollout.sampling.temperature": _DISTRIBUTION,
     "rollout.sampling.top_p": _DISTRIBUTION,
     "rollout.sampling.top_k": _DISTRIBUTION,
-    "trainer.tensor_parallel": _SHARDS,
-    "trainer.pipeline_parallel": _SHARDS,
-    "trainer.data_parallel": _SHARDS,
-    "trainer.expert_parallel": _SHARDS,
-    "trainer.expert_tensor_parallel": _SHARDS,
-    "trainer.virtual_pipeline": _SHARDS,
-    "trainer.first_stage_layers": _SHARDS,
-    "trainer.last_stage_layers": _SHARDS,
-    "trainer.distributed_optimizer": _SHARDS,
 }
 
 FREE = frozenset(
@@ -62,8 +53,16 @@ FREE = frozenset(
         # Servers, and everything that runs on them, are restarted. Finished groups keep their rewards.
         "rollout",
         *(f"rollout.sampling.{key}" for key in ("max_new_tokens", "stop")),
+        # Checkpoints fit any topology.
+        *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data", "context")),
+        *(f"trainer.{key}_parallel" for key in ("expert", "expert_tensor", "sequence")),
+        "trainer.context_parallel_comm",
+        *(f"trainer.{key}" for key in ("virtual_pipeline", "first_stage_layers", "last_stage_layers")),
+        "trainer.distributed_optimizer",
         # Optimizer state contains moments, not hyperparameters.
-        *(f"trainer.{key}" for key in ("sequence_parallel", "tokens_per_microbatch", "minibatches", "recompute")),
+        *(f"trainer.{key}" for key in ("tokens_per_microbatch", "minibatches", "recompute")),
+        *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules", "overlap_grad_reduce", "float32_head")),
+        *(f"trainer.{key}" for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "megatron")),
         *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
         *(f"trainer.{key}" for key in ("step_attempts", "max_failed_steps")),
         "algorithm",
@@ -72,7 +71,7 @@ FREE = frozenset(
         "reward_models",
         "auxiliary_models",
         "checkpoint",
-        # A run may resume on another cluster. Ranks on another kind of device refuse the checkpoint.
+        # A run may resume on another cluster, also one of another kind of device.
         "cluster",
         "timeouts",
         "observe",

@@ -6,7 +6,9 @@ spans nodes by accident, and the node of a slot follows by integer division.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
 
 from megasync.config.schema import Config, FrozenModelConfig
 from megasync.errors import ConfigError
@@ -24,24 +26,33 @@ def node_resource(pool: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The request of a pool: `slots` processes with `devices` devices each, at most `slots_per_node` per node."""
+    """The request of a pool: `slots` processes with `devices` devices each, at most `slots_per_node` per node.
+
+    A pool with a `share` below 1 leaves the rest of each device to another pool.
+    """
 
     name: str
     slots: int
     devices: int
     slots_per_node: int
+    share: float = 1
 
     @property
     def nodes(self) -> int:
         return -(-self.slots // self.slots_per_node)
 
     @property
-    def total_devices(self) -> int:
-        return self.slots * self.devices
+    def devices_reserved(self) -> float:
+        """Devices that each process reserves at Ray."""
+        return self.devices * self.share
+
+    @property
+    def total_devices(self) -> float:
+        return self.slots * self.devices_reserved
 
     def bundles(self, kind: str) -> list[dict[str, float]]:
         """Ray resource bundles, one per node. A device is a GPU if `kind` is "cuda", otherwise a logical CPU."""
-        per_node = min(self.slots, self.slots_per_node) * self.devices
+        per_node = min(self.slots, self.slots_per_node) * self.devices_reserved
         if kind == "cuda":
             return [{"GPU": per_node, "CPU": per_node} for _ in range(self.nodes)]
         return [{"CPU": per_node} for _ in range(self.nodes)]
@@ -68,6 +79,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     rollout, per_node = config.rollout, config.cluster.devices_per_node
     pools = [_trainer_pool(config)] if training else []
     pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
+    if training and config.cluster.share_device:
+        pools = _on_one_device(*pools)
     pools += [
         _server_pool(frozen_pool(key), key, model.servers, model.tensor_parallel, per_node)
         for key, model in frozen_models(config).items()
@@ -78,11 +91,12 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
 
 def _trainer_pool(config: Config) -> PoolSpec:
     trainer, per_node = config.trainer, config.cluster.devices_per_node
-    world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel * trainer.context_parallel
     _check_fits("trainer", trainer.tensor_parallel, per_node)
     if world > per_node and world % per_node:
         raise ConfigError(
-            f"the trainer needs {world} ranks (trainer.tensor_parallel x pipeline_parallel x data_parallel), more than "
+            f"the trainer needs {world} ranks (trainer.tensor_parallel x context_parallel x pipeline_parallel x "
+            f"data_parallel), more than "
             f"one node has (cluster.devices_per_node={per_node}) and not whole nodes; change trainer.data_parallel so "
             f"that the product is a multiple of {per_node}"
         )
@@ -102,6 +116,18 @@ def _server_pool(name: str, key: str, servers: int, tensor_parallel: int, per_no
     return PoolSpec(name, servers, tensor_parallel, slots_per_node=servers_per_node)
 
 
+def _on_one_device(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:
+    """Both pools with half of the same device. Ray guarantees that for halves of a single device only."""
+    if trainer.total_devices > 1 or rollout.total_devices > 1:
+        raise ConfigError(
+            f"cluster.share_device=true puts one trainer rank and one server on one device, but the trainer has "
+            f"{trainer.slots} rank(s), and there are {rollout.slots} server(s) of {rollout.devices} device(s); set "
+            f"trainer.tensor_parallel, pipeline_parallel and data_parallel and rollout.servers and tensor_parallel to "
+            f"1, or share_device=false"
+        )
+    return [replace(pool, share=0.5) for pool in (trainer, rollout)]
+
+
 def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:
     if tensor_parallel > per_node:
         raise ConfigError(
@@ -110,8 +136,13 @@ def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:
         )
 
 
-def nodes_needed(specs: dict[str, PoolSpec], devices_per_node: int) -> int:
+def devices_needed(specs: Mapping[str, PoolSpec]) -> int:
+    """Number of devices for all pools."""
+    return ceil(sum(spec.total_devices for spec in specs.values()))
+
+
+def nodes_needed(specs: Mapping[str, PoolSpec], devices_per_node: int) -> int:
     """Number of nodes for all pools. They share a single node if all of them fit on it."""
-    if sum(spec.total_devices for spec in specs.values()) <= devices_per_node:
+    if devices_needed(specs) <= devices_per_node:
         return 1
     return sum(spec.nodes for spec in specs.values())

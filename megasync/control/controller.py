@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from megasync.buffer.payload import LeasedGroup
@@ -87,6 +87,9 @@ class Controller:
         self._rollout_workers = parts.rollout_workers
         self._evaluate = parts.evaluate
         self._cursor = parts.cursor
+        self._export = parts.export
+        # The export that is being written beside the training.
+        self._exporting: asyncio.Task[None] | None = None
         self._observer = parts.observer
         self._clock = clock
         self._watchdog = Watchdog(clock)
@@ -101,6 +104,8 @@ class Controller:
         self._evaluation_due = asyncio.Event()
         # A run starts, or resumes, from what is saved.
         self._saved_step = progress.step
+        # The step whose checkpoint is being written.
+        self._saving: int | None = None
         self._trained_steps = 0
         # Set once the initial weights have been evaluated; nothing is generated or trained before.
         self._begun = asyncio.Event()
@@ -169,6 +174,7 @@ class Controller:
             try:
                 if loss is not None:
                     incomplete, self._incomplete = self._incomplete, None
+                    self._saving = None
                     await self._recovery.restart_trainer(loss, incomplete)
                     self._saved_step, self._trainer_fit, loss = self.progress.step, True, None
                 return await self._train_until_over()
@@ -232,6 +238,7 @@ class Controller:
         self._observer.step(step, progress.version, metrics)
         if self._due(self.config.eval.every_steps):
             self._evaluation_due.set()
+        await self._finish_save(wait=False)
         if self._due(self.config.checkpoint.every_steps):
             await self._save()
 
@@ -268,17 +275,51 @@ class Controller:
     # Saving
 
     async def _save(self) -> None:
+        """Begins the checkpoint of this step; with `checkpoint.background` ranks write it while they train."""
+        await self._finish_save(wait=True)
         self._observer.activity("trainer", "saving a checkpoint")
         state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
         with self._watchdog.bounded():
-            saved = await self._trainer.save(self.progress.step, state)
-        self._saved_step = self.progress.step
-        await self._buffer.checkpointed(self.progress.step, saved.oldest_step)
-        self._observer.message(f"checkpoint: {saved.path}")
+            await self._trainer.begin_save(self.progress.step, state)
+        self._saving = self.progress.step
+        await self._finish_save(wait=not self.config.checkpoint.background)
+
+    async def _finish_save(self, wait: bool) -> None:
+        """Finishes a checkpoint that was begun, if its ranks have written it or ``wait`` is true."""
+        if self._saving is None:
+            return
+        # Finishing removes old checkpoints, perhaps the one that is being exported.
+        if not wait and self._exporting is not None and not self._exporting.done():
+            return
+        await self._exported()
+        with self._watchdog.bounded():
+            saved = await self._trainer.finish_save(wait)
+        if saved is not None:
+            self._saved_step, self._saving = self._saving, None
+            await self._buffer.checkpointed(self._saved_step, saved.oldest_step)
+            self._observer.message(f"checkpoint: {saved.path}")
+            every = self.config.checkpoint.export_every
+            if self._export is not None and every and self._saved_step % every == 0:
+                self._exporting = asyncio.create_task(self._export_now(self._export(saved.path)), name="export")
+
+    async def _export_now(self, export: Awaitable[None]) -> None:
+        try:
+            await export
+        except MegasyncError as error:
+            self._observer.message(f"the run goes on without an export: {error}")
+
+    async def _exported(self) -> None:
+        """Waits for an export that was begun."""
+        if self._exporting is not None:
+            with self._watchdog.bounded():
+                await self._exporting
+            self._exporting = None
 
     async def _save_unsaved(self) -> None:
-        if self.progress.step != self._saved_step:
+        if self.progress.step not in (self._saved_step, self._saving):
             await self._save()
+        await self._finish_save(wait=True)
+        await self._exported()
 
     async def _save_after(self, error: BaseException) -> None:
         """Saves what a failed run has trained, unless the trainer or a save is what failed."""

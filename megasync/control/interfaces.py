@@ -29,7 +29,13 @@ class Trainer(Protocol):
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]: ...
 
-    async def save(self, step: int, state: dict[str, Any]) -> SavedCheckpoint: ...
+    async def begin_save(self, step: int, state: dict[str, Any]) -> None:
+        """Begins to write a checkpoint of the present weights, while training goes on. The one before is finished."""
+        ...
+
+    async def finish_save(self, wait: bool) -> SavedCheckpoint | None:
+        """The checkpoint that was begun, once it is complete; without ``wait``, None if it is not yet."""
+        ...
 
     async def check(self) -> None:
         """Raises RankLost when a rank is dead or does not answer."""
@@ -163,7 +169,8 @@ class ControlledParts:
     """Everything that the controller drives.
 
     `evaluate(step, version)` returns the metrics of an evaluation; None when there is nothing to evaluate. `cursor`
-    returns the prompt source's position, for a checkpoint.
+    returns the prompt source's position, for a checkpoint. `export(path)` writes a checkpoint as a Hugging Face folder;
+    None if nobody wants any.
     """
 
     trainer: Trainer
@@ -176,3 +183,4 @@ class ControlledParts:
     evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None
     frozen_models: FrozenModels | None = None
     rollout_workers: RolloutProcesses | None = None
+    export: Callable[[Path], Awaitable[None]] | None = None

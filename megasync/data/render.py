@@ -23,11 +23,20 @@ log = logging.getLogger(__name__)
 def load_tokenizer(path: str, key: str = "model.path") -> Any:
     """The tokenizer of the model folder that the configuration's `key` names. Raises DataError."""
     with quick_imports():
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
 
+    class KimiK2Config(DeepseekV3Config):
+        model_type = "kimi_k2"
+
+    # transformers reads config.json to load a tokenizer, and does not know this name of DeepSeek-V3's architecture.
+    AutoConfig.register("kimi_k2", KimiK2Config, exist_ok=True)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged file raises whatever its parser does
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"{key}={path!r} has a tokenizer in Python code, which is not run; add its tokenizer.json"
+            ) from error
         raise DataError(f"{key}={path!r} has no tokenizer that can be loaded: {error}") from error
 
 

@@ -181,7 +181,7 @@ def key_of(held_out: HeldOutSet, prompt: Prompt) -> str:
 def failed_answer(
     held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int, error: BaseException
 ) -> HeldOutAnswer:
-    """What an `Answer` gives for an error."""
+    """The answer to a prompt that could not be answered because of this error."""
     problem = f"{type(error).__name__}: {error}"
     return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), error=problem)
 

@@ -37,6 +37,14 @@ class Box(NamedTuple):
         return Box(self.col, self.cols, self.row, self.rows)
 
 
+def intersect(one: Box, other: Box) -> Box | None:
+    """The common rectangle of two boxes of the same tensor, if any."""
+    row, col = max(one.row, other.row), max(one.col, other.col)
+    rows = min(one.row + one.rows, other.row + other.rows) - row
+    cols = min(one.col + one.cols, other.col + other.cols) - col
+    return Box(row, rows, col, cols) if rows > 0 and cols > 0 else None
+
+
 class Piece(NamedTuple):
     """The same values in two places; both boxes have the same size."""
 
@@ -105,6 +113,10 @@ class Layout:
         _check_experts(self.sizes, topology)
         self.stages = topology.stage_layers(self.sizes.layers)
         self._placed: dict[int, list[Placed]] = {}
+
+    def with_replicas(self, count: int) -> Layout:
+        """The layout of as many replicas (`Topology.with_replicas`) of the same model."""
+        return Layout(self.hf_config, self.topology.with_replicas(count), self.spec, self.value_head)
 
     @property
     def tied(self) -> bool:
@@ -217,11 +229,15 @@ class Layout:
         return _replicas(self.topology, pp, item.ep, item.split is Split.REPLICATED)
 
     def writers(self, rank: int) -> dict[str, int]:
-        """For each parameter of a rank, the first of all ranks that hold the same shard under the same name."""
+        """For each parameter of a rank, the first of all ranks that hold the same shard under the same name.
+
+        Without the last stage's copy of a tied embedding.
+        """
         pp = self.topology.coords(rank).pp
         return {
             item.param: next(ranks[0] for ranks in self.replicas(item, pp) if rank in ranks)
             for item in self.of_rank(rank)
+            if not item.copy
         }
 
     @cached_property

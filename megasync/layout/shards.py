@@ -1,7 +1,8 @@
 """Shards in and out of safetensors files: load a rank's slices, assemble tensors, export a checkpoint.
 
 Loading reads only the rectangles that the rank holds, each once; the only other elements written are the zeros of
-vocabulary padding. Export writes the same bytes as a Hugging Face save of the same weights.
+vocabulary padding. It reads them from a Hugging Face folder, or from what ranks of any topology wrote. Export writes
+the same bytes as a Hugging Face save of the same weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -26,7 +27,7 @@ from megasync.errors import CheckpointError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
-from megasync.layout.layout import Box, Layout, Piece, split_by_bytes
+from megasync.layout.layout import Box, Layout, Piece, intersect, split_by_bytes
 from megasync.layout.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ Tensors = Mapping[str, torch.Tensor]
 Read = Callable[[str, Box], torch.Tensor]
 # Reads a parameter of a global rank, by its local name.
 ReadParam = Callable[[int, str], torch.Tensor]
+# Reads a box of a parameter of a global rank.
+ReadPart = Callable[[int, str, Box], torch.Tensor]
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -60,7 +63,7 @@ def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return rows if tensor.dim() == 1 else rows[:, box.col : box.col + box.cols]
 
 
-class _Files:
+class TensorFiles:
     """The safetensors files of a folder, opened on first use and mapped until closed."""
 
     # What refers to the files, for the error when one is missing.
@@ -91,7 +94,7 @@ class _Files:
         return self._files[file]
 
 
-class HfFolder(_Files):
+class HfFolder(TensorFiles):
     """The tensors of a Hugging Face folder, one file or many, read by rectangle."""
 
     index = INDEX
@@ -147,21 +150,37 @@ class HfFolder(_Files):
 
 
 def load_shards(
-    hf_dir: str | Path, layout: Layout, rank: int, dtype: torch.dtype = torch.float32, absent: Tensors | None = None
+    hf_dir: str | Path,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    absent: Tensors | None = None,
+    names: Container[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes.
+    """A global rank's parameters from a Hugging Face folder, as CPU tensors with their local shapes; all or ``names``.
 
     They have ``dtype``, except those with a dtype of their own (`Placed.dtype`). ``absent`` replaces tensors that the
     folder may lack. Raises CheckpointError for a missing file, a missing tensor or a wrong shape, by name.
     """
-    own = {item.param: getattr(torch, item.dtype) for item in layout.of_rank(rank) if item.dtype}
-    pieces = pieces_by_param(layout, rank)
     with HfFolder(hf_dir) as folder:
-        read = folder.reading(layout.hf_tensors, absent)
-        return {
-            name: fill_param(shape, pieces[name], read, own.get(name, dtype))
-            for name, shape in layout.params(rank).items()
-        }
+        return fill_params(layout, rank, folder.reading(layout.hf_tensors, absent), dtype, names)
+
+
+def fill_params(
+    layout: Layout, rank: int, read: Read, dtype: torch.dtype, names: Container[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """A global rank's parameters, as CPU tensors of their local shapes; ``dtype``, ``names`` as in `load_shards`."""
+    pieces, dtypes = pieces_by_param(layout, rank), dtypes_of(layout, rank, dtype)
+    return {
+        name: fill_param(shape, pieces[name], read, dtypes[name])
+        for name, shape in layout.params(rank).items()
+        if names is None or name in names
+    }
+
+
+def dtypes_of(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each parameter of a rank: ``dtype``, or one of its own."""
+    return {item.param: getattr(torch, item.dtype) if item.dtype else dtype for item in layout.of_rank(rank)}
 
 
 def pieces_by_param(layout: Layout, rank: int) -> Mapping[str, list[Piece]]:
@@ -184,6 +203,53 @@ def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtyp
         # Only vocabularies are padded: with whole rows at the end.
         param[filled // param[0].numel() :] = 0
     return param
+
+
+def fill_rows(
+    shape: tuple[int, ...], pieces: Iterable[Piece], rows: range, read: Read, dtype: torch.dtype
+) -> torch.Tensor:
+    """Some rows of a local parameter; reads nothing else. See `fill_param`."""
+    window = Box(rows.start, len(rows), 0, (*shape, 1)[1])
+    inside = [
+        Piece(piece.hf_name, moved(common, piece.param_box, piece.hf_box), piece.param, moved(common, window, CORNER))
+        for piece in pieces
+        if (common := intersect(piece.param_box, window))
+    ]
+    return fill_param((len(rows), *shape[1:]), inside, read, dtype)
+
+
+# Where rows and columns begin to count.
+CORNER = Box(0, 0, 0, 0)
+
+
+def moved(box: Box, origin: Box, target: Box) -> Box:
+    """A box inside ``origin``, at the same place of ``target``."""
+    return box._replace(row=box.row - origin.row + target.row, col=box.col - origin.col + target.col)
+
+
+def reading_parts(layout: Layout, read: ReadPart) -> Read:
+    """Reads boxes of Hugging Face tensors from parameters of ranks, each from the first rank that holds it."""
+    # One replica holds everything, and the first ranks are those of the first one.
+    one = layout.with_replicas(1)
+
+    def read_box(name: str, box: Box) -> torch.Tensor:
+        parts = [
+            (
+                common,
+                read(layout.topology.rank_of([0], ranks[0]), piece.param, moved(common, piece.hf_box, piece.param_box)),
+            )
+            for piece, ranks in one.holders[name]
+            if (common := intersect(piece.hf_box, box))
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
+        first = parts[0][1]
+        whole = first.new_empty((box.rows, box.cols)[: first.dim()])
+        for common, part in parts:
+            box_of(whole, moved(common, box, CORNER)).copy_(part)
+        return whole
+
+    return read_box
 
 
 def assemble(hf_name: str, layout: Layout, read: ReadParam) -> torch.Tensor:
@@ -216,22 +282,27 @@ def save_written(checkpoint_dir: str | Path, layout: Layout, rank: int, params: 
         fsync(file)
 
 
-class ShardFiles(_Files):
-    """The model files of a checkpoint."""
+class ShardFiles(TensorFiles):
+    """The model files of a checkpoint. Methods raise CheckpointError for what is missing or damaged."""
 
     index = LAYOUT
 
     def read(self, rank: int, param: str) -> torch.Tensor:
-        """A parameter that a global rank wrote. Raises CheckpointError when it or the file is missing or damaged."""
+        """A parameter that a global rank wrote."""
+        return self._slice(rank, param)[:]
+
+    def part(self, rank: int, param: str, box: Box) -> torch.Tensor:
+        """A box of a parameter that a global rank wrote."""
+        stored = self._slice(rank, param)
+        rows = slice(box.row, box.row + box.rows)
+        return stored[rows] if len(stored.get_shape()) == 1 else stored[rows, box.col : box.col + box.cols]
+
+    def _slice(self, rank: int, param: str) -> Any:
         file = shard_file(rank)
         try:
-            return self._open(file).get_tensor(param)
+            return self._open(file).get_slice(param)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path / file} has no parameter {param!r}") from error
-
-    def load(self, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-        """All parameters of a global rank, each from the file of its first holder."""
-        return {name: self.read(writer, name) for name, writer in layout.writers(rank).items()}
 
 
 def describe(layout: Layout, dtype: str) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """The parallel coordinates of each trainer rank, for dense layers and experts, and the layers of each pipeline stage.
 
-The order is Megatron's default ``tp-dp-pp``: tensor ranks are neighbours, pipeline stages are furthest apart. Experts
+The order is Megatron's default ``tp-cp-dp-pp``: tensor ranks are neighbours, then context ranks, and pipeline stages
+are furthest apart. Context ranks hold equal weights, as data ranks do, but share the tokens of each sequence. Experts
 are distributed over the same ranks of a stage in an order of their own, ``etp-ep-edp``. Everything is a pure function
 of the topology, so every process computes the same without communication.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class Coords(NamedTuple):
-    """Tensor, data and pipeline coordinates of a rank."""
+    """Tensor, data, pipeline and context coordinates of a rank."""
 
     tp: int
     dp: int
     pp: int
+    cp: int = 0
 
 
 class ExpertCoords(NamedTuple):
@@ -50,9 +53,10 @@ class Topology:
     expert: int = 1
     expert_tensor: int | None = None
     virtual: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "expert", "expert_tensor"):
+        for name in ("tensor", "pipeline", "data", "expert", "expert_tensor", "context"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ConfigError(f"trainer.{name}_parallel is {size}; it must be at least 1")
@@ -63,12 +67,13 @@ class Topology:
                 f"trainer.virtual_pipeline={self.virtual} interleaves pipeline stages, but "
                 f"trainer.pipeline_parallel=1; raise pipeline_parallel or set virtual_pipeline=1"
             )
-        if (self.tensor * self.data) % (self.expert * self.expert_tensor_size):
+        if self.stage_size % (self.expert * self.expert_tensor_size):
             etp = f"{self.expert_tensor}" if self.expert_tensor else f"{self.tensor} (as trainer.tensor_parallel)"
+            context = f"trainer.context_parallel={self.context} x " if self.context > 1 else ""
             raise ConfigError(
                 f"trainer.expert_parallel={self.expert} x trainer.expert_tensor_parallel={etp} must divide the "
-                f"{self.tensor * self.data} ranks of a pipeline stage (trainer.tensor_parallel={self.tensor} x "
-                f"trainer.data_parallel={self.data}); change one of them"
+                f"{self.stage_size} ranks of a pipeline stage (trainer.tensor_parallel={self.tensor} x "
+                f"{context}trainer.data_parallel={self.data}); change one of them"
             )
 
     @classmethod
@@ -82,11 +87,17 @@ class Topology:
             expert=trainer.expert_parallel,
             expert_tensor=trainer.expert_tensor_parallel,
             virtual=trainer.virtual_pipeline,
+            context=trainer.context_parallel,
         )
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.stage_size * self.pipeline
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tensor * self.context * self.data
 
     @property
     def expert_tensor_size(self) -> int:
@@ -96,29 +107,65 @@ class Topology:
     @property
     def expert_data(self) -> int:
         """Copies of each expert's slices within a stage."""
-        return self.tensor * self.data // (self.expert * self.expert_tensor_size)
+        return self.stage_size // (self.expert * self.expert_tensor_size)
 
     def coords(self, rank: int) -> Coords:
         self._check(rank)
-        return Coords(rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data))
+        stage, within = divmod(rank, self.stage_size)
+        outer, tp = divmod(within, self.tensor)
+        return Coords(tp, outer // self.context, stage, outer % self.context)
 
     def expert_coords(self, rank: int) -> ExpertCoords:
         """Expert coordinates of the same rank; its pipeline stage is that of `coords`."""
         self._check(rank)
-        within, etp = rank % (self.tensor * self.data), self.expert_tensor_size
+        within, etp = rank % self.stage_size, self.expert_tensor_size
         return ExpertCoords(within % etp, within // etp % self.expert, within // (etp * self.expert))
 
     def expert_peers(self, dp: int) -> range:
         """Data-parallel coordinates of the ranks that exchange tokens for experts with those of ``dp``."""
-        period = lcm(self.tensor, self.expert * self.expert_tensor_size) // self.tensor
+        # At least all context ranks of ``dp``, which compute the same microbatches.
+        period = lcm(self.replica_ranks, self.tensor * self.context) // (self.tensor * self.context)
         return range(dp // period * period, (dp // period + 1) * period)
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks of a stage in one *replica*: the fewest consecutive ones that hold all of the stage's weights."""
+        return lcm(self.tensor, self.expert * self.expert_tensor_size)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the model; equal ranks of any two hold equal shards."""
+        return self.stage_size // self.replica_ranks
+
+    def with_replicas(self, count: int) -> Topology:
+        """The same topology with another number of replicas, and data ranks in place of context ranks."""
+        return replace(self, data=count * self.replica_ranks // self.tensor, context=1)
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        self._check(rank)
+        return rank % self.stage_size // self.replica_ranks
+
+    def rank_of(self, replicas: Sequence[int], local: int) -> int:
+        """The rank that is ``local`` in ``with_replicas(len(replicas))``, whose replicas are these, in order."""
+        stage, within = divmod(local, len(replicas) * self.replica_ranks)
+        number, place = divmod(within, self.replica_ranks)
+        return stage * self.stage_size + replicas[number] * self.replica_ranks + place
+
+    def local_rank(self, replicas: Sequence[int], rank: int) -> int | None:
+        """What `rank_of` makes ``rank`` of, or None for a rank of another replica."""
+        if (replica := self.replica_of(rank)) not in replicas:
+            return None
+        stage, within = divmod(rank, self.stage_size)
+        number = stage * len(replicas) + replicas.index(replica)
+        return number * self.replica_ranks + within % self.replica_ranks
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside this topology of {self.world} ranks")
 
-    def rank(self, tp: int, dp: int, pp: int) -> int:
-        return (pp * self.data + dp) * self.tensor + tp
+    def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
+        return ((pp * self.data + dp) * self.context + cp) * self.tensor + tp
 
     def stage_ranks(self, pp: int) -> range:
         """All ranks of a pipeline stage."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from megasync.config.access import check_access
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
-from megasync.config.limits import check_limits, refuse_unused
+from megasync.config.limits import as_typed, check_limits, refuse_unused
+from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig
+from megasync.config.schema import Config, DatasetConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import ConfigError
 from megasync.layout.families import Sizes
@@ -25,7 +26,7 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
-from megasync.trainer.architecture import check_architecture, check_experts
+from megasync.trainer.architecture import check_architecture, check_context, check_experts
 
 
 def check_config(
@@ -48,6 +49,7 @@ def check_config(
     _check_algorithm(config)
     _check_optimizer(config)
     _check_sync(config)
+    _check_exports(config)
     check_evaluation(config, own_eval_rows)
     _check_prompt(config)
     check_chat(config)
@@ -122,6 +124,15 @@ def _check_optimizer(config: Config) -> None:
         raise ConfigError(
             f"trainer.optimizer.min_lr={optimizer.min_lr} is never reached with trainer.optimizer.decay=constant; "
             f"choose decay=linear or cosine, or set min_lr=0"
+        )
+
+
+def _check_exports(config: Config) -> None:
+    every, saved = config.checkpoint.export_every, config.checkpoint.every_steps
+    if every and (not saved or every % saved):
+        raise ConfigError(
+            f"checkpoint.export_every={every} exports checkpoints, but checkpoint.every_steps={saved} saves none after "
+            f"these steps; make export_every a multiple of every_steps"
         )
 
 
@@ -221,6 +232,64 @@ def _check_trainer(config: Config) -> None:
                 f"trainer.pipeline_parallel=1; set it to null or raise pipeline_parallel"
             )
 
+    _check_recompute(trainer)
+    if trainer.overlap_grad_reduce and trainer.data_parallel * trainer.context_parallel == 1:
+        raise ConfigError(
+            "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
+            "set it to false"
+        )
+    if config.cluster.device == "cpu":
+        for key in ("moe_permute_fusion", "moe_shared_expert_overlap"):
+            if getattr(trainer, key):
+                raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
+
+
+# Megatron's names of the modules that selective recomputation may recompute.
+_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
+
+
+def _check_recompute(trainer: TrainerConfig) -> None:
+    modules = list(trainer.recompute_modules)
+    if trainer.recompute != "selective":
+        reason = f"with trainer.recompute={as_typed(trainer.recompute)}; set recompute=selective"
+        refuse_unused(trainer, "trainer", ("recompute_modules",), reason)
+    if trainer.recompute != "full":
+        reason = f"with trainer.recompute={as_typed(trainer.recompute)}; set recompute=full"
+        refuse_unused(trainer, "trainer", ("recompute_layers",), reason)
+    unknown = next((name for name in modules if name not in _MODULES), None)
+    if unknown is not None or (trainer.recompute == "selective" and not modules):
+        raise ConfigError(f"trainer.recompute_modules={modules} must name some of {', '.join(_MODULES)}")
+
+
+def _check_experts(trainer: TrainerConfig, layout: Layout) -> None:
+    """Refuses options for modules that the model does not have."""
+    present = {
+        "moe": layout.sizes.experts > 0,
+        "moe_act": layout.sizes.experts > 0 and layout.spec == "te",
+        "shared_experts": layout.sizes.shared_intermediate > 0,
+        "mlp": len(layout.sizes.sparse_layers) < layout.sizes.layers,
+        # Megatron discards and restores outputs of norms with Transformer Engine only.
+        "layernorm": layout.spec == "te",
+    }
+    if trainer.recompute == "selective":
+        for name in trainer.recompute_modules:
+            if not present.get(name, True):
+                raise ConfigError(
+                    f"trainer.recompute_modules={list(trainer.recompute_modules)} names {name}, which the layers of "
+                    f"this model do not have; remove it"
+                )
+    if trainer.moe_permute_fusion and not present["moe"]:
+        raise ConfigError("trainer.moe_permute_fusion=true, but the model has no experts; set it to false")
+    if trainer.moe_shared_expert_overlap and not present["shared_experts"]:
+        raise ConfigError(
+            "trainer.moe_shared_expert_overlap=true, but the model has no shared experts; set it to false"
+        )
+    if trainer.moe_shared_expert_overlap and "shared_experts" in trainer.recompute_modules:
+        raise ConfigError(
+            "trainer.moe_shared_expert_overlap=true and shared_experts in trainer.recompute_modules exclude each "
+            "other; remove one"
+        )
+
 
 def _check_cluster(config: Config, training: bool) -> None:
     cluster = config.cluster
@@ -230,10 +299,15 @@ def _check_cluster(config: Config, training: bool) -> None:
             f"name one, or set auto for each node's own"
         )
     specs = pool_specs(config, training=training)
+    if training and cluster.share_device and config.sync.transport != "disk":
+        raise ConfigError(
+            f"cluster.share_device=true needs sync.transport=disk instead of {config.sync.transport}: by "
+            f"default NCCL refuses to connect two processes on one GPU"
+        )
     nodes = nodes_needed(specs, cluster.devices_per_node)
     if nodes == 1:
         return
-    need = " + ".join(f"{spec.total_devices} for the {name}" for name, spec in specs.items())
+    need = " + ".join(f"{spec.total_devices:g} for the {name}" for name, spec in specs.items())
     if cluster.address is None:
         raise ConfigError(
             f"the pools need {need} devices, but one node has fewer (cluster.devices_per_node="
@@ -250,6 +324,8 @@ def _check_cluster(config: Config, training: bool) -> None:
 
 def _check_model(config: Config, planning: bool) -> None:
     layout, source = model_layout(config, planning=planning)
+    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
+    _check_experts(config.trainer, layout)
     _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
     _check_server_split(config.rollout.tensor_parallel, layout.sizes, source)
     if not planning:
@@ -266,9 +342,12 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
     values = read_hf_config(source)
     try:
         check_values(values)
-        layout = Layout(values, Topology.from_config(config.trainer))
+        # A rank on a GPU has Transformer Engine's layers, which split some parameters differently.
+        spec = "local" if config.cluster.device == "cpu" else "te"
+        layout = Layout(values, Topology.from_config(config.trainer), spec)
         check_architecture(values)
         check_experts(layout, config.trainer)
+        check_context(layout, config.trainer, config.model.dtype)
         return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

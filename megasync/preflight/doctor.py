@@ -23,12 +23,15 @@ from packaging.requirements import Requirement
 
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, resolve_host
+from megasync.device import why_no_gpu
 from megasync.integrations.verl_versions import SUPPORTED
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
 from megasync.preflight.run_doctor import examine_for
 
-LOCK = Path(__file__).resolve().parents[2] / "launch" / "cpu.lock"
+LOCKS = Path(__file__).resolve().parents[2] / "launch"
+LOCK = LOCKS / "cpu.lock"
 SETUP = "run `bash launch/setup.sh`"
+GPU_SETUP = "run `bash launch/gpu_environment.sh .venv`"
 OLDEST_PYTHON = (3, 11)
 # What the quickstart needs: two servers of 1.6 GB, two trainer ranks, the controller and Ray.
 MEMORY_BYTES = 5 * 10**9
@@ -75,25 +78,38 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_versions(lock: Path | None = None) -> Iterator[Finding]:
-    """Compares installed packages with a lock file, by default that of CPU runs on a CPU machine.
+    """Compares installed packages with a lock file, by default that of CPU runs in an environment for them.
 
-    Without a lock file it compares them with megasync's own requirements.
+    An environment for GPUs, and one without a lock file, is compared with megasync's own requirements; there a
+    difference from launch/gpu.lock is only a warning.
     """
-    from megasync.device import resolve_device
-
-    if lock is None and resolve_device("auto").kind == "cpu":
+    kind = environment_kind()
+    if lock is None and kind == "cpu":
         lock = LOCK
     if lock is not None and lock.is_file():
         yield from _against(f"packages ({lock.name})", _read_lock(lock), SETUP)
-    else:
-        yield from _against(
-            "packages", _own_requirements(), "install megasync with its extras again: pip install 'megasync[gpu]'"
-        )
+        return
+    again = "install megasync with its extras again: pip install 'megasync[gpu]'"
+    yield from _against("packages", _own_requirements(), again)
+    if kind == "cuda" and (tested := LOCKS / "gpu.lock").is_file():
+        yield from _against(f"packages ({tested.name})", _read_lock(tested), GPU_SETUP, WARNING)
+
+
+def environment_kind() -> str:
+    """What this environment was made for: "cuda" with Transformer Engine, which only trainer ranks on GPUs need.
+
+    It may be looked at on a machine without a GPU, such as the driver's.
+    """
+    from megasync.device import resolve_device
+
+    return "cuda" if find_spec("transformer_engine") else resolve_device("auto").kind
 
 
 def _read_lock(lock: Path) -> list[Requirement]:
-    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
-    return [Requirement(line) for line in lines if line]
+    """The pins of a lock file that apply to this Python and machine. Hashes are skipped."""
+    lines = (line.split("#")[0].strip().removesuffix("\\") for line in lock.read_text(encoding="utf-8").splitlines())
+    pins = [Requirement(line) for line in lines if line and not line.startswith("--hash")]
+    return [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
 
 
 def _own_requirements() -> list[Requirement]:
@@ -102,7 +118,7 @@ def _own_requirements() -> list[Requirement]:
     return [r for r in found if r.marker is None or r.marker.evaluate({"extra": "gpu"})]
 
 
-def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Finding]:
+def _against(subject: str, wanted: list[Requirement], fix: str, status: str = FAILURE) -> Iterator[Finding]:
     wrong = []
     for requirement in wanted:
         try:
@@ -113,16 +129,14 @@ def _against(subject: str, wanted: list[Requirement], fix: str) -> Iterator[Find
         # A local version tag such as +cpu names the build, not the version.
         if not requirement.specifier.contains(found.split("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
-    yield verdict(subject, not wrong, "; ".join(wrong) or f"all {len(wanted)} installed", fix)
+    yield verdict(subject, not wrong, "; ".join(wrong) or f"all {len(wanted)} installed", fix, status)
 
 
 def check_patches() -> Iterator[Finding]:
     """Reports for each upstream patch whether it is active on this device and fits the installed version."""
     import megasync_patches  # pyright: ignore[reportMissingImports] - the folder patches/
 
-    from megasync.device import resolve_device
-
-    kind = resolve_device("auto").kind
+    kind = environment_kind()
     for module in pkgutil.iter_modules(megasync_patches.__path__):
         patch = getattr(import_module(f"megasync_patches.{module.name}"), "PATCH", None)
         if patch is None:
@@ -158,7 +172,12 @@ def check_devices() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield verdict("cpu", cores > 1, f"{cores} core(s)", "at least 2 cores are recommended", WARNING)
     if not torch.cuda.is_available():
-        yield Finding("gpu", OK, "none; runs use cluster.device=cpu")
+        if environment_kind() == "cpu":
+            yield Finding("gpu", OK, "none; runs use cluster.device=cpu")
+            return
+        why = why_no_gpu() or f"torch {torch.__version__} cannot use it; nvidia-smi may say why"
+        fix = "run trainer ranks and servers on machines with GPUs; the driver needs none (cluster.address)"
+        yield Finding("gpu", WARNING, f"no GPU: {why}", fix)
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -168,15 +187,19 @@ def check_devices() -> Iterator[Finding]:
 
 
 def check_transformer_engine() -> Iterator[Finding]:
-    """Checks that Transformer Engine, which trainer ranks on GPUs need, can be imported. Skipped on a CPU."""
-    from megasync.device import resolve_device
-
+    """Checks Transformer Engine, which trainer ranks on GPUs need; importing it is tried only where there is a GPU."""
     subject = "transformer engine"
-    if resolve_device("auto").kind == "cpu":
+    if environment_kind() == "cpu":
         return
-    if find_spec("transformer_engine") is None:
-        fix = "pip install 'megasync[gpu]'"
-        yield Finding(subject, FAILURE, "not installed; trainer ranks on GPUs need it", fix)
+    for package in ("transformer_engine", "transformer_engine_torch"):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            detail = f"{package.replace('_', '-')} is not installed; trainer ranks on GPUs need it"
+            yield Finding(subject, FAILURE, detail, GPU_SETUP)
+            return
+    if why_no_gpu() is not None:
+        yield Finding(subject, OK, f"{version('transformer-engine')}; imported only where there is a GPU")
         return
     try:
         import_module("transformer_engine.pytorch")

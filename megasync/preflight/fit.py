@@ -30,6 +30,7 @@ MEM_FRACTIONS = (0.85, 0.9)
 KEYS = (
     *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data")),
     *(f"trainer.{key}" for key in ("sequence_parallel", "distributed_optimizer", "recompute", "tokens_per_microbatch")),
+    *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules", "overlap_grad_reduce")),
     *(f"rollout.{key}" for key in ("tensor_parallel", "servers", "min_servers", "mem_fraction")),
     "sync.arena",
     "cluster.address",
@@ -46,12 +47,14 @@ def refusals(
 ) -> tuple[str, ...]:
     """What does not fit, with the keys that determine it."""
     found = []
+    room = _trainer_room(config, server, device_bytes)
+    beside = f" beside a server of {server.total / 1e9:.1f} GB" if room < device_bytes else ""
     for stage, memory in enumerate(stages):
-        if memory.total > device_bytes:
+        if memory.total > room:
             found.append(
                 f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
-                f"{device_bytes / 1e9:.0f} GB; raise trainer.tensor_parallel, pipeline_parallel or data_parallel, set "
-                f"trainer.recompute=full, or lower trainer.tokens_per_microbatch"
+                f"{device_bytes / 1e9:.0f} GB{beside}; raise trainer.tensor_parallel, pipeline_parallel or "
+                f"data_parallel, set trainer.recompute=full, or lower trainer.tokens_per_microbatch"
             )
     if not _server_fits(config, server):
         found.append(
@@ -71,6 +74,27 @@ def refusals(
                 f"{memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
             )
     return tuple(found)
+
+
+def context_needed(config: Config, bucket: int, device_bytes: int) -> str | None:
+    """What context-parallel size the longest sequence needs, in words, if everything else stays as it is.
+
+    None if one alone fits in a microbatch already, or if no size is enough. `bucket` is as in `nearest_fit`.
+    """
+    now, longest = config.trainer, longest_sequence(config)
+    for more in (2**power for power in range(int(log2(MOST_DEVICES)) + 1)):
+        context = now.context_parallel * more
+        budget = min(now.tokens_per_microbatch, -(-longest // context))
+        trainer = replace(now, context_parallel=context, tokens_per_microbatch=budget)
+        if not _split_fits(config, trainer, bucket, device_bytes):
+            continue
+        if more == 1:
+            return None
+        return (
+            f"the longest sequence ({longest} tokens) needs trainer.context_parallel={context} with "
+            f"tokens_per_microbatch={budget}, on {more} times as many ranks"
+        )
+    return None
 
 
 def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ...] | None:
@@ -105,7 +129,7 @@ def _splits(config: Config) -> Iterator[TrainerConfig]:
     # A budget below the longest sequence has no effect.
     least = min(longest_sequence(config), now.tokens_per_microbatch)
     budgets = sorted({least, *(max(least, now.tokens_per_microbatch // part) for part in BUDGETS)}, reverse=True)
-    recomputes = sorted({now.recompute, "full"}, key=lambda kind: kind != now.recompute)
+    recomputes = list(dict.fromkeys((now.recompute, "full")))
     optimizers = sorted({now.distributed_optimizer, True}, key=lambda spread: spread != now.distributed_optimizer)
     ranked = []
     for more, tensor, pipeline, budget, recompute, spread in product(
@@ -131,6 +155,9 @@ def _splits(config: Config) -> Iterator[TrainerConfig]:
             sequence_parallel=tensor > 1 and (now.sequence_parallel or now.tensor_parallel == 1),
             tokens_per_microbatch=budget,
             recompute=recompute,
+            recompute_layers=now.recompute_layers if recompute == now.recompute else None,
+            recompute_modules=now.recompute_modules if recompute == now.recompute else [],
+            overlap_grad_reduce=now.overlap_grad_reduce and data > 1,
             distributed_optimizer=spread,
         )
         ranked.append((cost, len(ranked), split))
@@ -149,8 +176,9 @@ def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_byte
     except ConfigError:
         return False
     stages = (stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel))
+    room = _trainer_room(config, server_memory(candidate, layout, device_bytes), device_bytes)
     # The given split may fill the device completely.
-    limit = device_bytes if trainer == config.trainer else FILL * device_bytes
+    limit = room if trainer == config.trainer else FILL * room
     return all(memory.total <= limit for memory in stages)
 
 
@@ -180,6 +208,11 @@ def _servers_fit(config: Config, rollout: RolloutConfig, arena: str, device_byte
     layout, _ = model_layout(candidate, planning=True)
     memory = server_memory(candidate, layout, device_bytes)
     return _server_fits(candidate, memory) and _arena_fits(rollout, memory, device_bytes)
+
+
+def _trainer_room(config: Config, server: ServerMemory, device_bytes: int) -> int:
+    """Bytes of a device that a trainer rank may use."""
+    return device_bytes - (server.total if config.cluster.share_device else 0)
 
 
 def _server_fits(config: Config, server: ServerMemory) -> bool:

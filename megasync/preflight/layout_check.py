@@ -208,12 +208,15 @@ def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerU
     return tuple(
         TrainerUse(
             rank=rank,
-            **layout.topology.coords(rank)._asdict(),
+            tp=coords.tp,
+            dp=coords.dp,
+            pp=coords.pp,
             held_bytes=sum(map(prod, layout.params(rank).values())) * ITEM_BYTES[dtype],
             sent_bytes=sent.get(rank, 0),
             buckets=len(plan.of_source(rank)),
         )
         for rank in range(layout.topology.world)
+        for coords in [layout.topology.coords(rank)]
     )
 
 
@@ -234,7 +237,7 @@ def _replica_groups(topology: Topology, plan: ShardPlan) -> tuple[ReplicaGroup, 
     sent = plan.sent_bytes()
     groups = []
     for pp, tp in product(range(topology.pipeline), range(topology.tensor)):
-        ranks = tuple(topology.rank(tp, dp, pp) for dp in range(topology.data))
+        ranks = tuple(rank for rank in topology.stage_ranks(pp) if topology.coords(rank).tp == tp)
         loads = [sent.get(rank, 0) for rank in ranks]
         groups.append(ReplicaGroup(ranks, min(loads), max(loads)))
     return tuple(groups)

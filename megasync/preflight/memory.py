@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
@@ -26,6 +27,8 @@ ADAM_BYTES = 8
 MASTER_BYTES = 4
 # The loss holds logits once in the compute dtype and twice in float32 (shifted logits, their softmax).
 LOSS_FLOAT_COPIES = 2
+# A float32 number of an output head that computes in float32.
+HEAD_BYTES = 4
 # Buckets in memory: one is packed while the other is on the wire.
 BUCKETS = 2
 # Blocks of the reference policy on the device, and the alignment of each tensor in them (`trainer.reference`).
@@ -70,6 +73,11 @@ class ServerMemory:
     def kv_room(self) -> int | None:
         return None if self.kv_tokens is None else self.kv_tokens * self.kv_bytes_per_token
 
+    @property
+    def total(self) -> int:
+        """Weights, KV cache as far as it is known, and staging area."""
+        return self.weights + (self.kv_room or 0) + self.arena
+
 
 def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
     """Memory of the fullest rank of a pipeline stage, which also sends weights in buckets of `bucket` bytes."""
@@ -81,14 +89,13 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     elements = sum(prod(shape) for shape in shapes.values())
     # Elements whose optimizer state this rank keeps; of experts there are fewer copies to spread it over.
     kept = elements
-    if trainer.distributed_optimizer and topology.data > 1:
-        kept = -(-(elements - experts) // topology.data) - (-experts // topology.expert_data)
-    state = ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
+    if trainer.distributed_optimizer and (copies := topology.data * topology.context) > 1:
+        kept = -(-(elements - experts) // copies) - (-experts // topology.expert_data)
     last = stage == trainer.pipeline_parallel - 1
     return RankMemory(
         weights=elements * item,
         gradients=elements * GRAD_BYTES,
-        optimizer=kept * state,
+        optimizer=kept * state_bytes(item),
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         reference=reference_bytes(config, layout, rank),
@@ -96,17 +103,26 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     )
 
 
+def state_bytes(item: int) -> int:
+    """Bytes of optimizer state for an element of weights of ``item`` bytes."""
+    return ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
+
+
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of one training checkpoint: the weights once, and the optimizer shard of every rank."""
-    weights = sum(prod(shape) for shape in layout.hf_tensors.values()) * ITEM_BYTES[config.model.dtype]
-    ranks = layout.topology.tensor * layout.topology.data
-    stages = range(layout.topology.pipeline)
-    return weights + sum(stage_memory(config, layout, 0, stage).optimizer * ranks for stage in stages)
+    """Bytes of one training checkpoint: weights and optimizer state, each element once."""
+    item, sizes = ITEM_BYTES[config.model.dtype], layout.sizes
+    vocabularies = 1 if layout.tied or layout.value_head else 2
+    padding = vocabularies * (layout.padded_vocab - sizes.vocab) * sizes.hidden
+    return (sum(prod(shape) for shape in layout.hf_tensors.values()) + padding) * (item + state_bytes(item))
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of the largest microbatch: the budget, or the longest sequence if that is longer."""
-    return max(config.trainer.tokens_per_microbatch, longest_sequence(config))
+    """Tokens of a rank's largest microbatch: the budget, or its share of the longest sequence if that is longer."""
+    context = config.trainer.context_parallel
+    share = (
+        -(-longest_sequence(config) // context) if context == 1 else 2 * -(-longest_sequence(config) // (2 * context))
+    )
+    return max(config.trainer.tokens_per_microbatch, share)
 
 
 def longest_sequence(config: Config) -> int:
@@ -148,22 +164,84 @@ def in_flight(pipeline: int, virtual: int, stage: int) -> tuple[int, ...]:
 
 
 def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
-    """What the chunks of a stage save for their backward passes, and the buffers of the layer that computes.
+    """What the chunks of a stage save, and the buffers of the layer that computes."""
+    sparse = any(layer in layout.sizes.sparse_layers for chunk in layout.stages[stage] for layer in chunk)
+    buffers = _dispatch_buffers(config, layout) * item * microbatch_tokens(config) if sparse else 0.0
+    return saved_activations(config, layout, stage) + int(buffers)
 
-    With ``trainer.recompute=full``: the inputs of all layers, and one layer at work.
+
+def saved_activations(config: Config, layout: Layout, stage: int) -> int:
+    """Bytes that the chunks of a stage save for their backward passes, for all microbatches in flight.
+
+    What is recomputed counts once, for the layer at work. The last stage also saves the input of the final norm, and
+    that of the output layer for each response token.
     """
     saved = {sparse: _saved_by_layer(config, layout, sparse) for sparse in (False, True)}
     chunks = [[layer in layout.sizes.sparse_layers for layer in chunk] for chunk in layout.stages[stage]]
     counts = in_flight(config.trainer.pipeline_parallel, layout.topology.virtual, stage)
-    if config.trainer.recompute == "full":
-        hidden = _hidden(config, layout)
-        per_token = sum(len(chunk) * hidden * count for chunk, count in zip(chunks, counts, strict=True))
-        per_token += max(saved[sparse] for chunk in chunks for sparse in chunk)
-    else:
-        per_token = sum(saved[sparse] * count for chunk, count in zip(chunks, counts, strict=True) for sparse in chunk)
-    if any(sparse for chunk in chunks for sparse in chunk):
-        per_token += _dispatch_buffers(config, layout)
-    return int(per_token * item * microbatch_tokens(config))
+    hidden = _hidden(config, layout)
+    less = {sparse: _recomputed_in_layer(config, layout, sparse) for sparse in (False, True)}
+    per_token = sum(saved[sparse] * count for chunk, count in zip(chunks, counts, strict=True) for sparse in chunk)
+    recomputed = [chunk[: _recomputed_layers(config, len(chunk))] for chunk in chunks]
+    per_token -= sum(less[sparse] * count for chunk, count in zip(recomputed, counts, strict=True) for sparse in chunk)
+    elements = (per_token + _recompute_peak(config, layout, stage)) * microbatch_tokens(config)
+    if stage == config.trainer.pipeline_parallel - 1:
+        elements += counts[-1] * hidden * microbatch_tokens(config)
+    item, head = ITEM_BYTES[config.model.dtype], 0
+    if stage == config.trainer.pipeline_parallel - 1:
+        rows, head_item = _response_tokens(config), HEAD_BYTES if config.trainer.float32_head else item
+        # A head in another dtype has a copy of its weight.
+        copied = layout.padded_vocab // config.trainer.tensor_parallel if head_item != item else 0
+        head = counts[-1] * (rows + copied) * layout.sizes.hidden * head_item
+    return int(elements * item) + head
+
+
+def recompute_peak(config: Config, layout: Layout, stage: int) -> int:
+    """Bytes that the layer at work saves again of what it recomputes."""
+    return int(_recompute_peak(config, layout, stage) * microbatch_tokens(config) * ITEM_BYTES[config.model.dtype])
+
+
+def _recompute_peak(config: Config, layout: Layout, stage: int) -> float:
+    chunks = layout.stages[stage]
+    kinds = {
+        layer in layout.sizes.sparse_layers
+        for chunk in chunks
+        for layer in chunk[: _recomputed_layers(config, len(chunk))]
+    }
+    return max((_recomputed_in_layer(config, layout, sparse) for sparse in kinds), default=0.0)
+
+
+def _recomputed_layers(config: Config, layers: int) -> int:
+    """Layers of a chunk that are recomputed, in whole or in part: its first ones, as Megatron chooses them."""
+    if config.trainer.recompute is None:
+        return 0
+    return layers if config.trainer.recompute_layers is None else min(layers, config.trainer.recompute_layers)
+
+
+def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool) -> float:
+    """Elements for each token of a microbatch that a recomputed layer does not keep.
+
+    A recomputed layer, MLP or expert layer keeps its input. Transformer Engine fuses the norm before a dense MLP with
+    its first projection, so that this norm is recomputed with the MLP, and only the norm before experts alone.
+    """
+    trainer, sizes, hidden = config.trainer, layout.sizes, _hidden(config, layout)
+    if trainer.recompute == "full":
+        return _saved_by_layer(config, layout, sparse) - hidden
+    modules, fused = trainer.recompute_modules, layout.spec == "te"
+    wide = 3 if fused else 4
+    less = 0.0
+    if not sparse and "mlp" in modules:
+        less += wide * sizes.intermediate / trainer.tensor_parallel + fused * hidden
+    shared = wide * sizes.shared_intermediate / trainer.tensor_parallel
+    width = sizes.moe_intermediate / layout.topology.expert_tensor_size
+    if sparse and "moe" in modules:
+        less += shared + _received(config, layout) * (sizes.hidden + wide * width)
+    elif sparse:
+        less += shared * ("shared_experts" in modules)
+        less += _received(config, layout) * width * ("moe_act" in modules)
+    if "layernorm" in modules:
+        less += hidden * (2 * (not fused) or sparse)
+    return less
 
 
 def _hidden(config: Config, layout: Layout) -> float:
@@ -174,17 +252,56 @@ def _hidden(config: Config, layout: Layout) -> float:
 def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     """Elements that a decoder layer saves for its backward pass, for each token of a microbatch.
 
-    Four hidden-sized tensors (inputs of both norms and of both projections after them); q, k, v before and after
-    rotation and the attention output; an MLP's gate, up, activated gate and their product. An expert layer saves the
-    last four for each copy of a token that its experts receive, and the copy itself.
+    Four hidden-sized tensors: inputs and outputs of both norms; GLM-4 also saves the inputs of norms of outputs.
+    Of a gated MLP of width w, Transformer Engine saves the fused projections (2 w) and their product (w), as inputs of
+    the next operations; Megatron's own layers also save the activated gate. An expert layer saves them for each copy of
+    a token that its experts receive, and the copy itself. What is left out, such as routing and statistics of norms, is
+    below 1.5 % (`rehearsal.activations` measures it).
     """
     sizes, tensor = layout.sizes, config.trainer.tensor_parallel
-    attention = (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
-    common = 4 * _hidden(config, layout) + attention
+    wide = 3 if layout.spec == "te" else 4
+    output_norms = sum(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer)
+    common = (4 + output_norms) * _hidden(config, layout) + _saved_by_attention(config, layout)
     if not sparse:
-        return common + 4 * sizes.intermediate / tensor
+        return common + wide * sizes.intermediate / tensor
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
-    return common + 4 * sizes.shared_intermediate / tensor + _received(config, layout) * (sizes.hidden + 4 * width)
+    received = _received(config, layout) * (sizes.hidden + wide * width)
+    if config.trainer.moe_shared_expert_overlap and config.trainer.sequence_parallel:
+        # Megatron itself gathers the tokens for the shared experts, and keeps them; a linear layer gathers them again.
+        common += sizes.hidden
+    return common + wide * sizes.shared_intermediate / tensor + received
+
+
+def _saved_by_attention(config: Config, layout: Layout) -> float:
+    """Elements that attention saves for each token, beside its input: the inputs of its kernels.
+
+    Queries and keys as they are rotated, values, and the output; before that the inputs of norms of queries and keys,
+    if there are any. With latents: queries, keys, values and output of all heads (see `_pads_values`), and inputs and
+    outputs of the norms of the latents, which tensor ranks share under sequence parallelism. Megatron's own layers save
+    queries, keys and values before and after rotation.
+    """
+    sizes, tensor = layout.sizes, config.trainer.tensor_parallel
+    if layout.spec != "te":
+        return (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
+    if layout.family.latent:
+        latents = 2 * (sizes.q_lora + sizes.kv_lora) / (tensor if config.trainer.sequence_parallel else 1)
+        heads = 4 * sizes.q_rows + sizes.value_rows if _pads_values() else 2 * (sizes.q_rows + sizes.value_rows)
+        return latents + heads / tensor
+    normed = any("q_layernorm" in rule.local for rule in layout.family.layer)
+    return ((2 + normed) * sizes.q_rows + (2 + normed) * sizes.kv_rows) / tensor
+
+
+def _pads_values() -> bool:
+    """Whether the installed Megatron pads values of latent attention to the width of queries, and cuts the output.
+
+    Since 0.19, for packed sequences (`megatron.core.transformer.multi_latent_attention`). Values and output are then as
+    wide as queries, and the output is saved a second time without its padding. Assumed if Megatron is not installed.
+    """
+    try:
+        major, minor = version("megatron-core").split(".")[:2]
+    except PackageNotFoundError:
+        return True
+    return (int(major), int(minor)) >= (0, 19)
 
 
 def _received(config: Config, layout: Layout) -> float:
@@ -209,11 +326,19 @@ def _dispatch_buffers(config: Config, layout: Layout) -> float:
     return 2 * _received(config, layout) * layout.sizes.hidden + layout.sizes.topk * _hidden(config, layout)
 
 
+def _response_tokens(config: Config) -> int:
+    """Tokens of a microbatch that are responses, if all sequences are the longest."""
+    return microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
+
+
 def _logits(config: Config, layout: Layout, item: int) -> int:
     """Bytes of logits. Only response tokens have any: prompt rows never reach the output layer."""
-    rows = microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
+    rows = _response_tokens(config)
     columns = layout.padded_vocab // config.trainer.tensor_parallel
-    return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
+    if not config.trainer.float32_head or item == HEAD_BYTES:
+        return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
+    # And the gradient of the copied weight; see `saved_activations`.
+    return rows * columns * (HEAD_BYTES + 4 * LOSS_FLOAT_COPIES) + columns * layout.sizes.hidden * HEAD_BYTES
 
 
 def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:

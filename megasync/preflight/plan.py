@@ -17,7 +17,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords
 from megasync.preflight.check import model_layout
-from megasync.preflight.fit import nearest_fit, refusals
+from megasync.preflight.fit import context_needed, nearest_fit, refusals
 from megasync.preflight.memory import (
     RankMemory,
     ServerMemory,
@@ -111,11 +111,13 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         found: list[str] = []
-        longest, budget = longest_sequence(self.config), self.config.trainer.tokens_per_microbatch
-        if longest > budget:
+        trainer, longest = self.config.trainer, longest_sequence(self.config)
+        budget, context = trainer.tokens_per_microbatch, trainer.context_parallel
+        if longest > budget * context:
+            shared = f" x trainer.context_parallel={context}" if context > 1 else ""
             found.append(
-                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}; such a "
-                "sequence gets a microbatch of its own"
+                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}{shared}; "
+                "such a sequence gets a microbatch of its own"
             )
         workers = self.config.rollout.workers
         if workers > self.max_inflight:
@@ -149,7 +151,10 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     if device_bytes is not None:
         known = {model.key: model.memory for model in frozen if model.memory is not None}
         refused = refusals(config, memory, server, known, device_bytes)
-        nearest = nearest_fit(config, max(largest), device_bytes) if refused else None
+        if refused:
+            nearest = nearest_fit(config, max(largest), device_bytes)
+            needed = context_needed(config, max(largest), device_bytes)
+            refused += (needed,) if needed else ()
     return Plan(
         config=config,
         layout=layout,

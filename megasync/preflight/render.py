@@ -116,7 +116,7 @@ def _pools(plan: Plan) -> Table:
 
 def _pool_row(name: str, what: str, pool: PlannedPool, shared: bool = False) -> tuple[str, ...]:
     nodes = ", ".join(map(str, pool.nodes))
-    total = "shared" if shared else str(pool.spec.total_devices)
+    total = "shared" if shared else f"{pool.spec.total_devices:g}"
     return name, f"{pool.spec.slots} {what}", str(pool.spec.devices), total, nodes
 
 
@@ -129,6 +129,8 @@ def _nodes(plan: Plan) -> Table:
     table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
         held = [cell for sign, _, pool in owners for cell in _held(sign, pool, node)]
+        if plan.config.cluster.share_device:
+            held = ["+".join(held[:2]), *held[2:]]
         held += ["."] * (plan.config.cluster.devices_per_node - len(held))
         table.add_row(f"node {node}", *_cells(held))
     return table
@@ -152,19 +154,21 @@ def _ranks(plan: Plan) -> Table:
     """One row per tensor-parallel group; its ranks are consecutive."""
     experts = ("expert", "expert tensor") if plan.layout.sizes.experts else ()
     table = Table(title="Trainer ranks", title_justify="left")
-    for column in ("ranks", "node", "tensor", "data", "pipeline", *experts, "layers"):
+    context = ("context",) if plan.layout.topology.context > 1 else ()
+    for column in ("ranks", "node", "tensor", *context, "data", "pipeline", *experts, "layers"):
         table.add_column(column)
 
-    def group(rank: PlannedRank) -> tuple[int, int, int]:
-        return rank.node, rank.coords.dp, rank.coords.pp
+    def group(rank: PlannedRank) -> tuple[int, ...]:
+        return rank.node, rank.coords.cp, rank.coords.dp, rank.coords.pp
 
-    for (node, dp, pp), members in groupby(plan.ranks, key=group):
+    for (node, cp, dp, pp), members in groupby(plan.ranks, key=group):
         ranks = list(members)
         places = [rank.experts for rank in ranks if rank.experts is not None]
         table.add_row(
             _span([rank.rank for rank in ranks]),
             str(node),
             _span([rank.coords.tp for rank in ranks]),
+            *([str(cp)] if context else ()),
             str(dp),
             str(pp),
             *([_span([place.ep for place in places]), _span([place.etp for place in places])] if places else ()),

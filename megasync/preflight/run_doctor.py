@@ -13,7 +13,7 @@ from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import check_limits
-from megasync.config.pools import frozen_models, pool_specs
+from megasync.config.pools import devices_needed, frozen_models, pool_specs
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
@@ -150,7 +150,7 @@ def check_gpus(config: Config) -> Iterator[Finding]:
             yield Finding("devices", WARNING, str(error), f"to use this machine for more than the driver, {fix}")
         return
     try:
-        needed = sum(spec.total_devices for spec in pool_specs(config).values())
+        needed = devices_needed(pool_specs(config))
     except ConfigError:  # reported by `check_contradictions`
         return
     if device.kind == "cpu":

@@ -218,8 +218,9 @@ class RolloutClient:
         try:
             async with (
                 self._ticket(routing_key, prompt) as ticket,
-                asyncio.timeout(self._timeout) as deadline,
+                # Before the deadline, because the quarantine may hold back the request that goes ahead.
                 self._turn(routing_key, prompt, parts) as first_token,
+                asyncio.timeout(self._timeout) as deadline,
             ):
                 parts.watch = _first(first_token, watch)
                 await self._finish(parts, params, routing_key, priority, failures, ticket, deadline)

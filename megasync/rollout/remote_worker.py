@@ -265,11 +265,6 @@ class WorkerLink:
             "log": lambda level, text: log.log(level, "%s: %s", self.name, text),
         }
 
-    @property
-    def questions(self) -> int:
-        """Questions that the worker has not answered."""
-        return len(self._asked)
-
     # `Worker`
 
     def listen(self, listener: WorkListener) -> None:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig
+from megasync.device import compiler_environment
 from megasync.errors import HttpStatusError, ServerError
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE
@@ -179,7 +180,7 @@ class SGLangServer(Service):
         if self.spec.device != "cpu":
             # The default is the temporary folder, which is removed: every start would compile again.
             env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
-            return env
+            return env | compiler_environment(env)
         env |= _CPU_ENVIRONMENT
         if self._folder is not None:
             env["HOME"] = env["XDG_CACHE_HOME"] = self._folder

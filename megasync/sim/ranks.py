@@ -35,6 +35,8 @@ class SimRanks:
         self._deadline = deadline
         self._dead = asyncio.Event()
         self.weights: Weights = INITIAL
+        # The checkpoint that is being written: its step, state and weights, and when it is.
+        self._saving: tuple[int, dict[str, Any], Weights, float] | None = None
         # How many times the ranks were started. A transport's connections are valid for one start only.
         self.starts = 1
         self.load()
@@ -66,15 +68,27 @@ class SimRanks:
         self.weights += (tuple(group.uid for group in groups),)
         return {"train/loss": 0.0}
 
-    async def save(self, step: int, state: dict[str, Any]) -> Saved:
+    async def begin_save(self, step: int, state: dict[str, Any]) -> None:
         about = f"save {step}"
+        self._laws.need(self._saving is None, f"step {step} is saved before the save of another one ended")
         if self._chance.happens("rank dies before a save", about):
             self.kill()
-        await self.work(about, self._chance.seconds("train", SAVE_SECONDS, about))
+        await self.work(about, 0.0)
+        ready = asyncio.get_running_loop().time() + self._chance.seconds("train", SAVE_SECONDS, about)
+        self._saving = step, dict(state), self.weights, ready
+
+    async def finish_save(self, wait: bool) -> Saved | None:
+        assert self._saving is not None
+        step, state, weights, ready = self._saving
+        about, left = f"save {step}", ready - asyncio.get_running_loop().time()
+        await self.work(about, max(left, 0.0) if wait else 0.0)
+        if left > 0 and not wait:
+            return None
+        self._saving = None
         path = checkpoint.step_path(self._run_dir, step)
         self._laws.need(not path.exists(), f"step {step} is saved again")
         try:
-            self._write(path, state)
+            self._write(path, state, weights)
         except OSError as error:
             raise CheckpointError(f"could not write checkpoint {path}: {error}") from error
         self._laws.note(f"ranks have saved step {step}")
@@ -84,12 +98,12 @@ class SimRanks:
         checkpoint.prune(self._run_dir, self._keep)
         return Saved(path, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
 
-    def _write(self, path: Path, state: dict[str, Any]) -> None:
+    def _write(self, path: Path, state: dict[str, Any], weights: Weights) -> None:
         partial = path.with_name(path.name + checkpoint.PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            (partial / WEIGHTS).write_text(json.dumps(self.weights))
+            (partial / WEIGHTS).write_text(json.dumps(weights))
             (partial / checkpoint.STATE).write_text(json.dumps(state))
             (partial / checkpoint.MARKER).touch()
         except OSError:
@@ -103,6 +117,7 @@ class SimRanks:
     async def restart(self) -> dict[str, Any] | None:
         self._dead.set()
         self._dead = asyncio.Event()
+        self._saving = None
         self.starts += 1
         about = f"start {self.starts}"
         if self._chance.happens("rank dies while it starts", about):

@@ -142,16 +142,20 @@ class Attempt:
         """Records the longest time of a part that several servers or ranks go through concurrently."""
         self.seconds[part] = max(self.seconds.get(part, 0.0), seconds)
 
-    async def wait_for_tasks(self, limit: float) -> None:
+    async def wait_for_tasks(self, limit: float, *, every: bool = False) -> None:
         """Waits for all ``tasks``, at most ``limit`` seconds; leaves unfinished ones running.
 
-        Raises PhaseFailed with the first failures, or with all that have not answered in time.
+        Raises PhaseFailed with the first failures, or with all that have not answered in time. With ``every`` it waits
+        for all failures, and names no server when the trainer failed, since that fails servers too.
         """
-        done, late = await asyncio.wait(self.tasks.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        until = asyncio.ALL_COMPLETED if every else asyncio.FIRST_EXCEPTION
+        done, late = await asyncio.wait(self.tasks.values(), timeout=limit, return_when=until)
         causes = {who: cause for who, task in self.tasks.items() if task in done and (cause := task.exception())}
         if not causes:
             timeout = TimeoutError(f"no answer within {limit:g} s")
             causes = {who: timeout for who, task in self.tasks.items() if task in late}
+        if every and "trainer" in causes:
+            causes = {"trainer": causes["trainer"]}
         if causes:
             raise PhaseFailed(causes)
 

@@ -5,17 +5,20 @@ stock SGLang server does. Every wait is limited by what is left of one deadline,
 longer than the operation that it belongs to.
 
 NCCL differs from gloo in four ways that are handled here. Torch watches NCCL groups and ends the process when a
-message fails (`_unwatched`). Creating a group does not wait for its members, and the first message waits forever
-(`_gather`). The limit of a wait counts from the start of the message (`Transfer`). Tags are ignored, so both ends of a
-link must start its messages, in both directions, in the same order.
+message fails (`_unwatched`). Making a communicator waits forever for a member that dies meanwhile, so `Links` waits
+for all members first (`_gather`), and makes it in a thread (`_within`). The limit of a wait counts from the start of
+the message (`Transfer`). Tags are ignored, and all messages of a group's links form one queue on each member, so all
+members must start theirs in an order that agrees.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -36,8 +39,12 @@ from megasync.errors import SyncError
 
 # With it torch creates NCCL groups without the thread that watches their messages.
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-# Thread blocks that one NCCL link may occupy. A receive spins on them until its sender comes, while the GPU generates.
-LINK_BLOCKS = 4
+# Thread blocks that the NCCL links of a group may occupy together. A receive spins on them until its sender comes,
+# while the GPU generates.
+LINK_BLOCKS = 8
+# Messages that may be started ahead of the one that is on the wire. Gloo needs no limit: a message that waits for its
+# turn takes nothing. NCCL queues kernels, of which a GPU holds a limited number.
+WINDOWS = {"gloo": 2**30, "nccl": 8}
 
 
 class Deadline:
@@ -170,21 +177,55 @@ class Transfer:
         self._work.wait(limit)
 
 
+def _within(seconds: float, what: str, call: Callable[[], None]) -> None:
+    """Calls something that may never return. Raises RuntimeError when it has not returned in time, or its own error."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            outcome.set_exception(error)
+
+    # Left behind when it hangs.
+    threading.Thread(target=run, name="megasync-connect", daemon=True).start()
+    try:
+        outcome.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"{what} took more than {seconds:.1f} s") from None
+
+
 class Links:
     """Point-to-point links among the members of one group, with a tag for each message; registers nothing with torch.
 
-    Serves one transfer or many. After a failed message it must be closed and replaced.
+    Serves one transfer or many. After a failed message it must be closed and replaced. At most ``window`` messages may
+    be started and not waited for, and with ``one_at_a_time`` a sender waits for each before it starts the next one: all
+    kernels of a trainer rank go through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), where one that waits for
+    its link would hold up messages to other engines, until ranks and engines wait for each other in a circle.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float) -> None:
-        """Returns once every member has joined; NCCL connects two of them with the first message between them.
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        backend: str,
+        host: str,
+        timeout: float,
+        device: torch.device,
+    ) -> None:
+        """Returns once all members are connected; they communicate from ``device``.
 
         This process listens on ``host`` only. Raises RuntimeError when another member does not join within ``timeout``
         seconds.
         """
+        self.window = WINDOWS[backend]
+        self.one_at_a_time = backend == "nccl"
         self._backend = backend
         # Any: torch's stubs lack the methods of both classes.
         self._group: Any
+        deadline = Deadline(timeout)
         store.set_timeout(timedelta(seconds=timeout))
         prefixed = PrefixStore(name, store)
         if backend == "nccl":
@@ -194,7 +235,10 @@ class Links:
             options._timeout = timedelta(seconds=timeout)
             options.config.max_ctas = LINK_BLOCKS
             with _unwatched():
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+                group = self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            # One communicator for all members. Otherwise the first message between two of them makes one for both.
+            left = deadline.left().total_seconds()
+            _within(left, "making the communicator", lambda: group.eager_connect_single_device(device))
         else:
             options = cast(Any, dist.ProcessGroupGloo)._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]

@@ -120,7 +120,7 @@ class ReceivePlanAnswer(SyncMessage, frozen=True):
 class Rendezvous(SyncMessage, frozen=True):
     """Where an engine's ranks and the trainer ranks that send to it make their links, within ``seconds``.
 
-    In the group of the links the trainer ranks ``sources`` come first, then the ``engine_ranks``.
+    In the group of the links the trainer ranks ``sources`` (ascending) come first, then the ``engine_ranks``.
     """
 
     name: str
@@ -137,7 +137,8 @@ class ReceiveRequest(SyncMessage, frozen=True):
     """Command ``stage``: receive an attempt into the arena.
 
     ``base`` is the attempt that deltas build on, or "". With ``headers`` a `BucketHeader` precedes each bucket.
-    ``timeout`` is for the whole transfer and ``stall`` for one message, in seconds.
+    ``timeout`` is for the whole transfer, ``stall`` for one message, and ``patience`` more for the first one of each
+    trainer rank, in seconds.
     """
 
     attempt: str
@@ -147,6 +148,7 @@ class ReceiveRequest(SyncMessage, frozen=True):
     headers: bool
     timeout: float
     stall: float
+    patience: float
 
 
 class CommitRequest(SyncMessage, frozen=True):
@@ -162,7 +164,10 @@ class Empty(SyncMessage, frozen=True):
 
 
 class StageReport(SyncMessage, frozen=True):
-    """How far a rank's staging is. ``digest`` is of all that it received, ``seconds`` by activity."""
+    """How far a rank's staging is. ``digest`` is of all that it received, ``seconds`` by activity.
+
+    The answer to ``stage`` has state "none" on a rank without the plan of the request: its process is new.
+    """
 
     attempt: str = ""
     state: Literal["none", "running", "staged", "failed"] = "none"
@@ -176,20 +181,21 @@ class StageReport(SyncMessage, frozen=True):
 
 
 class EngineLinks(SyncMessage, frozen=True):
-    """One engine of a `SendRequest`: the name of its links, its kind, and its server's URL."""
+    """One engine of a `SendRequest`: the names of its links and its plan, its URL, and the replicas that feed it."""
 
     name: str
-    kind: str
+    plan: str
     url: str
+    replicas: tuple[int, ...]
 
 
 class SendRequest(SyncMessage, frozen=True):
     """Send the present weights to all ``engines``.
 
-    ``links`` names all links that may be used again; others are closed. ``join`` gives, by kind of engine, the seconds
-    for making its links, and ``bases`` the attempt to send deltas against. With ``stream`` buckets are used on arrival;
-    with ``keep`` later attempts may send deltas against this one. ``timeout`` is for the whole transfer and ``stall``
-    for one message, in seconds.
+    ``links`` names all links that may be used again; others are closed. Missing ones are made within ``join`` seconds.
+    ``bases`` gives, by plan, the attempt to send deltas against. With ``stream`` buckets are used on arrival; with
+    ``keep`` later attempts may send deltas against this one. ``timeout`` is for the whole transfer and ``stall`` for
+    one message, in seconds.
     """
 
     attempt: str
@@ -198,18 +204,18 @@ class SendRequest(SyncMessage, frozen=True):
     meeting_point: tuple[str, int]
     engines: tuple[EngineLinks, ...]
     links: tuple[str, ...]
-    join: dict[str, float]
+    join: float
     bases: dict[str, str]
     stream: bool
     keep: bool
 
 
 class SentDigest(NamedTuple):
-    """The digest of one bucket, sent to one rank of every engine of a kind."""
+    """The digest of all that one source of a plan sent to one engine rank."""
 
-    kind: str
+    plan: str
+    source: int
     engine_rank: int
-    tag: int
     digest: int
 
 
@@ -223,10 +229,14 @@ class Confirmation(NamedTuple):
 
 
 class SendReport(SyncMessage, frozen=True):
-    """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity."""
+    """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity.
+
+    ``failed`` has, by URL, why an engine did not get everything; its links are closed.
+    """
 
     digests: tuple[SentDigest, ...]
     confirmed: tuple[Confirmation, ...]
+    failed: dict[str, str]
     seconds: dict[str, float]
     bytes: int
 

@@ -169,10 +169,10 @@ class Plugin:
         _all_succeed(commit, "the commit failed, the weights are mixed")
         return _Committed()
 
-    def around_load(self, stock: Stock, updater: Any, weights: Any) -> tuple[bool, str]:
-        if isinstance(weights, _Committed):
+    def around_load(self, stock: Stock, updater: Any, named_tensors: Any) -> tuple[bool, str]:
+        if isinstance(named_tensors, _Committed):
             return True, "megasync has committed the weights"
-        return stock(updater, weights)
+        return stock(updater, named_tensors)
 
     def _answer(self, command: str, payload: Any, rank: ServingRank) -> object:
         if command == "hello":

@@ -168,9 +168,9 @@ class WeightSync(ABC, Generic[S]):
         await server.resume(attempt)
         self._quarantined.pop(server.url, None)
 
-    async def _leave_ranks(self, method: str) -> None:
+    async def _leave_ranks(self, method: str, *args: Any) -> None:
         """Has the ranks close their groups or links. Raises nothing."""
-        leaving = self._ranks.call(method, timeout=RECOVERY_SECONDS)
+        leaving = self._ranks.call(method, *args, timeout=RECOVERY_SECONDS)
         for failure in await asyncio.gather(leaving, return_exceptions=True):
             if isinstance(failure, BaseException):
                 log.warning("Some trainer ranks did not leave their sync groups: %s", failure)

@@ -80,6 +80,32 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
+    """Raises ConfigError for a split of sequences over ranks that their layers cannot compute."""
+    ranks, sizes = trainer.context_parallel, layout.sizes
+    if ranks == 1:
+        return
+    if layout.value_head:
+        raise ConfigError(f"trainer.context_parallel={ranks} is not implemented for a critic; set it to 1")
+    if layout.spec != "te":
+        return
+    if dtype == "float32":
+        raise ConfigError(
+            f"trainer.context_parallel={ranks} on GPUs requires model.dtype=bfloat16: Transformer Engine has no "
+            f"attention in float32 for it"
+        )
+    heads = {"num_attention_heads": sizes.heads}
+    if not layout.family.latent:
+        heads["num_key_value_heads"] = sizes.groups
+    for name, count in heads.items():
+        if trainer.context_parallel_comm == "a2a" and count % (trainer.tensor_parallel * ranks):
+            raise ConfigError(
+                f"trainer.context_parallel_comm=a2a exchanges heads, but trainer.tensor_parallel="
+                f"{trainer.tensor_parallel} x trainer.context_parallel={ranks} does not divide the model's "
+                f"{name}={count}; set context_parallel_comm=p2p"
+            )
+
+
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
     """Raises ConfigError for a parallelism of expert layers that Megatron cannot train."""
     if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:

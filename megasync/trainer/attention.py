@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megasync.trainer.context import ContextPlan, context_attention
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -205,9 +207,12 @@ def _plain_attention(
 class TreeAttention(torch.nn.Module):
     """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ) -> None:
         super().__init__()
         self._scale = softmax_scale
+        self._context = pg_collection.cp if pg_collection else None
 
     def forward(
         self,
@@ -219,4 +224,7 @@ class TreeAttention(torch.nn.Module):
         packed_seq_params: Any,
         **_: Any,
     ) -> torch.Tensor:
-        return packed_attention(query, key, value, packed_seq_params.plan, self._scale)
+        plan = packed_seq_params.plan
+        if isinstance(plan, ContextPlan):
+            return context_attention(query, key, value, plan, self._scale, self._context)
+        return packed_attention(query, key, value, plan, self._scale)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
+from megasync.trainer.context import ContextPlan, plan_context, split_tokens
 from megasync.trainer.packing import Ints, Lengths, Microbatch
 from megasync.trajectory import Ids
 
@@ -58,23 +60,24 @@ def lengths_of(samples: Sequence[Sample]) -> Lengths:
 class PackedTokens(PackedSeqParams):
     """What Megatron passes to attention and rotary embedding, with additional fields.
 
-    ``rows`` [targets] are the packed positions whose hidden states predict the targets. ``positions`` [tokens] are the
-    positions of tokens in their sequences, ``plan`` says how to attend; both are None for Transformer Engine, which
-    uses ``cu_seqlens``.
+    ``rows`` [own targets] are the positions among this rank's tokens whose hidden states predict targets. ``positions``
+    [tokens] are the positions of tokens in their sequences; None if ``cu_seqlens`` tell them. ``plan`` says how to
+    attend; None for Transformer Engine, which uses ``cu_seqlens``.
     """
 
     rows: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    plan: AttentionPlan | None = None
+    plan: AttentionPlan | ContextPlan | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
     """One microbatch on its device.
 
-    ``index`` is its position among the rank's microbatches. ``ids`` are [1, tokens]. ``targets`` [targets] are grouped
-    by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per sample. ``counted`` is
-    false for a masked copy. The last ``padding`` tokens are padding.
+    ``index`` is its position among the rank's microbatches. ``ids`` [1, tokens] are those of this rank. ``targets``
+    [targets] are grouped by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per
+    sample. ``kept`` are the places of those targets that this rank's tokens predict; None if it has all tokens.
+    ``counted`` is false for a masked copy. ``padding`` [1, tokens] is true at padding.
     """
 
     index: int
@@ -83,13 +86,18 @@ class Batch:
     counts: tuple[int, ...]
     packed: PackedTokens
     counted: bool
-    padding: int
+    padding: torch.Tensor
+    kept: torch.Tensor | None = None
+
+    @property
+    def own_targets(self) -> torch.Tensor:
+        """The targets that this rank's tokens predict."""
+        return self.targets if self.kept is None else self.targets[self.kept]
 
     @property
     def uncounted(self) -> torch.Tensor:
         """[1, tokens], true at padding, and everywhere in a masked copy."""
-        counted = self.ids.shape[1] - self.padding if self.counted else 0
-        return (torch.arange(self.ids.shape[1], device=self.ids.device) >= counted)[None]
+        return self.padding if self.counted else torch.ones_like(self.padding)
 
     @property
     def segments(self) -> torch.Tensor:
@@ -109,6 +117,7 @@ class _Packed:
         self.first_positions: list[int] = []
         self.rows: list[Ints] = []
         self.targets: list[NDArray[np.int32]] = []
+        self.padding: list[range] = []
 
     def add_segment(self, *ids: NDArray[np.int32], first_position: int = 0, prefix: int | None = None) -> int:
         """Appends a segment; returns its first packed position."""
@@ -118,6 +127,18 @@ class _Packed:
         self.segments.append(Segment(start, self.tokens - start, prefix))
         self.first_positions.append(first_position)
         return start
+
+    def pad(self, tokens: int, *, apart: bool) -> None:
+        """Appends padding, as a segment of its own (``apart``) or to the last segment."""
+        if not tokens:
+            return
+        self.padding.append(range(self.tokens, self.tokens + tokens))
+        start = self.add_segment(np.zeros(tokens, dtype=np.int32))
+        if not apart:
+            self.segments.pop()
+            self.first_positions.pop()
+            last = self.segments[-1]
+            self.segments[-1] = last._replace(length=start + tokens - last.start)
 
     def add_tree(self, members: Sequence[Sample]) -> None:
         prompt = members[0].prompt
@@ -147,37 +168,64 @@ class _Packed:
 
 
 def make_batch(
-    microbatch: Microbatch, samples: Samples, *, index: int, multiple: int, device: torch.device, flavour: str
+    microbatch: Microbatch,
+    samples: Samples,
+    *,
+    index: int,
+    multiple: int,
+    device: torch.device,
+    flavour: str,
+    context: tuple[int, int] = (1, 0),
 ) -> Batch:
     """The tensors of one microbatch, padded to its room and to a multiple of ``multiple`` tokens by an unused segment.
 
-    ``flavour`` is that of the layer spec: "te" for plain sequences, "local" for trees.
+    ``flavour`` is that of the layer spec: "te" for plain sequences, "local" for trees. ``context`` are the number of
+    context-parallel ranks and which of them this one is: with more than one, sequences are plain, each is padded to a
+    multiple of twice as many tokens, and the rank gets its share of them (`context.split_tokens`).
     """
+    ranks, rank = context
+    chunks = 2 * ranks if ranks > 1 else 1
     packing = _Packed()
     for tree in microbatch.trees:
         packing.add_tree([samples[sequence] for sequence in tree])
-    padding = max(microbatch.room - packing.tokens, 0)
-    padding += -(packing.tokens + padding) % multiple
-    if padding:
-        packing.add_segment(np.zeros(padding, dtype=np.int32))
+        packing.pad(-packing.tokens % chunks, apart=False)
+    room = max(microbatch.room, packing.tokens)
+    packing.pad(room - packing.tokens + -room % lcm(chunks, ranks * multiple), apart=True)
 
     def tensor(values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
-    # With a plan, attention sees the whole microbatch as one sequence.
-    lengths = [segment.length for segment in packing.segments] if flavour == "te" else [packing.tokens]
+    # With the plan of a tree, attention sees the whole microbatch as one sequence.
+    plain = flavour == "te" or ranks > 1
+    lengths = [segment.length for segment in packing.segments] if plain else [packing.tokens]
     starts, longest = tensor(np.cumsum([0, *lengths], dtype=np.int32)), max(lengths)
-    rows = tensor(np.concatenate(packing.rows))
-    packed = PackedTokens("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, rows=rows)
-    if flavour != "te":
+    packed = PackedTokens("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    ids, rows = np.concatenate(packing.ids, dtype=np.int64), np.concatenate(packing.rows)
+    padding = np.zeros(packing.tokens, dtype=bool)
+    for part in packing.padding:
+        padding[part.start : part.stop] = True
+    kept = None
+    if ranks > 1:
+        own = split_tokens(lengths, ranks)[rank]
+        place = np.full(packing.tokens, -1)
+        place[own] = np.arange(len(own))
+        ids, padding, rows = ids[own], padding[own], place[rows]
+        kept = np.flatnonzero(rows >= 0)
+        rows = rows[kept]
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = starts
+    packed.rows = tensor(rows)
+    if ranks > 1 and flavour != "te":
+        packed.plan = plan_context(lengths, ranks, rank, device)
+    elif flavour != "te":
         packed.positions = tensor(packing.positions())
         packed.plan = plan_attention(packing.segments, device)
     return Batch(
         index=index,
-        ids=tensor(np.concatenate(packing.ids, dtype=np.int64))[None],
+        ids=tensor(ids)[None],
         targets=tensor(np.concatenate(packing.targets, dtype=np.int64)),
         counts=tuple(map(len, packing.targets)),
         packed=packed,
         counted=microbatch.counted,
-        padding=padding,
+        padding=tensor(padding)[None],
+        kept=None if kept is None else tensor(kept),
     )

@@ -1,34 +1,55 @@
-"""Sharded checkpoints that are either complete or absent.
+"""Sharded checkpoints that are either complete or absent, and fit any topology.
 
 All ranks write into ``<path>.partial``, and each syncs its own files to disk, because on a network file system no other
 host can. Only after every rank has finished does rank 0 write the marker COMPLETE and durably rename the folder. A
-failure before that leaves no folder with the final name and does not touch earlier checkpoints. Tensors are loaded
-without unpickling objects.
+failure before that leaves no folder with the final name and does not touch earlier checkpoints. Nothing is unpickled.
 
     <path>/model-{rank}.safetensors         weights, each written by the first rank that holds it
-    <path>/optimizer-{rank}.pt              moments, main weights and random state of each rank
-    <path>/layout.json                      topology, layer spec, dtype and the model's config.json
+    <path>/optimizer-{rank}.safetensors     main weights and moments of a range of each parameter; random state
+    <path>/layout.json                      topology, layer spec, dtype, the model's config.json, optimizer steps
     <path>/state.json                       the caller's state
     <path>/COMPLETE
+
+Weights, main weights and moments are read by the rectangles of the layout that wrote them, so ranks of another
+topology, or of another kind of device, load exactly the same values. Each rank reads only what it holds.
+
+Training waits only until everything is copied to host memory (`begin`). A thread of each rank writes the files, which
+does not hold the GIL, and `finish`, between later steps, makes the checkpoint complete.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.errors import CheckpointError
 from megasync.files import atomic_write, durable_rename, fsync
-from megasync.layout.layout import Layout
-from megasync.layout.shards import LAYOUT, ShardFiles, describe, read_layout, save_written
+from megasync.layout.layout import Box, Layout
+from megasync.layout.shards import (
+    LAYOUT,
+    ShardFiles,
+    TensorFiles,
+    describe,
+    fill_params,
+    fill_rows,
+    layout_of,
+    pieces_by_param,
+    read_json,
+    read_layout,
+    reading_parts,
+    save_written,
+)
 from megasync.trainer.collectives import all_agree, first_failure
 
 log = logging.getLogger(__name__)
@@ -39,15 +60,38 @@ PARTIAL = ".partial"
 FOLDER = "checkpoints"
 
 
+# Of layout.json; the first one had pickled optimizer states that fit one topology only.
+FORMAT = 2
+RANDOM = "random_state"
+MAIN_WEIGHT = "main_weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Slice(NamedTuple):
+    """What a rank's optimizer holds of a parameter: from element ``start`` on, float32 vectors of one length by kind.
+
+    Kinds are the `MOMENTS` after the first step, and with a bfloat16 model the `MAIN_WEIGHT`.
+    """
+
+    start: int
+    tensors: dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a checkpoint."""
+    """One rank's part of a checkpoint.
+
+    ``sharded``: data-parallel ranks hold different slices of a parameter, not the whole. ``updates``: optimizer steps.
+    """
 
     layout: Layout
     dtype: str
     rank: int
     params: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Slice]
+    sharded: bool
+    updates: int
+    random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
 
 
 def step_path(run_dir: str | Path, step: int) -> Path:
@@ -64,7 +108,8 @@ def complete(run_dir: str | Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER
     paths = folder.glob("step-*") if folder.is_dir() else ()
-    return sorted(path for path in paths if (path / MARKER).is_file())
+    # A save may have been killed between the marker and the rename.
+    return sorted(path for path in paths if path.suffix != PARTIAL and (path / MARKER).is_file())
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -96,25 +141,75 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return json.loads((path / STATE).read_text())
 
 
-def save(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
-    """Writes a checkpoint. A collective over all ranks, which must share a file system.
+class Saving:
+    """A checkpoint that a thread of each rank is writing; create it with `begin`."""
 
-    Raises CheckpointError on every rank if any could not write its part; then nothing is left at ``path``.
+    def __init__(self, path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
+        self._path = path
+        self._shard = shard
+        self._state = state
+        self._device = device
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            _write_shard(_partial(self._path), self._shard)
+        except Exception as error:  # noqa: BLE001 - `finish` raises it on every rank
+            self._error = error
+
+    def finish(self, wait: bool) -> bool:
+        """Makes the checkpoint complete once all ranks have written their parts. A collective over all ranks.
+
+        Returns false, without ``wait``, while one of them still writes. Raises CheckpointError on every rank if any
+        could not write its part; then nothing is left at the path.
+        """
+        if wait:
+            self._thread.join()
+        if not all_agree(not self._thread.is_alive(), self._device):
+            return False
+        with _nothing_left_on_failure(self._path, self._shard.rank, self._device):
+            run_collectively(self._raise, "write", self._path, self._device)
+            finish = partial(_finish, self._path, _partial(self._path), self._shard, self._state)
+            run_collectively(finish if self._shard.rank == 0 else _nothing, "finish", self._path, self._device)
+        log.info("Saved %s", self._path)
+        return True
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def begin(path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> Saving:
+    """Copies what this rank writes to host memory, and begins to write a checkpoint. A collective over all ranks.
+
+    They must share a file system, and have no other checkpoint in the making. Raises CheckpointError on every rank if
+    the folder cannot be made.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    with _nothing_left_on_failure(path, shard.rank, device):
+        prepare = partial(_make_room, path, _partial(path))
+        run_collectively(prepare if shard.rank == 0 else _nothing, "prepare", path, device)
+    return Saving(path, _copied(shard), state, device)
+
+
+@contextmanager
+def _nothing_left_on_failure(path: Path, rank: int, device: torch.device) -> Iterator[None]:
     try:
-        run_collectively(lambda: _make_room(path, partial) if shard.rank == 0 else None, "prepare", path, device)
-        run_collectively(lambda: _write_shard(partial, shard), "write", path, device)
-        run_collectively(
-            lambda: _finish(path, partial, shard, state) if shard.rank == 0 else None, "finish", path, device
-        )
+        yield
     except CheckpointError:
-        if shard.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(_partial(path), ignore_errors=True)
         # No rank continues before the remains are removed from the disk.
         all_agree(True, device)
         raise
-    log.info("Saved %s", path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def _nothing() -> None: ...
 
 
 def run_collectively(work: Callable[[], object], what: str, path: Path, device: torch.device) -> None:
@@ -136,31 +231,69 @@ def _make_room(path: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
+def _copied(shard: Shard) -> Shard:
+    """What this rank writes, in host memory: the parameters and slices of which it is the first holder."""
+    rank, writers = shard.rank, shard.layout.writers(shard.rank)
+    peers = _slice_peers(shard.layout, shard.sharded)
+    return replace(
+        shard,
+        params={name: _copy(shard.params[name]) for name, writer in writers.items() if writer == rank},
+        optimizer={
+            name: Slice(start, {kind: _copy(tensor) for kind, tensor in tensors.items()})
+            for name, (start, tensors) in shard.optimizer.items()
+            if name in writers and rank in peers(writers[name], name)
+        },
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def _write_shard(partial: Path, shard: Shard) -> None:
     save_written(partial, shard.layout, shard.rank, shard.params)
-    saved = {"optimizer": shard.optimizer, "random": torch.get_rng_state()}
-    _write_objects(saved, partial / _optimizer_file(shard.rank))
+    tensors = {
+        _key(kind, name): tensor for name, held in shard.optimizer.items() for kind, tensor in held.tensors.items()
+    }
+    starts = json.dumps({name: held.start for name, held in shard.optimizer.items()})
+    file = partial / _optimizer_file(shard.rank)
+    save_file(tensors | {RANDOM: shard.random_state}, file, metadata={"starts": starts})
+    fsync(file)
 
 
-def _write_objects(saved: dict[str, Any], path: Path) -> None:
-    """`torch.save` with fsync, which raises the OSError of a failed write; torch reports only a wrong position."""
-    with path.open("wb") as file:
-        try:
-            torch.save(saved, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        file.flush()
-        os.fsync(file.fileno())
+def _slice_peers(layout: Layout, sharded: bool) -> Callable[[int, str], Iterable[int]]:
+    """(rank, parameter) -> the ranks whose slices together are the parameter as that rank holds it."""
+
+    @cache
+    def experts(rank: int) -> frozenset[str]:
+        return frozenset(item.param for item in layout.of_rank(rank) if item.ep is not None)
+
+    @cache
+    def peers(rank: int, of_expert: bool) -> tuple[int, ...]:
+        topology = layout.topology
+
+        def place(other: int) -> tuple[int, ...]:
+            expert = topology.expert_coords(other)
+            return (expert.ep, expert.etp) if of_expert else (topology.coords(other).tp,)
+
+        stage = topology.stage_ranks(topology.coords(rank).pp)
+        return tuple(other for other in stage if place(other) == place(rank))
+
+    return lambda rank, param: peers(rank, param in experts(rank)) if sharded else (rank,)
+
+
+def _key(kind: str, param: str) -> str:
+    return f"{kind}/{param}"
 
 
 def _optimizer_file(rank: int) -> str:
-    return f"optimizer-{rank}.pt"
+    return f"optimizer-{rank:05d}.safetensors"
 
 
 def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> None:
-    atomic_write(partial / LAYOUT, json.dumps(describe(shard.layout, shard.dtype), indent=1))
+    described = describe(shard.layout, shard.dtype)
+    described |= {"format": FORMAT, "sharded_optimizer": shard.sharded, "updates": shard.updates}
+    atomic_write(partial / LAYOUT, json.dumps(described, indent=1))
     atomic_write(partial / STATE, json.dumps(state, indent=1))
     atomic_write(partial / MARKER, "")
     durable_rename(partial, path)
@@ -168,40 +301,116 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
     fsync(path.parent.parent)
 
 
-def load(
-    path: Path, layout: Layout, dtype: str, rank: int, device: torch.device
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """(weights, optimizer state, caller's state) of one rank; restores torch's random state. A collective.
+@dataclass
+class Loaded:
+    """What a rank holds of a checkpoint besides weights: slices of the optimizer, and its number of steps."""
 
-    Raises CheckpointError on every rank if a file is missing or unreadable on any of them, or if the checkpoint has a
-    different topology, layer spec or dtype.
+    optimizer: dict[str, Slice]
+    updates: int
+    state: dict[str, Any]
+
+
+def load(path: Path, layout: Layout, dtype: str, rank: int, held: Mapping[str, range], device: torch.device) -> Loaded:
+    """One rank's part of a checkpoint without weights; restores torch's random state if it was saved for this topology.
+
+    A collective. ``held`` are the elements of each parameter whose optimizer state this rank holds. Raises
+    CheckpointError on every rank if a file is missing or unreadable on any of them, or if the checkpoint is of another
+    model, dtype or format.
     """
-    content: dict[str, Any] = {}
-
-    def read() -> None:
-        content["state"] = read_state(path)
-        _check_layout(path, layout, dtype)
-        with ShardFiles(path) as files:
-            content["params"] = files.load(layout, rank)
-        saved = torch.load(path / _optimizer_file(rank), map_location="cpu", weights_only=True)
-        content["optimizer"] = saved["optimizer"]
-        torch.set_rng_state(saved["random"])
-
-    run_collectively(read, "read", path, device)
-    return content["params"], content["optimizer"], content["state"]
+    loaded: list[Loaded] = []
+    run_collectively(lambda: loaded.append(_read(path, layout, dtype, rank, held)), "read", path, device)
+    return loaded[0]
 
 
-def _check_layout(path: Path, layout: Layout, dtype: str) -> None:
-    saved, saved_dtype = read_layout(path)
+def _read(path: Path, layout: Layout, dtype: str, rank: int, held: Mapping[str, range]) -> Loaded:
+    state, described = read_state(path), read_json(path / LAYOUT)
+    written = _check(described, layout, dtype)
+    with OptimizerFiles(path, written, described["sharded_optimizer"]) as slices:
+        kinds = [MAIN_WEIGHT] if dtype != "float32" else []
+        kinds += MOMENTS if described["updates"] else []
+        readers = {kind: reading_parts(written, partial(slices.part, kind)) for kind in kinds}
+        pieces, shapes = pieces_by_param(layout, rank), layout.params(rank)
+        optimizer: dict[str, Slice] = {}
+        for name, elements in held.items():
+            columns = (*shapes[name], 1)[1]
+            rows = range(elements.start // columns, -(-elements.stop // columns))
+            within = slice(elements.start - rows.start * columns, elements.stop - rows.start * columns)
+            optimizer[name] = Slice(
+                elements.start,
+                {
+                    kind: fill_rows(shapes[name], pieces[name], rows, read, torch.float32).view(-1)[within]
+                    for kind, read in readers.items()
+                },
+            )
+        if written.topology == layout.topology:
+            torch.set_rng_state(slices.random_state(rank))
+    return Loaded(optimizer, described["updates"], state)
+
+
+def read_weights(
+    path: Path, layout: Layout, dtype: torch.dtype, rank: int, names: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Parameters of a rank, as CPU tensors, from a checkpoint that `load` accepts. Raises CheckpointError."""
+    written, _ = read_layout(path)
+    with ShardFiles(path) as weights:
+        return fill_params(layout, rank, reading_parts(written, weights.part), dtype, names)
+
+
+class OptimizerFiles(TensorFiles):
+    """The optimizer files of a checkpoint that ranks of ``layout`` wrote; CheckpointError names what is missing."""
+
+    index = LAYOUT
+
+    def __init__(self, path: Path, layout: Layout, sharded: bool) -> None:
+        super().__init__(path)
+        self._layout = layout
+        self._peers = _slice_peers(layout, sharded)
+        self._shapes = cache(layout.params)
+        self._starts = cache(self._read_starts)
+
+    def random_state(self, rank: int) -> torch.Tensor:
+        return self._open(_optimizer_file(rank)).get_tensor(RANDOM)
+
+    def part(self, kind: str, rank: int, param: str, box: Box) -> torch.Tensor:
+        """A box of what all ranks hold together of a kind (`Slice`), for a parameter as ``rank`` holds it."""
+        shape = self._shapes(rank)[param]
+        columns = (*shape, 1)[1]
+        begin, end = box.row * columns, (box.row + box.rows) * columns
+        found = torch.empty(end - begin, dtype=torch.float32)
+        missing = end - begin
+        for peer in self._peers(rank, param):
+            start = self._starts(peer).get(param)
+            if start is None:
+                continue
+            stored = self._open(_optimizer_file(peer)).get_slice(_key(kind, param))
+            first, last = max(begin, start), min(end, start + stored.get_shape()[0])
+            if first < last:
+                found[first - begin : last - begin] = stored[first - start : last - start]
+                missing -= last - first
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {missing} elements of {kind} of {param!r} of rank {rank}")
+        return found if len(shape) == 1 else found.view(box.rows, columns)[:, box.col : box.col + box.cols]
+
+    def _read_starts(self, rank: int) -> dict[str, int]:
+        return json.loads(self._open(_optimizer_file(rank)).metadata()["starts"])
+
+
+def _check(described: Mapping[str, Any], layout: Layout, dtype: str) -> Layout:
+    """The layout of a checkpoint, given its layout.json. Raises CheckpointError unless ``layout`` can load it."""
+    if (found := described.get("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"it has format {found}, but this version of megasync reads format {FORMAT}; export it (megasync export) "
+            f"and start a new run from the exported model"
+        )
+    written, saved_dtype = layout_of(described)
     for what, there, here in (
-        ("topology", saved.topology, layout.topology),
-        ("layer spec", saved.spec, layout.spec),
-        ("model sizes", saved.sizes, layout.sizes),
-        ("value head", saved.value_head, layout.value_head),
+        ("model sizes", written.sizes, layout.sizes),
+        ("value head", written.value_head, layout.value_head),
         ("dtype", saved_dtype, dtype),
     ):
         if there != here:
             raise CheckpointError(
-                f"its {what} is {there}, but this run's is {here}; resume with the same layout, or export the "
-                f"checkpoint and start from the exported model"
+                f"its {what} is {there}, but this run's is {here}; export the checkpoint and start from the exported "
+                f"model"
             )
+    return written

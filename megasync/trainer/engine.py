@@ -1,8 +1,8 @@
 """One Megatron rank of the policy: load weights, score tokens, accumulate gradients, update, save.
 
 Every public method is a collective: all ranks call it in the same order. What a rank computes is its `Share` of a
-packing, which every rank plans from the same lengths, so ranks agree on it without communication. Tensor and pipeline
-peers have the same share. Nothing that a rank holds or sends grows with the number of ranks.
+packing, which every rank plans from the same lengths, so ranks agree on it without communication. Tensor, context
+and pipeline peers have the same share. Nothing that a rank holds or sends grows with the number of ranks.
 
 A bfloat16 model holds bfloat16 weights, also on a CPU, with float32 gradients and main weights in the optimizer.
 Float32 weights under autocast would be cast again in every microbatch, and Megatron's linear layers leave autocast in
@@ -31,17 +31,20 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megasync.config.megatron_options import check_megatron, converted
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
-from megasync.errors import ConfigError, TrainingError
+from megasync.errors import CheckpointError, ConfigError, TrainingError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
-from megasync.trainer.architecture import check_architecture, check_experts
+from megasync.trainer.architecture import check_architecture, check_context, check_experts
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
+from megasync.trainer.context import from_all_ranks
+from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
 from megasync.trainer.offload import Memory, memory_of
@@ -83,6 +86,7 @@ class MegatronEngine:
         total_steps: training step at which the learning rate decay ends.
         seed: for Megatron's random states, and for a value head that the model folder does not contain.
         trains: false for an engine that only scores; it has no gradients and no optimizer.
+        collective_seconds: deadline of one collective in Megatron's process groups.
         value_head: builds a critic. `run` passes values instead of logits to ``evaluate``; log-probs are unavailable.
     """
 
@@ -96,6 +100,7 @@ class MegatronEngine:
         seed: int = 0,
         trains: bool = True,
         value_head: bool = False,
+        collective_seconds: float = 1800.0,
     ) -> None:
         self.model_config = model
         self.trainer_config = trainer
@@ -110,77 +115,94 @@ class MegatronEngine:
         self.layout = Layout(hf_config, self.topology, device.spec, value_head)
         check_architecture(hf_config)
         check_experts(self.layout, trainer)
+        check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
+        check_context(self.layout, trainer, model.dtype)
         self.total_steps = total_steps
         self._seed = seed
+        self._collective_seconds = collective_seconds
         self._trains = trains
         self._reference: ReferenceWeights | None = None
+        self._saving: checkpoint.Saving | None = None
 
-    def initialize(self) -> None:
+    def initialize(self, load: Callable[[Layout, int, torch.dtype], dict[str, torch.Tensor]] | None = None) -> None:
         """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
 
-        Raises ConfigError if the world size does not match the topology, and CheckpointError if the weights in the
-        folder do not match its config.json.
+        A rehearsal without weights passes its own ``load``. Raises ConfigError if the world size
+        does not match the topology, and CheckpointError if the weights in the folder do not match its config.json.
         """
         config = self.trainer_config
-        open_process_groups(self.topology)
+        open_process_groups(self.topology, self._collective_seconds)
         model_parallel_cuda_manual_seed(self._seed)
         # Megatron does not annotate these.
         self._tensor_group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        self._context_group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
         self.data_group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
-        self._chunks = build_chunks(self.layout, config, self.device, self.dtype)
-        self._params = named_weights(self._chunks)
-        defaults = fresh_value_head(self.layout, self._seed) if self.layout.value_head else {}
-        weights = load_shards(self.model_config.path, self.layout, self.rank, torch.float32, defaults)
+        self.chunks = build_chunks(self.layout, config, self.device, self.dtype)
+        self.weights = named_weights(self.chunks)
+        weights = (load or self._load_folder)(self.layout, self.rank, torch.float32)
         self._write(weights)
         # The chunks wrapped for training; empty in an engine that only scores.
-        self._wrapped: list[DistributedDataParallel] = []
+        self.wrapped: list[DistributedDataParallel] = []
         if self._trains:
             self._prepare_training(weights)
-        log.info("Rank %d holds %d parameters", self.rank, sum(p.numel() for p in self._params.values()))
+        log.info("Rank %d holds %d parameters", self.rank, sum(p.numel() for p in self.weights.values()))
+
+    def _load_folder(self, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        path = self.model_config.path
+        defaults = fresh_value_head(layout, self._seed) if layout.value_head else {}
+        read = partial(load_shards, path, layout, rank, dtype, defaults)
+        return load_once(read, Path(path), layout, rank, dtype, self.device.torch_device)
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
         config = self.trainer_config
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.distributed_optimizer and config.data_parallel > 1,
+            use_distributed_optimizer=config.distributed_optimizer and self.topology.data * self.topology.context > 1,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            **converted("ddp", config.megatron.ddp),
         )
-        self._wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self._chunks]
-        self._chunks[0].config.finalize_model_grads_func = finalize_summed_grads
-        self._optimizer = Optimizer(
-            self._wrapped, config.optimizer, self.total_steps, self.dtype, self.device.torch_device
-        )
-        self._optimizer.start_from(self._params, weights)
+        self.wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self.chunks]
+        schedule = self.chunks[0].config
+        schedule.finalize_model_grads_func = finalize_summed_grads
+        if config.overlap_grad_reduce:
+            # All microbatches but the last only accumulate; without these functions each would be reduced.
+            waits = [model.no_sync for model in self.wrapped]
+            # Megatron declares one function and takes one for each chunk.
+            schedule.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer = Optimizer(self.wrapped, config, self.total_steps, self.dtype, self.device.torch_device)
+        self.optimizer.start_from(self.weights, weights)
 
     @property
     def _models(self) -> list[torch.nn.Module]:
-        return [*(self._wrapped or self._chunks)]
+        return [*(self.wrapped or self.chunks)]
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters under the names of `Layout.params`."""
-        return {name: param.data for name, param in self._params.items()}
+        return {name: param.data for name, param in self.weights.items()}
 
     def memory(self) -> Memory:
         """The memory of this rank on its device except activations; see `offload.Offload`."""
-        return memory_of(self._wrapped, self._params.values(), self._optimizer if self._trains else None)
+        return memory_of(self.wrapped, self.weights.values(), self.optimizer if self._trains else None)
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, param in self._params.items():
+            for name, param in self.weights.items():
                 param.copy_(weights[name])
 
     # Computation
 
     def plan(self, lengths: Lengths) -> Packing:
         """Packs sequences for all ranks; not a collective. See `share` for what this rank computes of it."""
-        sizes = self.layout.sizes
+        sizes, context = self.layout.sizes, self.topology.context
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
         return plan_packing(
             lengths,
             ranks=self.topology.data,
-            budget=self.trainer_config.tokens_per_microbatch,
+            budget=self.trainer_config.tokens_per_microbatch * context,
             attention_cost=2 * sizes.q_rows / linear,
-            share_prompts=self.device.spec == "local",
+            share_prompts=self.device.spec == "local" and context == 1,
             multiple=self.topology.pipeline if self.topology.virtual > 1 else 1,
+            chunks=2 * context if context > 1 else 1,
         )
 
     def own_microbatches(self, packing: Packing) -> list[Microbatch]:
@@ -211,15 +233,15 @@ class MegatronEngine:
 
     def zero_grad(self) -> None:
         """Zeroes the gradients."""
-        for model in self._wrapped:
+        for model in self.wrapped:
             model.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def update(self, step: int, loss_is_finite: bool) -> Update:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
         value.
         """
-        return self._optimizer.step(step, loss_is_finite)
+        return self.optimizer.step(step, loss_is_finite)
 
     def score(self, share: Share, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
         """Log-probs of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
@@ -252,7 +274,7 @@ class MegatronEngine:
         parts = [torch.zeros(len(sample.scored), device=self.device.torch_device) for sample in samples]
         scores = self.score(share, temperature=temperature, reference=reference)
         for microbatch, logprobs in zip(share.microbatches, scores, strict=False):
-            if microbatch.counted and self.coords.tp == 0:
+            if microbatch.counted and self.coords.tp == self.coords.cp == 0:
                 own = [parts[index] for index in microbatch.sequences]
                 for part, values in zip(own, logprobs.split([len(part) for part in own]), strict=True):
                     part.copy_(values)
@@ -272,7 +294,7 @@ class MegatronEngine:
 
         Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first.
         """
-        set_step_tokens(self._chunks, share.tokens)
+        set_step_tokens(self.chunks, share.tokens)
         balanced = self.trainer_config.moe_aux_loss > 0
         interleaved = self.topology.virtual > 1
         batches = [self._batches(share) for _ in self._models]
@@ -297,22 +319,29 @@ class MegatronEngine:
                 multiple=self.topology.tensor if parallel else 1,
                 device=self.device.torch_device,
                 flavour=self.device.spec,
+                context=(self.topology.context, self.coords.cp),
             )
 
     def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy of each target, float32 [targets], from the logits that `run` passes to ``evaluate``.
 
-        Raises TrainingError if the engine has a value head.
+        Context-parallel ranks return the same, and must compute the same loss of it: each has the logits of its own
+        targets, and gets their gradients. Raises TrainingError if the engine has a value head.
         """
         if self.layout.value_head:
             raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
-        return token_logprobs(
+        own = token_logprobs(
             logits,
-            batch.targets,
+            batch.own_targets,
             vocab_size=self.layout.sizes.vocab,
             temperature=temperature,
             group=self._tensor_group,
         )
+        if batch.kept is None:
+            return own
+        count, group = len(batch.targets), self._context_group
+        logprobs, entropies = (from_all_ranks(values, batch.kept, count, group) for values in own)
+        return logprobs, entropies
 
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
@@ -333,43 +362,68 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Copies the current weights to host memory, for `score` with ``reference``."""
-        self._reference = ReferenceWeights(self._chunks, self.device)
+        self._reference = ReferenceWeights(self.chunks, self.device)
 
     # Checkpoints
 
     def save(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint that includes ``state`` (JSON); see `checkpoint.save`. Raises CheckpointError."""
-        checkpoint.save(
-            Path(path),
-            checkpoint.Shard(
-                layout=self.layout,
-                dtype=self.model_config.dtype,
-                rank=self.rank,
-                params=self.params(),
-                optimizer=self._optimizer.state(),
-            ),
-            dict(state or {}),
-            self.device.torch_device,
+        """Writes a checkpoint that includes ``state`` (JSON). Raises CheckpointError; then nothing is at ``path``."""
+        self.begin_save(path, state or {})
+        self.finish_save(wait=True)
+
+    def begin_save(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Copies everything to host memory and begins to write a checkpoint; see `finish_save`.
+
+        Raises CheckpointError if there is something at ``path``.
+        """
+        shard = checkpoint.Shard(
+            layout=self.layout,
+            dtype=self.model_config.dtype,
+            rank=self.rank,
+            params=self.params(),
+            optimizer=self.optimizer.slices(self.weights),
+            sharded=self.optimizer.sharded,
+            updates=self.optimizer.updates,
         )
+        self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device)
+
+    def finish_save(self, wait: bool) -> bool:
+        """Whether the checkpoint of `begin_save` is complete; with ``wait`` it then is.
+
+        Raises CheckpointError if it could not be written; then nothing is at its path.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            raise CheckpointError("no checkpoint is being written; call begin_save first")
+        if not saving.finish(wait):
+            self._saving = saving
+            return False
+        return True
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.
 
-        Raises CheckpointError if the checkpoint is incomplete or has a different layout.
+        It may be of another topology. Raises CheckpointError if it is incomplete, or of another model or dtype.
         """
-        params, optimizer, state = checkpoint.load(
-            Path(path), self.layout, self.model_config.dtype, self.rank, self.device.torch_device
+        found = checkpoint.load(
+            Path(path),
+            self.layout,
+            self.model_config.dtype,
+            self.rank,
+            self.optimizer.ranges(self.weights),
+            self.device.torch_device,
         )
-        self._write(params)
-        self._optimizer.reload_weights()
-        self._optimizer.load_state(optimizer)
-        return state
+        read = partial(checkpoint.read_weights, Path(path), self.layout, self.dtype, self.rank)
+        self._write(load_once(read, Path(path), self.layout, self.rank, self.dtype, self.device.torch_device))
+        self.optimizer.reload_weights()
+        self.optimizer.restore(self.weights, found.optimizer, found.updates)
+        return found.state
 
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""
         # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient
         # hooks, which the garbage collector cannot see: model and process groups would never be freed.
-        for module in (module for chunk in self._chunks for module in chunk.modules()):
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
             dispatcher = vars(module).get("token_dispatcher")
             for name, value in vars(dispatcher).items() if dispatcher else ():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -377,15 +431,18 @@ class MegatronEngine:
         parallel_state.destroy_model_parallel()
 
 
-def open_process_groups(topology: Topology) -> None:
+def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
     """Opens Megatron's process groups, which several engines of one process share. A collective.
+
+    ``seconds`` is the deadline of a collective in them; by default Megatron's own.
 
     Raises ConfigError if the world has another size, or groups of other sizes are already open in this process.
     """
     world = dist.get_world_size()
     if world != topology.world:
         raise ConfigError(
-            f"the trainer has {world} ranks, but trainer.tensor_parallel x pipeline_parallel x data_parallel is "
+            f"the trainer has {world} ranks, but trainer.tensor_parallel x context_parallel x pipeline_parallel x "
+            f"data_parallel is "
             f"{topology.world}"
         )
     virtual = topology.virtual if topology.virtual > 1 else None
@@ -394,14 +451,19 @@ def open_process_groups(topology: Topology) -> None:
             topology.tensor,
             topology.pipeline,
             virtual,
+            context_parallel_size=topology.context,
             expert_model_parallel_size=topology.expert,
             expert_tensor_parallel_size=topology.expert_tensor_size,
             create_gloo_process_groups=False,
+            # Megatron makes a timedelta of it, for which fractions of a minute are fine.
+            distributed_timeout_minutes=seconds / 60,  # pyright: ignore[reportArgumentType]
         )
         return
-    needed = (topology.tensor, topology.pipeline, virtual, topology.expert, topology.expert_tensor_size)
+    needed = (topology.tensor, topology.context, topology.pipeline, virtual)
+    needed += (topology.expert, topology.expert_tensor_size)
     current = (
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
@@ -409,8 +471,8 @@ def open_process_groups(topology: Topology) -> None:
     )
     if current != needed:
         raise ConfigError(
-            f"Megatron's process groups are already open in this process with sizes {current} (tensor, pipeline, "
-            f"virtual, expert, expert tensor), but this engine needs {needed}; use the same sizes for all "
+            f"Megatron's process groups are already open in this process with sizes {current} (tensor, context, "
+            f"pipeline, virtual, expert, expert tensor), but this engine needs {needed}; use the same sizes for all "
             f"engines of a process"
         )
 

@@ -9,6 +9,7 @@ passes the shared key through an operation whose backward pass sums over tensor 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from megasync.layout.layout import Layout
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.rotary import PackedRotary, attention_factor
 
+# The channels of a pair are adjacent, and not in the halves. megatron-core 0.16 concludes that from the configuration.
+_ADJACENT_PAIRS = "mla_rotary_interleaved"
+_PAIRS = {_ADJACENT_PAIRS: True} if _ADJACENT_PAIRS in signature(apply_rotary_pos_emb).parameters else {}
+
 
 class LatentAttention(MLASelfAttention):
     """Supports both layer flavours: down projections sharded over tensor ranks (local) or whole (Transformer Engine).
@@ -39,6 +44,13 @@ class LatentAttention(MLASelfAttention):
         self._attention_factor = attention_factor(rope)
         whole = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
         self._sharded = self.get_parameter("linear_kv_down_proj.weight").shape[0] < whole
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Modules by name. Called by megatron-core 0.19 only, which gives queries without a latent a norm."""
+        resolved = super()._resolve_qk_norm_config(submodules)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.config.q_lora_rank is None:
+            resolved["linear_q_proj"] = submodules.linear_q_proj
+        return resolved
 
     def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride] - called by name
         self,
@@ -102,6 +114,7 @@ class LatentAttention(MLASelfAttention):
             cu_seqlens=packed.cu_seqlens_q,
             mscale=self._attention_factor,
             cp_group=self.pg_collection.cp,
+            **_PAIRS,
         )
 
 

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
+from megasync.config.megatron_options import converted
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
@@ -43,6 +47,8 @@ class PolicyModel(GPTModel):
 
     # Each tensor rank has a shard of the output layer, and so computes a partial gradient of the hidden states.
     splits_output = True
+    # Whether logits are computed in float32, whatever the dtype of the weights.
+    float32_head = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +78,14 @@ class PolicyModel(GPTModel):
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(rows, weight=tied)[0]
+        if not self.float32_head:
+            return self.output_layer(rows, weight=tied)[0]
+        if not self.config.sequence_parallel:
+            rows = copy_to_tensor_model_parallel_region(rows)
+        # A pipeline's last stage has its own copy of a tied weight, so one of the two exists.
+        weight = self.output_layer.weight if tied is None else tied
+        assert weight is not None
+        return linear(rows.float(), weight.float())
 
 
 class ValueModel(PolicyModel):
@@ -118,6 +131,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             model.rotary_pos_emb = PackedRotary(  # pyright: ignore[reportAttributeAccessIssue]
                 rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
             )
+        model.float32_head = trainer.float32_head
         # Megatron creates the gates of routers and shared experts on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     _check_parameters(chunks, layout, rank)
@@ -159,9 +173,8 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
     sizes, params = layout.sizes, layout.params(0)
     fused = device.spec == "te"
     virtual = layout.topology.virtual
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     latent = layout.family.latent
-    config = (MLATransformerConfig if latent else TransformerConfig)(
+    options: dict[str, Any] = dict(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
         ffn_hidden_size=sizes.intermediate,
@@ -181,6 +194,8 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=trainer.tensor_parallel,
+        context_parallel_size=trainer.context_parallel,
+        cp_comm_type=trainer.context_parallel_comm,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         num_layers_in_first_pipeline_stage=trainer.first_stage_layers,
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
@@ -191,7 +206,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         batch_p2p_comm=virtual == 1,
         # The loss is already normalised by the global token count, so Megatron must not average it.
         calculate_per_token_loss=True,
-        use_cpu_initialization=device.kind == "cpu",
+        use_cpu_initialization=not fused,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
@@ -200,14 +215,35 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        **(recompute if trainer.recompute == "full" else {}),
+        **_recompute_options(trainer),
         **_expert_options(layout, trainer, device),
         **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
+    own = converted("model", trainer.megatron.model)
+    try:
+        config = (MLATransformerConfig if latent else TransformerConfig)(**(options | own))
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"Megatron refuses the options of trainer: {error}; change them (docs/megatron_options.md)"
+        ) from error
     # Set after Megatron's validation, which forbids it with the allgather dispatcher. Here it is safe: microbatches
     # differ in length, but those that meet in a dispatcher are padded to the same length (`packing.pad_alike`).
     config.variable_seq_lengths = True
     return config
+
+
+def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:
+    if trainer.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(trainer.recompute_modules)}
+    if trainer.recompute is None:
+        return {}
+    if trainer.recompute_layers is None:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": trainer.recompute_layers,
+    }
 
 
 def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> dict[str, Any]:
@@ -229,6 +265,8 @@ def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> d
         "expert_tensor_parallel_size": layout.topology.expert_tensor_size,
         "moe_grouped_gemm": device.spec == "te",
         "moe_token_dispatcher_type": device.expert_dispatcher,
+        "moe_permute_fusion": trainer.moe_permute_fusion,
+        "moe_shared_expert_overlap": trainer.moe_shared_expert_overlap,
     }
 
 
@@ -236,6 +274,10 @@ def _check_parameters(chunks: Sequence[PolicyModel], layout: Layout, rank: int) 
     """Raises ConfigError unless the layout table and Megatron agree on every name and shape."""
     built = {name: tuple(weight.shape) for name, weight in named_weights(chunks).items()}
     planned = layout.params(rank)
-    if built != planned:
-        differing = sorted(set(built.items()) ^ set(planned.items()))
-        raise ConfigError(f"the layout table and the Megatron model differ in {len(differing)} entries: {differing}")
+    differing = sorted(name for name in built.keys() | planned.keys() if built.get(name) != planned.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"the layout table and the Megatron model differ in {len(differing)} parameter(s), first {name}: the "
+            f"table has {planned.get(name, 'none')}, the model {built.get(name, 'none')}"
+        )

@@ -17,8 +17,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megasync.config.schema import OptimizerConfig
-from megasync.errors import CheckpointError, ConfigError
+from megasync.config.megatron_options import converted
+from megasync.config.schema import OptimizerConfig, TrainerConfig
+from megasync.errors import ConfigError
+from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice
 from megasync.trainer.collectives import all_agree
 
 if TYPE_CHECKING:
@@ -60,15 +62,17 @@ class Optimizer:
     def __init__(
         self,
         models: Sequence[DistributedDataParallel],
-        config: OptimizerConfig,
+        trainer: TrainerConfig,
         total_steps: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config = config
+        self._config = config = trainer.optimizer
         self._total_steps = total_steps
         self._device = device
         self._keeps_main_weights = dtype != torch.float32
+        # Updates so far, which Adam's bias correction needs.
+        self.updates = 0
         # Annotated as the base class, but Megatron always returns a chain: dense parameters and experts.
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -83,6 +87,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=models[0].ddp_config.use_distributed_optimizer,
+                **converted("optimizer", trainer.megatron.optimizer),
             ),
             list(models),
             use_gloo_process_groups=False,
@@ -118,7 +123,16 @@ class Optimizer:
                 params: list[torch.Tensor] = [*part.get_parameters()]
                 clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm)
         self._optimizer.step_with_ready_grads()
+        self.updates += 1
         return Update(True, norm, lr)
+
+    def update_without_values(self) -> None:
+        """Does what `step` does to tensors that have no values: creates the moments and writes the weights."""
+        for group in self._optimizer.param_groups:
+            if "fused" in group:
+                group["fused"] = False  # torch has no kernel for the meta device
+        self._optimizer.prepare_grads()
+        self._optimizer.step_with_ready_grads()
 
     def reload_weights(self) -> None:
         """Copies the model's weights to the main weights, after the model was written from outside."""
@@ -133,59 +147,77 @@ class Optimizer:
         """
         if not self._keeps_main_weights:
             return
-        for name, param in params.items():
-            # None if another data-parallel rank holds all of this parameter's main weights. Buffers have none.
-            main: torch.Tensor | None = getattr(param, "main_param", None)
-            if main is not None and isinstance(param, torch.nn.Parameter):
-                exact = weights[name].to(param.device)
-                if getattr(param, "main_param_sharded", False):
-                    held = self._range(param)
-                    exact = exact.view(-1)[held.start : held.end]
-                main.data.copy_(exact)
+        for name, (main, start) in self._held(params).items():
+            exact = weights[name].to(main.device).view(-1)[start : start + main.numel()]
+            main.data.copy_(exact.view(main.shape))
 
-    def _range(self, param: torch.nn.Parameter) -> Any:
-        """The range of a parameter's elements whose main weights this rank holds; experts have a separate optimizer."""
-        distributed = (part for part in self._optimizer.chained_optimizers if isinstance(part, DistributedOptimizer))
-        owner = next(part for part in distributed if param in part.model_param_gbuf_map)
-        return owner._get_model_param_range_map(param)["param"]
+    def _held(self, params: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+        """For each parameter, the inner optimizers' tensor of it, and the element at which that begins.
+
+        Without those that only other data-parallel ranks hold, and without buffers.
+        """
+        known = {id(tensor) for tensor in self._parameters()}
+        shards = (self._shard(param) for param in params.values())
+        return {name: shard for name, shard in zip(params, shards, strict=True) if id(shard[0]) in known}
+
+    def _shard(self, param: torch.Tensor) -> tuple[torch.Tensor, int]:
+        for part in self._optimizer.chained_optimizers:
+            if not isinstance(part, DistributedOptimizer) or not isinstance(param, torch.nn.Parameter):
+                continue
+            # Experts have an optimizer of their own.
+            if param in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[param]
+                elements: Any = part._get_model_param_range_map(param)["param"]
+                return part.optimizer.param_groups[group]["params"][place], elements.start
+        main: torch.Tensor | None = getattr(param, "main_param", None)
+        return param if main is None else main, 0
 
     def tensors(self) -> list[torch.Tensor]:
         """Main weights and moments; in float32 the main weights are the model's weights."""
         moments = (value for inner in self._inner() for state in inner.state.values() for value in state.values())
         return [*self._parameters(), *(value for value in moments if isinstance(value, torch.Tensor))]
 
-    def state(self) -> dict[str, Any]:
-        """Moments, step counts and main weights of this rank, as tensors and plain containers."""
-        state: dict[str, Any] = {
-            "moments": [inner.state_dict()["state"] for inner in self._inner()],
-            # Transformer Engine's Adam counts steps per group, torch's among the moments.
-            "steps": [[group.get("step") for group in inner.param_groups] for inner in self._inner()],
-        }
-        if self._keeps_main_weights:
-            state["main_weights"] = [param.data for param in self._parameters()]
-        return state
+    @property
+    def sharded(self) -> bool:
+        """Whether data-parallel ranks hold different parts of main weights and moments."""
+        return any(isinstance(part, DistributedOptimizer) for part in self._optimizer.chained_optimizers)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restores a `state`. Hyperparameters stay those of the current configuration.
+    def ranges(self, params: Mapping[str, torch.Tensor]) -> dict[str, range]:
+        """The elements of each parameter of which this rank holds main weights and moments."""
+        return {name: range(start, start + held.numel()) for name, (held, start) in self._held(params).items()}
 
-        Raises CheckpointError if the state was saved for other parameters.
-        """
-        inner = self._inner()
-        params = list(self._parameters())
-        main = state.get("main_weights", [])
-        expected = [param.shape for param in params] if self._keeps_main_weights else []
-        if len(state["moments"]) != len(inner) or [tensor.shape for tensor in main] != expected:
-            raise CheckpointError("the checkpoint's optimizer state was saved for other parameters")
-        for optimizer, moments, steps in zip(inner, state["moments"], state["steps"], strict=True):
-            groups = optimizer.state_dict()["param_groups"]
+    def slices(self, params: Mapping[str, torch.Tensor]) -> dict[str, Slice]:
+        """Main weights and moments of this rank, by parameter; on its device, not copied."""
+        states = {id(param): state for inner in self._inner() for param, state in inner.state.items()}
+        slices: dict[str, Slice] = {}
+        for name, (held, start) in self._held(params).items():
+            tensors = {kind: states[id(held)][kind].view(-1) for kind in MOMENTS if self.updates}
+            if self._keeps_main_weights:
+                tensors[MAIN_WEIGHT] = held.data.view(-1)
+            slices[name] = Slice(start, tensors)
+        return slices
+
+    def restore(self, params: Mapping[str, torch.Tensor], slices: Mapping[str, Slice], updates: int) -> None:
+        """Restores what `slices` returned, after as many updates. Hyperparameters stay those of the configuration."""
+        self.updates = updates
+        saved = {id(held): (held, slices[name].tensors) for name, (held, _) in self._held(params).items()}
+        for inner in self._inner():
+            own = [param for group in inner.param_groups for param in group["params"]]
             # Frees the moments first: torch would otherwise hold old and new ones at the same time.
-            optimizer.state.clear()
-            optimizer.load_state_dict({"state": moments, "param_groups": groups})
-            for group, count in zip(optimizer.param_groups, steps, strict=True):
-                if count is not None:
-                    group["step"] = count
-        for param, saved in zip(params, main, strict=bool(main)):
-            param.data.copy_(saved)
+            inner.state.clear()
+            moments: dict[int, dict[str, torch.Tensor]] = {}
+            for index, param in enumerate(own if updates else ()):
+                held, tensors = saved[id(param)]
+                moments[index] = {kind: tensors[kind].view(held.shape) for kind in MOMENTS}
+                if isinstance(inner, torch.optim.AdamW):
+                    moments[index]["step"] = torch.tensor(float(updates))
+            inner.load_state_dict({"state": moments, "param_groups": inner.state_dict()["param_groups"]})
+            for group in inner.param_groups if updates and not isinstance(inner, torch.optim.AdamW) else ():
+                # Transformer Engine's Adam counts steps per group, torch's among the moments.
+                group["step"] = updates
+        if self._keeps_main_weights:
+            for held, tensors in saved.values():
+                held.data.copy_(tensors[MAIN_WEIGHT].view(held.shape))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [param for inner in self._inner() for group in inner.param_groups for param in group["params"]]

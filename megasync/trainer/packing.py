@@ -65,13 +65,15 @@ class Microbatch:
 class Trees:
     """Arrays over trees. The sequences of tree i are ``members[starts[i]:starts[i + 1]]``.
 
-    ``work`` is in units of one token's linear layers.
+    ``tokens`` include padding; ``unpadded`` is their sum without it. ``work`` is in units of one token's linear
+    layers.
     """
 
     members: Ints
     starts: Ints
     tokens: Ints
     work: Floats
+    unpadded: int
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Packing:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of all ranks' microbatches without masked copies."""
-        return int(self.tokens[: self.counted].sum())
+        """Tokens of all ranks' microbatches without masked copies and padding."""
+        return self.trees.unpadded
 
     def microbatches(self, rank: int, peers: range | None = None) -> list[Microbatch]:
         """The microbatches of a rank, each padded to the longest of the same position among ``peers`` if given."""
@@ -112,7 +114,14 @@ class Packing:
 
 
 def plan_packing(
-    lengths: Lengths, *, ranks: int, budget: int, attention_cost: float, share_prompts: bool, multiple: int = 1
+    lengths: Lengths,
+    *,
+    ranks: int,
+    budget: int,
+    attention_cost: float,
+    share_prompts: bool,
+    multiple: int = 1,
+    chunks: int = 1,
 ) -> Packing:
     """Packs sequences into microbatches for each rank, balanced by work.
 
@@ -123,10 +132,11 @@ def plan_packing(
         budget: tokens of a microbatch.
         attention_cost: work of one query-key pair, in units of one token's linear layers.
         share_prompts: without it, each sequence is a tree of its own.
+        chunks: each tree is padded to a multiple of as many tokens.
     """
     if not len(lengths.fed):
         raise ValueError("nothing to pack")
-    trees = build_trees(lengths, ranks * multiple, budget, attention_cost, share_prompts)
+    trees = build_trees(lengths, ranks * multiple, budget, attention_cost, share_prompts, chunks)
     by_work = np.argsort(-trees.work, kind="stable")
     tokens, work = trees.tokens[by_work], trees.work[by_work]
     # A lower bound: by volume, and because two trees of more than half the budget never share a microbatch.
@@ -150,7 +160,9 @@ def plan_packing(
 STEPS = 64
 
 
-def build_trees(lengths: Lengths, parts: int, budget: int, attention_cost: float, share_prompts: bool) -> Trees:
+def build_trees(
+    lengths: Lengths, parts: int, budget: int, attention_cost: float, share_prompts: bool, chunks: int = 1
+) -> Trees:
     """Puts every sequence on one tree. Splits trees at ``budget`` tokens, and into at least ``parts`` if possible."""
     prompt, fed = lengths.prompt_tokens, lengths.fed
     if share_prompts:
@@ -162,7 +174,8 @@ def build_trees(lengths: Lengths, parts: int, budget: int, attention_cost: float
     root = prompt[starts]
     tokens = root + np.add.reduceat(fed, starts)
     pairs = root * (root + 1) // 2 + np.add.reduceat(fed * prompt + fed * (fed + 1) // 2, starts)
-    return Trees(members, np.append(starts, len(members)), tokens, tokens + attention_cost * pairs)
+    padded = -(-tokens // chunks) * chunks
+    return Trees(members, np.append(starts, len(members)), padded, padded + attention_cost * pairs, int(tokens.sum()))
 
 
 def _split(lengths: Lengths, parts: int, budget: int) -> tuple[Ints, NDArray[np.bool_]]:

@@ -101,6 +101,8 @@ class TrainerRank:
             self._rank,
             total_steps=config.schedule.total_steps,
             seed=config.seed,
+            # Later than the deadline by which the driver notices a hung rank: its peers would seem to have failed.
+            collective_seconds=2 * config.timeouts.train_step,
         )
         self._engine.initialize()
         self._policy = PolicyTrainer(
@@ -125,9 +127,13 @@ class TrainerRank:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""
         return self._engine.logprobs(sequences)
 
-    def save(self, path: str, state: dict[str, Any]) -> None:
-        """Writes a checkpoint; see `MegatronEngine.save`."""
-        self._engine.save(Path(path), state)
+    def begin_save(self, path: str, state: dict[str, Any]) -> None:
+        """Begins to write a checkpoint; see `MegatronEngine.begin_save`."""
+        self._engine.begin_save(Path(path), state)
+
+    def finish_save(self, wait: bool) -> bool:
+        """Whether that checkpoint is complete; see `MegatronEngine.finish_save`."""
+        return self._engine.finish_save(wait)
 
     def load(self, path: str) -> None:
         """Restores a checkpoint; see `MegatronEngine.load`."""

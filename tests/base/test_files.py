@@ -114,12 +114,13 @@ OTHER_WRITERS = {
     "observe/metrics.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",
     "preflight/cluster_checks.py": "a probe of a shared folder, removed afterwards",
+    "rehearsal/child.py": "the pipe to another process",
+    "rehearsal/driver.py": "the log of a process, in a temporary folder",
     "rewards/sandbox_child.py": "a program's scratch folder, and what the kernel reads of its namespaces",
     "serving/engine_blueprint.py": "a scratch folder of two processes",
     "serving/process.py": "a log, appended to",
     "sim/ranks.py": "a simulated checkpoint",
     "sync/disk/writer.py": "weights, with their own fsync, in a folder that is sealed later",
-    "trainer/checkpoint.py": "a shard, with its own fsync, in a folder that is renamed later",
 }
 
 

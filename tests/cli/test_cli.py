@@ -18,6 +18,7 @@ COMMANDS = (
     "launch",
     "plan",
     "resume",
+    "rehearse",
     "scale",
     "eval",
     "export",

@@ -88,8 +88,9 @@ async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_ch
     await ranks.step(batch(), 1, 0)
     trained = await ranks.logprobs(PROBE)
     assert trained != initial
-    saved = await ranks.save(1, {"step": 1})
-    assert saved.oldest_step == 1
+    await ranks.begin_save(1, {"step": 1})
+    saved = await ranks.finish_save(wait=True)
+    assert saved is not None and saved.oldest_step == 1
 
     # A stopped process misses its deadline, and is killed although it cannot react to a request.
     second = await pids(ranks)

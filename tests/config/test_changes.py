@@ -42,7 +42,7 @@ def minimal(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 cannot replace 1 .*export the newest"),
+        ("model.dtype=float32", "model.dtype=float32 cannot replace bfloat16 .*export the newest"),
         ("rollout.sampling.temperature=0.5", r"temperature=0.5 cannot replace 1.0 .*the distribution"),
         ("data.shuffle=false", "data.shuffle=false cannot replace true .*start a new run"),
         ("model.path=elsewhere", "model.path=elsewhere cannot replace m .*symbolic link"),
@@ -61,7 +61,13 @@ def test_all_reasons_are_given_at_once():
 
 
 def test_changes_of_free_keys_are_allowed():
-    overrides = ("schedule.groups_per_step=3", "timeouts.request=7", "cluster.device=cpu", "schedule.total_steps=7")
+    overrides = (
+        "schedule.groups_per_step=3",
+        "trainer.tensor_parallel=2",
+        "timeouts.request=7",
+        "cluster.device=cpu",
+        "schedule.total_steps=7",
+    )
     check_changes(minimal(), minimal(*overrides), 7)
     found = {key: (old, new) for key, old, new in changes(minimal(), minimal(*overrides))}
     assert found.keys() == {override.partition("=")[0] for override in overrides}

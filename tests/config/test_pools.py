@@ -1,9 +1,10 @@
 """A pool takes a part of one node, or whole nodes."""
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.pools import devices_needed, nodes_needed, pool_specs
 from megasync.config.schema import ClusterConfig, Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
 
@@ -52,3 +53,28 @@ def test_small_pools_share_a_node_and_large_ones_do_not():
 def test_a_cpu_pool_requests_only_cpus():
     specs = pool_specs(Config(rollout=RolloutConfig(servers=3, tensor_parallel=2)))
     assert specs["rollout"].bundles("cpu") == [{"CPU": 6}]
+
+
+def shared_device(data=1, servers=1):
+    return Config(
+        trainer=TrainerConfig(data_parallel=data),
+        rollout=RolloutConfig(servers=servers),
+        cluster=ClusterConfig(devices_per_node=1, share_device=True),
+    )
+
+
+def test_a_rank_and_a_server_can_share_one_device():
+    specs = pool_specs(shared_device())
+    assert [spec.bundles("cuda") for spec in specs.values()] == [[{"GPU": 0.5, "CPU": 0.5}]] * 2
+    assert devices_needed(specs) == nodes_needed(specs, 1) == 1
+    # An evaluation starts no ranks, so its server has the device to itself.
+    (alone,) = pool_specs(shared_device(), training=False).values()
+    assert alone.bundles("cuda") == [{"GPU": 1.0, "CPU": 1.0}]
+
+
+@pytest.mark.parametrize(("data", "servers"), [(2, 1), (1, 2)])
+def test_only_one_rank_and_one_server_share_a_device(data, servers):
+    config = shared_device(data, servers)
+    config.cluster.devices_per_node = 8
+    with pytest.raises(ConfigError, match=rf"{data} rank\(s\), and there are {servers} server\(s\)"):
+        pool_specs(config)

@@ -13,7 +13,7 @@ from megasync.preflight.check import check_config
 from megasync.rewards import load_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNNABLE = ("quickstart", "smollm2_reasoning", "smollm2_chain_sum", "qwen3_8b_math", "qwen3_32b_math")
+RUNNABLE = ("quickstart", "smollm2_reasoning", "smollm2_chain_sum", "first_gpu", "qwen3_8b_math", "qwen3_32b_math")
 SHARED = ("base", "smollm2")
 
 
@@ -50,7 +50,7 @@ def test_functions_that_a_configuration_names_exist(name, tmp_path):
         assert callable(load_reward(rollout.reward))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum"])
+@pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum", "first_gpu"])
 def test_generated_datasets_come_with_a_verifier_and_enough_held_out_rows(name, tmp_path):
     config = load(name, tmp_path)
     rows, verifier = load_dataset(config.data.train)

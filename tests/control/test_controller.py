@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from controller_rig import FakeFrozenModels, FakePublisher, FakeTrainer, Rig
@@ -54,6 +55,30 @@ async def test_checkpoints_hold_what_a_resumed_run_needs() -> None:
     assert not trained & set(first["pending"])
     assert first["buffer"]["trained"] == 4
     assert Progress.from_state(first).step == 2
+
+
+async def test_checkpoints_are_exported_beside_the_training_and_not_removed_meanwhile() -> None:
+    events: list[str] = []
+
+    async def export(path: Path) -> None:
+        events.append(f"begin {path}")
+        step = rig.trainer.steps[-1][0]
+        while rig.trainer.steps[-1][0] == step and step < 6:
+            assert len(rig.trainer.saved) == step // 2
+            await asyncio.sleep(0)
+        events.append(f"end {path}")
+        if path.name == "step-4":
+            raise CheckpointError("no space left on device")
+
+    rig = Rig(checkpoint_every=2, export_every=2, export=export)
+    assert (await rig.run()).step == 6
+    assert events == [f"{what} step-{step}" for step in (2, 4, 6) for what in ("begin", "end")]
+    assert "the run goes on without an export: no space left on device" in rig.observer.messages
+
+    events.clear()
+    rig = Rig(checkpoint_every=2, export_every=4, export=export)
+    await rig.run()
+    assert events == ["begin step-4", "end step-4"]
 
 
 async def test_a_resumed_run_continues_the_step_count() -> None:

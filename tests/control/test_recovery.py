@@ -30,6 +30,27 @@ async def test_a_lost_rank_takes_training_back_to_the_checkpoint_and_every_group
     assert [state["step"] for state in rig.trainer.saved] == [2, 4, 6]
 
 
+@pytest.mark.parametrize(("call", "again_from"), [("step 3", 0), ("step 5", 2), ("finish 4", 2)])
+async def test_a_rank_lost_while_a_checkpoint_is_written_takes_training_back_to_the_one_before(
+    call, again_from
+) -> None:
+    """Each checkpoint is complete only when the next one is due."""
+    rig = Rig(trainer=FakeTrainer(lose={call: 1}, slow_saves=True), checkpoint_every=2)
+    progress = await rig.run()
+    assert progress.step == 6 and rig.trainer.restarts == 1
+    trained_once(rig, 6)
+    steps = [step for step, _, _ in rig.trainer.steps]
+    lost = next(index for index, step in enumerate(steps) if index and step <= steps[index - 1])
+    assert steps[lost:] == [*range(again_from + 1, 7)]
+    assert [state["step"] for state in rig.trainer.saved] == [2, 4, 6]
+
+
+async def test_training_waits_for_checkpoints_if_they_are_not_written_in_the_background() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 3": 1}, slow_saves=True), checkpoint_every=2, background=False)
+    await rig.run()
+    assert [step for step, _, _ in rig.trainer.steps] == [1, 2, 3, 4, 5, 6]
+
+
 async def test_versions_only_grow_and_none_names_two_sets_of_weights() -> None:
     rig = Rig(trainer=FakeTrainer(lose={"step 4": 1}), checkpoint_every=2)
     await rig.run()

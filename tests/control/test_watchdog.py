@@ -90,7 +90,10 @@ def slow_once(call: Callable[..., Awaitable], clock: Clock, fleet: WatchedFleet)
     return slow
 
 
-@pytest.mark.parametrize("part_and_call", ["trainer.step", "trainer.save", "trainer.restart", "publisher.publish"])
+@pytest.mark.parametrize(
+    "part_and_call",
+    ["trainer.step", "trainer.begin_save", "trainer.finish_save", "trainer.restart", "publisher.publish"],
+)
 async def test_a_slow_step_save_restart_or_publish_is_not_a_stall(monkeypatch, part_and_call: str) -> None:
     monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.001)
     clock, fleet = Clock(), WatchedFleet()

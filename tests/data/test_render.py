@@ -1,9 +1,15 @@
 """Rendering: the text that the model reads, and the prompts that are refused before the run."""
 
+import json
+from pathlib import Path
+
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megasync.config.schema import PromptConfig
 from megasync.data import Renderer, split_examples
+from megasync.data.render import load_tokenizer
 from megasync.errors import DataError
 from megasync.models.digits import digits_tokenizer
 
@@ -74,3 +80,24 @@ def test_overlong_prompts_are_rejected_with_their_count_and_the_first_row():
 def test_invalid_prompt_settings_and_rows_are_rejected(make, message):
     with pytest.raises(DataError, match=message):
         make()
+
+
+def kimi_folder(path):
+    """A folder with Kimi-K2's config.json, whose model type Hugging Face lacks."""
+    config = Path(__file__).parents[2] / "configs/models/kimi_k2.json"
+    (path / "config.json").write_text(config.read_text())
+    return path
+
+
+def test_a_tokenizer_is_loaded_beside_a_model_type_that_hugging_face_lacks(tmp_path):
+    Tokenizer(WordLevel({"one": 0, "two": 1}, unk_token="two")).save(str(kimi_folder(tmp_path) / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).encode("one") == [0]
+
+
+def test_a_tokenizer_in_python_code_is_refused(tmp_path):
+    """Kimi-K2's."""
+    names = {"tokenizer_class": "Code", "auto_map": {"AutoTokenizer": ["code.Code", None]}}
+    (kimi_folder(tmp_path) / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "code.py").write_text("raise SystemExit\n")
+    with pytest.raises(DataError, match=r"model\.path=.* has a tokenizer in Python code.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))

@@ -19,7 +19,7 @@ def rows_of(run_dir: Path) -> list[dict]:
 
 
 def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
-    config = miniature(checkpoint={"every_steps": 2, "keep": 2})
+    config = miniature(checkpoint={"every_steps": 2, "keep": 2, "export_every": 4})
     result = megasync.AsyncTrainer(config).train()
 
     assert (result.step, result.version, result.stopped) == (4, 4, "")
@@ -35,6 +35,9 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     assert list((result.run_dir / "tensorboard").iterdir())
     assert {json.loads(line)["step"] for line in (result.run_dir / "samples.jsonl").read_text().splitlines()} >= {0, 4}
 
+    exported = result.run_dir / "exports" / "step-00000004" / "model.safetensors"
+    assert exported.read_bytes() == (result.export_dir / "model.safetensors").read_bytes()
+
     # The export is a Hugging Face model like any other, and not the one that the run began with.
     tokenizer = AutoTokenizer.from_pretrained(result.export_dir)
     model = AutoModelForCausalLM.from_pretrained(result.export_dir)
@@ -42,7 +45,9 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     ids = torch.tensor([tokenizer("=123=")["input_ids"]])
     assert not torch.equal(model(ids).logits, before(ids).logits)
 
-    more = megasync.AsyncTrainer.resume(result.run_dir, ["schedule.total_steps=6"]).train()
+    # On another topology: data-parallel ranks in the place of tensor-parallel ones.
+    changes = ["schedule.total_steps=6", "trainer.tensor_parallel=1", "trainer.data_parallel=2"]
+    more = megasync.AsyncTrainer.resume(result.run_dir, changes).train()
     assert (more.step, more.version) == (6, 6)
     steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]

@@ -173,7 +173,7 @@ async def test_a_training_request_may_set_its_seed_but_not_change_the_sampling_d
             with pytest.raises(BadRequestError, match="top_p=0.5.*the trainer scores"):
                 await client.chat.completions.create(model=model, messages=HI, top_p=0.5)
 
-    await rig.play(agent, client=rig.sample_client(trained=True))
+    await rig.play(agent, client=rig.sample_client(batch=0))
     assert len(rig.fake.requests) == 1
 
 

@@ -69,12 +69,16 @@ def test_a_python_without_pip_is_refused_with_a_fix(checkout):
 
 
 def fake_python(checkout: Path, pip: str) -> Path:
-    """An interpreter that creates a .venv with a copy of itself; `pip` is the shell code run for pip install."""
+    """An interpreter that creates a .venv with a copy of itself.
+
+    `pip` is the shell code run for pip install, after the folder of `--target` was made.
+    """
     return program(
         checkout / "python",
         f"""case "$*" in
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; printf '' > "$3/bin/megasync"; chmod +x "$3/bin/megasync";;
-  *"pip install"*) echo "$@" >> {checkout}/pip.txt; {pip};;
+  *"pip install"*) echo "$@" >> {checkout}/pip.txt; target="$*"; target="${{target##* --target }}"
+    [ "$target" = "$*" ] || mkdir -p "${{target%% *}}"; {pip};;
   --version) echo Python 3.11.0;;
 esac""",
     )
@@ -114,6 +118,7 @@ def test_a_failed_set_up_shows_the_end_of_the_log_and_can_be_retried(checkout):
 def test_quickstart_and_test_scripts_forward_their_arguments(checkout):
     program(checkout / "launch" / "setup.sh", "echo made > .venv/.installed")
     program(checkout / ".venv" / "bin" / "megasync", 'echo "megasync $*"')
+    program(checkout / "launch" / "setup_extra.sh", "")
     program(checkout / ".venv" / "bin" / "python", 'echo "python $*"')
     result = bash(checkout / "launch" / "quickstart.sh", "schedule.total_steps=3")
     assert result.stdout.splitlines() == [
@@ -169,17 +174,22 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
-def test_the_tests_add_verl_to_the_environment_once(checkout):
+def test_the_tests_add_verl_and_the_packages_of_the_rehearsal_to_the_environment_once(checkout):
     python = fake_python(checkout, "true")
     run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))
     assert run().returncode == run().returncode == 0
-    *_, project, verl = (checkout / "pip.txt").read_text().splitlines()
+    pins = [str(requirement) for requirement in requirements_of("rehearsal.lock")]
+    *_, project, verl = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]
     assert "--editable" in project
     assert "--no-deps" in verl and verl.endswith("launch/verl.lock")
+    unpacked = (checkout / "pip.txt").read_text().splitlines()[-len(pins) :]
+    assert [line.split()[-1] for line in unpacked] == pins and all("--no-deps" in line for line in unpacked)
+    folders = sorted(folder.name for folder in (checkout / ".venv" / "rehearsal").iterdir())
+    assert folders == sorted(pin.replace("==", "-") for pin in pins)
     with (checkout / "launch" / "verl.lock").open("a") as lock:
         lock.write("another==1\n")
     run()
-    assert (checkout / "pip.txt").read_text().splitlines()[-2:] == [verl, verl]
+    assert (checkout / "pip.txt").read_text().splitlines()[-2:] == [unpacked[-1], verl]
 
 
 def test_the_checks_run_all_and_name_those_that_fail(checkout):

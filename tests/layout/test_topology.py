@@ -10,9 +10,9 @@ from megasync.layout.topology import Coords, Topology
 sizes = st.integers(1, 5)
 
 
-@given(tensor=sizes, pipeline=sizes, data=sizes)
-def test_ranks_and_coordinates_are_inverse_and_cover_the_world(tensor, pipeline, data):
-    topology = Topology(tensor, pipeline, data)
+@given(tensor=sizes, pipeline=sizes, data=sizes, context=sizes)
+def test_ranks_and_coordinates_are_inverse_and_cover_the_world(tensor, pipeline, data, context):
+    topology = Topology(tensor, pipeline, data, context=context)
     coords = [topology.coords(rank) for rank in range(topology.world)]
     assert len(set(coords)) == topology.world
     assert [topology.rank(*c) for c in coords] == list(range(topology.world))
@@ -20,8 +20,17 @@ def test_ranks_and_coordinates_are_inverse_and_cover_the_world(tensor, pipeline,
 
 def test_order_is_tensor_then_data_then_pipeline():
     topology = Topology(tensor=2, pipeline=2, data=3)
-    assert [topology.coords(rank) for rank in (0, 1, 2, 6)] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    places = [topology.coords(rank)[:3] for rank in (0, 1, 2, 6)]
+    assert places == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     assert topology.coords(11) == Coords(tp=1, dp=2, pp=1)
+
+
+def test_context_ranks_are_between_tensor_and_data_ranks():
+    topology = Topology(tensor=2, pipeline=2, data=3, context=4)
+    assert topology.coords(2) == Coords(tp=0, dp=0, pp=0, cp=1)
+    assert topology.coords(8) == Coords(tp=0, dp=1, pp=0)
+    assert topology.coords(47) == Coords(tp=1, dp=2, pp=1, cp=3)
+    assert topology.with_replicas(6) == Topology(tensor=2, pipeline=2, data=6)
 
 
 def test_coordinates_of_a_rank_outside_are_refused():
@@ -64,6 +73,7 @@ def test_it_is_read_from_the_trainer_configuration():
         virtual_pipeline=2,
     )
     assert Topology.from_config(config) == Topology(2, 3, 4, None, 5, 4, 1, 2)
+    assert Topology.from_config(TrainerConfig(context_parallel=2)) == Topology(context=2)
     with pytest.raises(ConfigError, match=r"trainer\.data_parallel is 0|trainer\.data"):
         Topology.from_config(TrainerConfig(data_parallel=0))
 
@@ -72,18 +82,19 @@ def test_it_is_read_from_the_trainer_configuration():
     ("tensor", "data", "pipeline", "expert", "expert_tensor"),
     [(1, 4, 1, 2, 1), (2, 2, 2, 2, None), (2, 2, 1, 4, 1), (2, 4, 2, 2, 1), (1, 4, 2, 2, 2), (4, 2, 1, 2, 2)],
 )
-def test_expert_coordinates_are_megatrons(tensor, data, pipeline, expert, expert_tensor):
+@pytest.mark.parametrize("context", [1, 2])
+def test_expert_coordinates_are_megatrons(tensor, data, pipeline, expert, expert_tensor, context):
     from megatron.core.parallel_state import RankGenerator
 
-    topology = Topology(tensor, pipeline, data, expert=expert, expert_tensor=expert_tensor)
+    topology = Topology(tensor, pipeline, data, expert=expert, expert_tensor=expert_tensor, context=context)
     sizes = {"tp": topology.expert_tensor_size, "ep": expert, "dp": topology.expert_data}
     generator = RankGenerator(**sizes, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
-    dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
     for dimension, size in sizes.items():
         for group in generator.get_ranks(dimension):
             field = {"tp": "etp", "ep": "ep", "dp": "edp"}[dimension]
             assert [getattr(topology.expert_coords(rank), field) for rank in group] == list(range(size))
-    for dimension, size in (("tp", tensor), ("dp", data), ("pp", pipeline)):
+    for dimension, size in (("tp", tensor), ("cp", context), ("dp", data), ("pp", pipeline)):
         for group in dense.get_ranks(dimension):
             assert [getattr(topology.coords(rank), dimension) for rank in group] == list(range(size))
 
@@ -137,11 +148,12 @@ def test_virtual_stages_must_divide_the_layers_of_each_stage():
         Topology(pipeline=2, virtual=2, first_stage_layers=4, last_stage_layers=2).stage_layers(6)
 
 
-@given(tensor=st.sampled_from([1, 2, 4]), data=sizes, pipeline=st.sampled_from([1, 2]))
-def test_expert_peers_are_closed_under_sharing_experts_and_under_tensor_parallelism(tensor, data, pipeline):
-    divisors = [size for size in range(1, tensor * data + 1) if tensor * data % size == 0]
+@given(tensor=st.sampled_from([1, 2, 4]), data=sizes, pipeline=st.sampled_from([1, 2]), context=st.integers(1, 3))
+def test_expert_peers_are_closed_under_sharing_experts_and_under_tensor_parallelism(tensor, data, pipeline, context):
+    stage = tensor * data * context
+    divisors = [size for size in range(1, stage + 1) if stage % size == 0]
     for shared in divisors:
-        topology = Topology(tensor, pipeline, data, expert=shared, expert_tensor=1)
+        topology = Topology(tensor, pipeline, data, expert=shared, expert_tensor=1, context=context)
         copies = {}
         for rank in topology.stage_ranks(pipeline - 1):
             copies.setdefault(topology.expert_coords(rank).edp, set()).add(topology.coords(rank).dp)

@@ -180,20 +180,56 @@ def test_a_patch_that_is_no_longer_needed_is_reported(monkeypatch):
     assert listed["patch megatron-latent-te"].status == OK
 
 
-def test_transformer_engine_is_checked_on_gpus_only(monkeypatch):
-    assert list(doctor.check_transformer_engine()) == []
-    monkeypatch.setattr(device, "resolve_device", lambda kind: device.Device("cuda"))
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    (absent,) = doctor.check_transformer_engine()
-    assert (absent.status, absent.fix) == (FAILURE, "pip install 'megasync[gpu]'")
-    # As a metapackage without the build for torch: it is found, and cannot be imported.
+@pytest.fixture
+def gpu_environment(monkeypatch):
+    """An environment for GPUs, on a machine without one."""
+    monkeypatch.setattr(doctor, "environment_kind", lambda: "cuda")
+    monkeypatch.setattr(doctor, "version", lambda package: "2.20.2")
+    assert doctor.why_no_gpu() is not None
+
+
+def test_transformer_engine_makes_an_environment_one_for_gpus(monkeypatch):
+    assert doctor.environment_kind() == "cpu" and list(doctor.check_transformer_engine()) == []
     monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    assert doctor.environment_kind() == "cuda"
+
+
+def test_an_environment_for_gpus_without_a_gpu_is_described_as_such(gpu_environment):
+    (whole,) = doctor.check_transformer_engine()
+    assert (whole.status, whole.detail) == (OK, "2.20.2; imported only where there is a GPU")
+    *_, gpu = doctor.check_devices()
+    assert gpu.status == WARNING and gpu.detail == "no GPU: this machine has no GPU" and "cluster.address" in gpu.fix
+    listed = {finding.subject: finding.detail for finding in doctor.check_patches()}
+    assert listed["patch torch-cuda-calls"] == "not active: for cpu only"
+
+
+def test_another_version_than_that_of_the_gpu_lock_is_a_warning(gpu_environment, monkeypatch, tmp_path):
+    old, here = "python_version < '3'", "sys_platform == 'linux'"
+    pins = [f"a==2.20.2 ; {old} \\", "    --hash=sha256:00", f"b==1.0 ; {here} \\", "    --hash=sha256:00"]
+    (tmp_path / "gpu.lock").write_text("\n".join(pins))
+    monkeypatch.setattr(doctor, "LOCKS", tmp_path)
+    monkeypatch.setattr(doctor, "requires", lambda _: [])
+    declared, tested = doctor.check_versions()
+    assert declared.status == OK
+    assert (tested.status, tested.detail) == (WARNING, "b is 2.20.2, not ==1.0") and "gpu_environment.sh" in tested.fix
+
+
+def test_a_missing_or_broken_transformer_engine_is_a_failure(gpu_environment, monkeypatch):
+    def only_the_metapackage(package):
+        if package == "transformer_engine_torch":
+            raise PackageNotFoundError(package)
+        return "2.20.2"
+
+    monkeypatch.setattr(doctor, "version", only_the_metapackage)
+    (absent,) = doctor.check_transformer_engine()
+    assert absent.status == FAILURE and "transformer-engine-torch is not installed" in absent.detail
+    monkeypatch.setattr(doctor, "version", lambda package: "2.20.2")
+    monkeypatch.setattr(doctor, "why_no_gpu", lambda: None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     (broken,) = doctor.check_transformer_engine()
     assert broken.status == FAILURE and "transformer_engine" in broken.detail and broken.fix
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
-    monkeypatch.setattr(doctor, "version", lambda package: "2.20.2")
     (whole,) = doctor.check_transformer_engine()
     assert (whole.status, whole.detail) == (OK, "2.20.2")
 

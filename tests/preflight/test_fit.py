@@ -7,6 +7,7 @@ import pytest
 
 from megasync.cli import commands as cli
 from megasync.config import load_config
+from megasync.errors import ConfigError
 from megasync.preflight.check import check_config
 from megasync.preflight.fit import FILL
 from megasync.preflight.plan import resolve_plan
@@ -25,6 +26,19 @@ def plan(name, gigabytes, *overrides):
     return resolve_plan(config, gigabytes * GB)
 
 
+def test_on_a_shared_device_the_trainer_has_what_the_server_leaves():
+    assert plan("first_gpu", 16).refusals == ()
+    found = plan("first_gpu", 6)
+    assert "more than a device's 6 GB beside a server of 1.8 GB" in found.refusals[0]
+    assert found.nearest == ("trainer.recompute=full",)
+    assert plan("first_gpu", 6, *found.nearest).refusals == ()
+
+
+def test_a_shared_device_needs_a_transport_without_nccl():
+    with pytest.raises(ConfigError, match=r"cluster.share_device=true needs sync.transport=disk instead of p2p"):
+        plan("first_gpu", 16, "sync.transport=p2p")
+
+
 def test_a_configuration_that_fits_is_not_changed():
     found = plan("qwen3_8b_math", 80)
     assert (found.refusals, found.nearest) == ((), None)
@@ -37,15 +51,15 @@ def test_a_configuration_that_fits_is_not_changed():
         (
             "qwen3_8b_math",
             80,
-            ["trainer.recompute=null", "trainer.tokens_per_microbatch=65536"],
-            "pipeline stage 0 needs about 158 GB",
+            ["trainer.tokens_per_microbatch=65536"],
+            "pipeline stage 0 needs about 143 GB",
             ("trainer.recompute=full",),
         ),
         # Where everything is recomputed already, smaller microbatches.
         (
             "qwen3_8b_math",
             80,
-            ["trainer.tokens_per_microbatch=131072"],
+            ["trainer.recompute=full", "trainer.tokens_per_microbatch=131072"],
             "pipeline stage 0 needs about 99 GB",
             ("trainer.tokens_per_microbatch=65536",),
         ),
@@ -53,7 +67,12 @@ def test_a_configuration_that_fits_is_not_changed():
         (
             "qwen3_8b_math",
             80,
-            ["trainer.tensor_parallel=2", "trainer.data_parallel=2", "trainer.distributed_optimizer=false"],
+            [
+                "trainer.recompute=full",
+                "trainer.tensor_parallel=2",
+                "trainer.data_parallel=2",
+                "trainer.distributed_optimizer=false",
+            ],
             "pipeline stage 0 needs about 91 GB",
             ("trainer.distributed_optimizer=true",),
         ),
@@ -61,7 +80,7 @@ def test_a_configuration_that_fits_is_not_changed():
         (
             "qwen3_8b_math",
             24,
-            [],
+            ["trainer.recompute=full"],
             "pipeline stage 0 needs about 47 GB",
             ("trainer.tensor_parallel=8", "trainer.data_parallel=2", "cluster.address=auto", "cluster.host=auto"),
         ),
@@ -106,7 +125,8 @@ def test_without_a_configuration_that_fits_nothing_is_proposed():
 
 def test_the_command_refuses_and_proposes_a_configuration(monkeypatch, capsys):
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["megasync", "plan", "configs/qwen3_8b_math.yaml", *arguments])
+        command = ["megasync", "plan", "configs/qwen3_8b_math.yaml", "trainer.recompute=full", *arguments]
+        monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as caught:
             cli.main()
         return caught.value.code or 0, " ".join(capsys.readouterr().out.split())
@@ -118,3 +138,17 @@ def test_the_command_refuses_and_proposes_a_configuration(monkeypatch, capsys):
     status, out = call("--device-memory", "1")
     assert status == cli.REFUSED and "no other split that was tried fits" in out
     assert call()[0] == 0
+
+
+def test_the_plan_says_which_context_parallelism_the_longest_sequence_needs():
+    long = ("data.prompt.max_tokens=2000", "rollout.sampling.max_new_tokens=30000", "rollout.context_length=null")
+    long += ("trainer.recompute=null",)
+    tokens = "trainer.tokens_per_microbatch"
+    refused = plan("qwen3_8b_math", 80, *long, f"{tokens}=32768").refusals
+    assert "needs trainer.context_parallel=2 with tokens_per_microbatch=16000, on 2 times as many" in refused[-1]
+    cluster = ("cluster.address=auto", "cluster.host=auto")
+    shared = plan("qwen3_8b_math", 80, *long, *cluster, "trainer.context_parallel=2", f"{tokens}=16000")
+    assert shared.refusals == shared.warnings == ()
+    # A budget of several sequences needs a smaller budget and no context ranks.
+    refused = plan("qwen3_8b_math", 80, "trainer.recompute=null", f"{tokens}=65536").refusals
+    assert not any("context_parallel" in each for each in refused)

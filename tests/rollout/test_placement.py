@@ -1,4 +1,4 @@
-"""Which worker runs a prompt, and how a prompt that kills its workers is told from those beside it."""
+"""Prompts get workers, and a prompt that kills its workers is found among those that ran beside it."""
 
 import json
 import random
@@ -111,7 +111,7 @@ def test_prompts_of_two_losses_run_in_trials_and_are_free_once_they_complete():
     assert crew.running(0) == ["0:3"]
     changes = crew.changes
     crew.finish("0:3")
-    assert crew.changes > changes, "whoever waits for a place must learn that the trial has ended"
+    assert crew.changes > changes, "followers are called when the trial has ended"
     crew.place_waiting()
     assert crew.running(0) == ["0:9"]
     assert crew.poison == {}

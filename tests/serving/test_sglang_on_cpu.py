@@ -73,7 +73,7 @@ from sglang.srt.server_args import ServerArgs
 engine._set_envs_and_config(ServerArgs(model_path="dummy"))
 print("start method", multiprocessing.get_start_method())
 
-architectures = [names[family] for family in FAMILIES]
+architectures = [names[family] for family in FAMILIES if family != "kimi_k2"]
 architectures += ["Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"]
 for architecture in architectures:
     assert ModelRegistry.resolve_model_cls([architecture])[1] == architecture

@@ -61,6 +61,7 @@ async def saves_too_early(self: Controller, groups: list) -> None:
     """The step counts as trained before it is."""
     self.progress.trained(self.progress.step + 1)
     await self._save()
+    await self._finish_save(wait=True)
     self.progress.step -= 1
     await TRAIN(self, groups)
 

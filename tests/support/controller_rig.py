@@ -100,7 +100,7 @@ class FakeSaved:
 
 
 class FakeTrainer:
-    """`lose` maps a call, such as "step 3", "save 2", "check" or "restart", to how often it loses a rank.
+    """`lose` maps a call, such as "step 3", "save 2", "finish 2", "check" or "restart", to how often it loses a rank.
 
     A step with one of the `poison` groups raises an error, at most `times` times.
     """
@@ -112,6 +112,7 @@ class FakeTrainer:
         lose: dict[str, int] | None = None,
         poison: Collection[str] = (),
         times: int = 1_000,
+        slow_saves: bool = False,
     ) -> None:
         self.failures: list[tuple[int, list[str]]] = []
         self._poison = set(poison)
@@ -119,6 +120,8 @@ class FakeTrainer:
         self.steps: list[tuple[int, int, list[str]]] = []
         self.saved: list[dict] = []
         self.save_calls = 0
+        # A checkpoint is then complete only once somebody waits for it.
+        self._slow_saves = slow_saves
         self.restarts = 0
         # Uids that the current weights were trained on, and those in the last checkpoint.
         self.weights: list[str] = []
@@ -145,13 +148,20 @@ class FakeTrainer:
         self.weights += self.steps[-1][2]
         return {"train/loss": 0.5}
 
-    async def save(self, step: int, state: dict) -> FakeSaved:
+    async def begin_save(self, step: int, state: dict) -> None:
         self.save_calls += 1
         self._maybe_lose(f"save {step}")
+        self._saving = step, state, list(self.weights)
+
+    async def finish_save(self, wait: bool) -> FakeSaved | None:
+        if self._slow_saves and not wait:
+            return None
+        step, state, weights = self._saving
+        self._maybe_lose(f"finish {step}")
         if self._disk_full:
             raise CheckpointError("no space left on device")
         self.saved.append(state)
-        self._kept = list(self.weights)
+        self._kept = weights
         return FakeSaved(Path(f"step-{step}"), step)
 
     async def check(self) -> None:
@@ -312,6 +322,9 @@ class Rig:
         score: float | None = None,
         evaluate: bool = True,
         checkpoint_every: int = 0,
+        background: bool = True,
+        export_every: int = 0,
+        export: Callable | None = None,
         no_progress: float = 60.0,
         max_restarts: int = 3,
         step_attempts: int = 2,
@@ -330,6 +343,8 @@ class Rig:
             setattr(config.schedule, key, value)
         config.eval.every_steps = 2
         config.checkpoint.every_steps = checkpoint_every
+        config.checkpoint.background = background
+        config.checkpoint.export_every = export_every
         config.timeouts.no_progress = no_progress
         config.trainer.max_restarts = max_restarts
         config.trainer.step_attempts = step_attempts
@@ -356,6 +371,7 @@ class Rig:
             evaluate=held_out if evaluate else None,
             cursor=lambda: {"position": 7},
             observer=self.observer,
+            export=export,
         )
         self.controller = Controller(config, parts, progress, failed_steps, clock)
 

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import torch
+from random_models import ALIASES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SIZES = {
@@ -73,19 +74,36 @@ FAMILIES = {
         },
     },
 }
+FAMILIES |= {
+    "kimi_k2": FAMILIES["deepseek_v3"] | {"n_group": 1},
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": 2.5,
+    },
+}
 
 
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
     sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **sizes)
+    config = AutoConfig.for_model(ALIASES.get(family, family), **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"model_type": family}))
     return model
 
 

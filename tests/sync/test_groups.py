@@ -1,6 +1,7 @@
 """What a link does over NCCL that it does not over gloo; a fake stands in for NCCL, which needs GPUs."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from megasync.sync import groups
 from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, Links, Transfer, join_store, open_store
+
+DEVICE = torch.device("cuda", 1)
 
 
 class FakeWork:
@@ -33,11 +36,15 @@ class FakeNCCL:
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         self.options = options
+        self.connected: torch.device | None = None
         self.blocking_wait = os.environ.get(BLOCKING_WAIT)
         self.aborted = False
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> FakeWork:
         return FakeWork()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
 
     def abort(self) -> None:
         self.aborted = True
@@ -49,7 +56,7 @@ def nccl(monkeypatch):
 
 
 def link(store: dist.Store, rank: int, timeout: float) -> Links:
-    return Links(store, "links", rank, 2, "nccl", "127.0.0.1", timeout)
+    return Links(store, "links", rank, 2, "nccl", "127.0.0.1", timeout, DEVICE)
 
 
 def test_nccl_links_are_made_once_everybody_is_there(nccl):
@@ -59,7 +66,16 @@ def test_nccl_links_are_made_once_everybody_is_there(nccl):
     with ThreadPoolExecutor(2) as pool:
         stores = store, join_store("127.0.0.1", store.port, 10)
         made = list(pool.map(link, stores, (0, 1), (10.0, 10.0)))
-    assert [type(each) for each in made] == [Links, Links]
+    # One communicator for all members, before the first message.
+    assert [each._group.connected for each in made] == [DEVICE, DEVICE]
+
+
+def test_an_nccl_communicator_that_is_never_made_ends_at_the_deadline(nccl, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr(FakeNCCL, "eager_connect_single_device", lambda group, device: hang.wait())
+    with pytest.raises(RuntimeError, match="making the communicator took more than"):
+        Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 0.2, DEVICE)
+    hang.set()
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -67,7 +83,7 @@ def test_nccl_links_are_not_watched_and_other_groups_are_as_before(nccl, monkeyp
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
     if before is not None:
         monkeypatch.setenv(BLOCKING_WAIT, before)
-    group = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10)._group
+    group = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)._group
     assert group.blocking_wait == "1"
     assert os.environ.get(BLOCKING_WAIT) == before
     assert group.options.is_high_priority_stream
@@ -76,7 +92,7 @@ def test_nccl_links_are_not_watched_and_other_groups_are_as_before(nccl, monkeyp
 
 
 def test_nccl_links_that_are_left_are_aborted(nccl):
-    links = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10)
+    links = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)
     group = links._group
     links.close()
     assert group.aborted

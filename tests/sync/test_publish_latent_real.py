@@ -1,13 +1,14 @@
-"""A DeepSeek model reaches a real bfloat16 server by both transports with the bits that a load from disk gives.
+"""DeepSeek and GLM-4.5 models reach a real bfloat16 server by both transports with the bits that a load gives.
 
 What is special: projections that the engine fuses only when it gets them together, weights that it derives from others
-after loading, and a router's bias that stays float32.
+after loading, and a router's bias that stays float32. GLM-4.5's router, bfloat16 in training, is float32 in the engine.
 """
 
 import json
 
 import pytest
 from engine_models import make_model
+from safetensors.torch import load_file, save_file
 
 from megasync.config.schema import RolloutConfig, SyncConfig, TimeoutConfig
 from megasync.device import Device
@@ -27,12 +28,16 @@ BUCKET_BYTES = 2048
 PROMPT = [3, 90, 17, 44, 5, 5, 61]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.matrix)])
+def folders(request, tmp_path_factory):
     """Three models of one shape."""
     found = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(3)]
     for seed, path in enumerate(found):
-        make_model(path, "deepseek_v3", seed)
+        make_model(path, request.param, seed)
+        weights = load_file(path / "model.safetensors")
+        # What a trainer in bfloat16 holds, also where the engine keeps float32.
+        rounded = {name: weight if name.endswith("_bias") else weight.bfloat16() for name, weight in weights.items()}
+        save_file(rounded, path / "model.safetensors", metadata={"format": "pt"})
     return found
 
 

@@ -1,11 +1,13 @@
 """The plan of a shard-to-shard sync, executed in memory: every byte once, from a rank that holds it, to its place."""
 
 import re
+from collections import Counter, deque
 from math import prod
 from unittest import mock
 
 import msgspec
 import pytest
+import sync_model
 import torch
 from fake_engine import FakeEngineRank, fake_engine, traced
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +17,12 @@ from tiny_shards import random_weights, shards_of
 
 from megasync.errors import SyncError
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.layout import Box, Layout
+from megasync.layout.layout import Box, Layout, intersect
 from megasync.layout.shards import box_of
 from megasync.layout.topology import Topology
 from megasync.sync.shard import plan as shard_plan
-from megasync.sync.shard.plan import intersect, plan_shards
+from megasync.sync.shard.feeds import assign_feeds
+from megasync.sync.shard.plan import MOST_SOURCES, plan_shards, receive_plan
 
 SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
@@ -118,6 +121,68 @@ def test_buckets_keep_to_the_limit_and_replicas_share_the_work(case):
         for pp in range(topology.pipeline):
             replicas = [sent.get(topology.rank(tp, dp, pp), 0) for dp in range(topology.data)]
             assert max(replicas) - min(replicas) <= max(limit, widest) + padding
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "engine", "engines", "most_links"),
+    [
+        (sync_model.QWEN3_32B, Topology(8, 2, 32), Topology(2), 256, 8),
+        (sync_model.LLAMA_70B, Topology(8, 4, 8), Topology(8), 32, 8),
+        (sync_model.QWEN3_32B, Topology(8, 2, 1), Topology(2), 8, 8),
+        (sync_model.LLAMA_70B, Topology(8, 4, 8), Topology(8), 2, 8),
+    ],
+    ids=["512 to 256 x TP2", "256 to 32 x TP8", "16 to 8 x TP2", "256 to 2 x TP8"],
+)
+def test_at_full_size_links_are_few_and_senders_send_equally_much(config, trainer, engine, engines, most_links):
+    layout, ranks = Layout(config, trainer.with_replicas(1)), sync_model.engine_ranks(config, engine)
+    single = plan_shards(layout, ranks, sync_model.BUCKET_BYTES, "bfloat16")
+    most = max(1, MOST_SOURCES // max(len(single.sources_of(tp)) for tp in range(engine.world)))
+    feeds = assign_feeds([], engines, trainer.replicas, min(most, trainer.replicas))
+    links, sent = Counter(), Counter()
+    for shares in {feed.shares for feed in feeds}:
+        few = Layout(config, trainer.with_replicas(len(shares)))
+        plan = plan_shards(few, ranks, sync_model.BUCKET_BYTES, "bfloat16", shares)
+        assert max(len(plan.sources_of(tp)) for tp in range(engine.world)) <= 16
+        for feed in (feed for feed in feeds if feed.shares == shares):
+            for local, nbytes in plan.sent_bytes().items():
+                rank = trainer.rank_of(feed.replicas, local)
+                links[rank] += 1
+                sent[rank] += nbytes
+    assert max(links.values()) <= most_links
+    assert max(sent.values()) <= 1.1 * sum(sent.values()) / len(sent)
+    # All of them, as far as the limit of sources allows.
+    assert len(sent) == trainer.world * min(1, most * engines / trainer.replicas)
+
+
+@given(cases(), st.integers(0, 5))
+@SLOW_OK
+def test_one_queue_a_rank_never_blocks(case, turn):
+    """As NCCL does: a message needs the head of both ranks' queues."""
+    config, topology, size, limit, direct = case
+    layout = Layout(config, topology)
+    ranks = traced(fake_engine(config, size), layout)
+    with mock.patch.object(shard_plan, "DIRECT_BYTES", direct):
+        plan = plan_shards(layout, ranks, limit, "float32")
+    queues = [deque(tag for tag, _ in plan.of_source(source)) for source in range(topology.world)]
+    for tp in range(size):
+        queues.append(deque(bucket.tag for bucket in receive_plan(plan, tp, "", (), turn).buckets))
+    left = len(plan.buckets)
+    while left:
+        heads = Counter(queue[0] for queue in queues if queue)
+        met = {tag for tag, ends in heads.items() if ends == 2}
+        assert met, f"{left} messages are left and no two ranks meet"
+        for queue in queues:
+            if queue and queue[0] in met:
+                queue.popleft()
+        left -= len(met)
+    assert not any(queues)
+
+
+def test_engines_of_the_same_ranks_receive_from_different_ones_at_a_time():
+    layout, ranks = small_case()
+    plan = plan_shards(layout, ranks, 500, "float32")
+    first = [receive_plan(plan, 0, "", (), turn).buckets[0].source for turn in range(len(plan.sources_of(0)))]
+    assert sorted(first) == plan.sources_of(0)
 
 
 def test_the_plan_is_the_same_wherever_it_is_made():

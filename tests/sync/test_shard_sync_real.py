@@ -12,6 +12,7 @@ from megasync.errors import SyncError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
+from megasync.serving.engine_control import EngineControl
 from megasync.sync.shard.engine import Engine
 from megasync.sync.shard.sync import ShardSync
 
@@ -59,15 +60,27 @@ async def world(models, urls, local_ranks):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, mode):
+async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, monkeypatch, mode):
     sync, ranks, servers = await world(pause_mode=mode)
+    call, commands = EngineControl.call, []
+
+    async def noted(control, command, *given):
+        commands.append(command)
+        return await call(control, command, *given)
+
+    monkeypatch.setattr(EngineControl, "call", noted)
     for version, seed in ((11, 1), (12, 2)):
+        links = [engine.links for engine in sync._servers.values()]
+        commands.clear()
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
         async with steady_traffic(servers) as clients:
             await sync.publish(version)
         await check_serves(servers, model, version)
         check_answers(clients, version)
+    # A server that generates answers late, so the second publish asks each only to stage, over the links of the first.
+    assert set(commands) <= {"stage", "poll"}
+    assert [engine.links for engine in sync._servers.values()] == links
     published = [await checksums(server) for server in servers]
     for server in servers:
         await server.post("/update_weights_from_disk", {"model_path": str(models[0][2][0])}, timeout=60)
@@ -128,6 +141,7 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
         await check_serves([*servers, control], models[0][0][1], 70)
         await ranks.call("load", str(models[0][1][0]), timeout=20)
         await ranks.call_one(3, "set_trap", LATE, "slow", timeout=5)
+        links = {other.url: sync._servers[other.url].links for other in servers}
         publish = asyncio.create_task(sync.publish(71))
         await asyncio.sleep(1.5)
         server.kill()
@@ -139,6 +153,7 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
         await server.start(120)
         await sync.publish(72)
         await check_serves([*servers, control], models[0][1][1], 72)
+        assert {other.url: sync._servers[other.url].links for other in servers} == links
         # Leaving is as simple as coming.
         sync.remove(url)
         await sync.publish(73)
@@ -235,8 +250,10 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
         SyncError, match=r"version 61 .*phase 'stream' failed: .*left paused, so as not to serve a mixture"
     ):
         await sync.publish(61)
-    assert set(sync.quarantined) == {server.url for server in servers}
-    waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
+    # The rank fails in whatever it does for one of the servers; the other one may have got everything by then.
+    assert sync.quarantined
+    mixed = [server for server in servers if server.url in sync.quarantined]
+    waiting = [asyncio.create_task(generate(server, 4)) for server in mixed]
     await asyncio.sleep(0.5)
     assert not any(request.done() for request in waiting)
     await sync.publish(62)

@@ -1,174 +1,35 @@
 """Senders and receivers over real gloo links, a thread each: what arrives, what deltas save, and what faults do."""
 
-import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
-from fake_engine import fake_engine, traced
 from msgspec import structs
-from tiny_shards import random_weights, shards_of
+from tiny_shards import random_weights
+from wires import KIND, Wires, check, handle
 
-from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.layout.digest import combine
-from megasync.layout.layout import Layout
-from megasync.layout.topology import Topology
+from megasync.layout.digest import MASK
+from megasync.sync.groups import Links, join_store
 from megasync.sync.messages import (
     CommitRequest,
-    Empty,
     EngineLinks,
     ReceivePlanRequest,
-    ReceiveRequest,
-    Rendezvous,
-    SendReport,
-    SendRequest,
-    StageReport,
-    SyncMessage,
 )
 from megasync.sync.shard import plan as shard_plan
 from megasync.sync.shard import receiver as receiving
 from megasync.sync.shard import sender as shard_sender
-from megasync.sync.shard.plan import ShardPlan, plan_shards, receive_plan
+from megasync.sync.shard.feeds import WHOLE, Feed
+from megasync.sync.shard.plan import ShardPlan, receive_plan
 from megasync.sync.shard.receiver import Incoming, ShardReceiver
-from megasync.sync.shard.sender import ShardSender
-from megasync.sync.stream import Shards
-
-CONFIG = {
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "vocab_size": 101,
-    "num_hidden_layers": 2,
-}
-BUCKET_BYTES = 4000
-KIND = "k"
-
-
-def handle(receiver: ShardReceiver, command: str, request: SyncMessage) -> Any:
-    """As over the wire."""
-    return receiver.handle(command, json.loads(json.dumps(msgspec.to_builtins(request))))
-
-
-def check(receiver: ShardReceiver, attempt: str, kind: str = KIND) -> None:
-    receiver.check({"attempt": attempt, "kind": kind})
-
-
-class Wires:
-    """Two trainer ranks (TP2) and the two ranks of one engine, all in this process."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, arena_bytes: int | None = None) -> None:
-        self.dtype = dtype
-        name = str(dtype).removeprefix("torch.")
-        self.layout = Layout(CONFIG, Topology(tensor=2))
-        self.engine = fake_engine(CONFIG, 2, dtype)
-        ranks = traced(self.engine, self.layout)
-        self.plan = plan_shards(self.layout, ranks, BUCKET_BYTES, name)
-        self.params = [{n: torch.empty(s, dtype=dtype) for n, s in self.layout.params(r).items()} for r in range(2)]
-        device = Device("cpu")
-        self.senders = [
-            ShardSender(Shards(self.layout, name, rank, self.params[rank]), BUCKET_BYTES, device, "127.0.0.1")
-            for rank in range(2)
-        ]
-        self.receivers = [ShardReceiver(rank.tp, rank.tensors) for rank in self.engine]
-        for sender in self.senders:
-            assert sender.prepare(KIND, ranks) == self.plan.digest
-        plans = tuple(receive_plan(self.plan, tp, KIND, rank.fills) for tp, rank in enumerate(ranks))
-        request = ReceivePlanRequest(plans, "device", arena_bytes)
-        # An engine may be in inference mode then.
-        with torch.inference_mode():
-            self.stages = [handle(receiver, "receive_plan", request).stages for receiver in self.receivers]
-        self.links = "first"
-        self.listen()
-
-    def listen(self) -> None:
-        self.meeting_point, _ = (sender.listen(10) for sender in self.senders)
-
-    def weights(self, whole: dict[str, torch.Tensor]) -> None:
-        """Gives the trainer these weights."""
-        for rank, params in enumerate(self.params):
-            for name, shard in shards_of(self.layout, rank, whole).items():
-                params[name].copy_(shard.nan_to_num())
-
-    def requests(
-        self, attempt: str, base: str, stall: float, stream: bool = False
-    ) -> tuple[SendRequest, ReceiveRequest]:
-        to_send = SendRequest(
-            attempt=attempt,
-            timeout=10.0,
-            stall=stall,
-            meeting_point=self.meeting_point,
-            engines=(EngineLinks(self.links, KIND, "http://engine"),),
-            links=(self.links,),
-            join={KIND: 10.0},
-            bases={KIND: base} if base else {},
-            stream=stream,
-            keep=True,
-        )
-        host, port = self.meeting_point
-        rendezvous = Rendezvous(self.links, host, port, "127.0.0.1", self.plan.sources, 2, "gloo", 10.0)
-        return to_send, ReceiveRequest(attempt, KIND, rendezvous, base, stream or bool(base), 10.0, stall)
-
-    def stage(self, attempt: str, base: str = "", stall: float = 10.0) -> tuple[list, list]:
-        """(what each sender returned or raised, what each receiver reports at the end)."""
-        to_send, to_receive = self.requests(attempt, base, stall)
-        for receiver in self.receivers:
-            handle(receiver, "stage", to_receive)
-        sent = self.send(to_send)
-        return sent, [self.end_of_stage(receiver) for receiver in self.receivers]
-
-    def send(self, request: SendRequest) -> list[SendReport | BaseException]:
-        with ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(sender.send, request) for sender in self.senders]
-            return [future.exception() or future.result() for future in futures]
-
-    def end_of_stage(self, receiver: ShardReceiver) -> StageReport:
-        end = time.monotonic() + 30
-        while (report := handle(receiver, "poll", Empty())).state == "running":
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        return report
-
-    def commit(self, attempt: str) -> None:
-        for receiver in self.receivers:
-            check(receiver, attempt)
-        for receiver in self.receivers:
-            receiver.commit(CommitRequest(attempt, KIND))
-
-    def serves(self, whole: dict[str, torch.Tensor]) -> bool:
-        """Whether the engine holds exactly what loading these tensors would give."""
-        oracle = fake_engine(CONFIG, 2, self.dtype)
-        for rank in oracle:
-            rank.load_weights(whole.items())
-        return all(
-            torch.equal(found.tensors()[name], expected)
-            for found, rank in zip(self.engine, oracle, strict=True)
-            for name, expected in rank.tensors().items()
-        )
-
-    def mend(self) -> None:
-        """New links, as the driver makes them after a failure."""
-        for receiver in self.receivers:
-            handle(receiver, "drop", Empty())
-        for sender in self.senders:
-            sender.leave()
-        self.links += "+"
-        self.listen()
-
-    def close(self) -> None:
-        for receiver in self.receivers:
-            handle(receiver, "drop", Empty())
-        for sender in self.senders:
-            sender.leave()
+from megasync.sync.shard.sender import _Lane
 
 
 @pytest.fixture(params=[10**9, 1000], ids=["packed", "direct"])
@@ -201,12 +62,32 @@ def test_versions_arrive_one_after_another_over_the_same_links(wires):
         assert [report.state for report in received] == ["staged", "staged"], received
         assert not w.serves(whole)
         for tp, report in enumerate(received):
-            parts = {tag: value for result in sent for _, to, tag, value in result.digests if to == tp}
-            assert report.digest == combine(parts)
+            assert (
+                report.digest == sum(value for result in sent for _, _, to, value in result.digests if to == tp) & MASK
+            )
         assert sum(result.bytes for result in sent) == w.plan.nbytes
-        assert all(buffer.numel() <= w.plan.largest_packed for sender in w.senders for buffer in sender._buffers)
+        for sender in w.senders:
+            assert len(sender._buffers) <= 2
+            assert all(buffer.memory.numel() <= w.plan.largest_packed for buffer in sender._buffers)
         w.commit(f"v{version}")
         assert w.serves(whole)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_replicas_share_an_engine_and_others_send_nothing(wires, turn):
+    w = wires(replicas=3, feed=Feed((0, 2), (4, WHOLE - 4), turn))
+    for version in range(2):
+        whole = weights(w, version)
+        w.weights(whole)
+        sent, received = w.stage(f"v{version}")
+        assert [report.state for report in received] == ["staged", "staged"], received
+        w.commit(f"v{version}")
+        assert w.serves(whole)
+    # Ranks of the replicas 0, 1 and 2, two of each.
+    first, none, last = (sum(report.bytes for report in sent[at : at + 2]) for at in (0, 2, 4))
+    assert none == 0
+    assert first + last == w.plan.nbytes
+    assert 0.15 < first / w.plan.nbytes < 0.35
 
 
 def test_an_arena_in_other_memory_is_filled_message_by_message(wires, monkeypatch):
@@ -220,6 +101,23 @@ def test_an_arena_in_other_memory_is_filled_message_by_message(wires, monkeypatc
         assert [report.state for report in received] == ["staged", "staged"], received
         w.commit(f"v{version}")
         assert w.serves(whole)
+
+
+def test_pinned_memory_is_exactly_as_large_as_what_it_holds(wires, monkeypatch):
+    """CUDA's calls are noted, not made; a real allocation would take the next power of two."""
+    registered, calls = {}, SimpleNamespace()
+    calls.cudaHostRegister = lambda address, nbytes, flags: registered.update({address: nbytes}) or 0
+    calls.cudaHostUnregister = lambda address: registered.pop(address) and 0
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(ShardReceiver, "_pins", lambda receiver, arena: True)
+    w = wires()
+    sizes = [receive_plan(w.plan, tp, KIND, ()).nbytes for tp in range(2)]
+    assert sorted(registered.values()) == sorted(sizes)
+    plans = tuple(receive_plan(w.plan, tp, "other", ()) for tp in range(2))
+    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", None))
+    assert sorted(registered.values()) == sorted(sizes)
+    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", 1))
+    assert list(registered.values()) == [sizes[1]]
 
 
 def test_waits_for_messages_hold_up_no_other_stream_and_a_commit_is_over_when_it_returns(wires, monkeypatch):
@@ -245,7 +143,7 @@ def test_waits_for_messages_hold_up_no_other_stream_and_a_commit_is_over_when_it
     w.stage("a")
     assert waited
     assert set(waited) == {torch.device("cpu")}
-    assert not finished
+    finished.clear()
     w.commit("a")
     assert finished == [torch.device("cpu")] * 2
     assert w.serves(whole)
@@ -301,6 +199,15 @@ def test_deltas_carry_little_and_give_the_same_bits(wires):
     assert sum(r.bytes for r in third) == sum(r.bytes for r in first)
 
 
+def test_a_version_for_other_engines_keeps_what_deltas_build_on(wires):
+    w = wires()
+    w.weights(weights(w, 0))
+    w.stage("a")
+    w.send(structs.replace(w.requests("elsewhere", "", 10.0)[0], engines=()))
+    _, received = w.stage("b", base="a")
+    assert [report.state for report in received] == ["staged", "staged"], received
+
+
 def test_a_delta_needs_the_same_base_on_both_sides(wires):
     w = wires()
     w.weights(weights(w, 0))
@@ -330,15 +237,15 @@ def test_without_an_arena_the_commit_itself_receives(wires):
 
 def at_the_third(monkeypatch, plan: ShardPlan, source: int, harm: Callable) -> None:
     """`harm` gets the payload of the third bucket of a sender as it is about to leave, and returns what leaves."""
-    start, third = shard_sender._start, [tag for tag, _ in plan.of_source(source)][2]
+    start, third = _Lane._start, [tag for tag, _ in plan.of_source(source)][2]
 
-    def harmed(links, to, parts, tag, buffer):
-        if tag == third:
+    def harmed(lane, parcel, to, parts):
+        if parcel and parcel.tag == third:
             *ahead, (number, payload) = parts
             parts = [*ahead, (number, harm(payload))]
-        return start(links, to, parts, tag, buffer)
+        start(lane, parcel, to, parts)
 
-    monkeypatch.setattr(shard_sender, "_start", harmed)
+    monkeypatch.setattr(_Lane, "_start", harmed)
 
 
 def flip_a_bit(payload: torch.Tensor) -> torch.Tensor:
@@ -393,13 +300,53 @@ def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(wires, 
     assert w.serves(new)
 
 
+@pytest.mark.parametrize("comes", [False, True], ids=["never joins", "joins and never receives"])
+def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, comes):
+    w = wires()
+    stuck = EngineLinks("stuck", KIND, "http://stuck", (0,))
+    w.weights(weights(w, 0))
+    to_send, to_receive = w.requests("a", "", 10.0)
+    both = structs.replace(
+        to_send, engines=(stuck, *to_send.engines), links=("stuck", "first"), stall=1.0, join=10.0 if comes else 1.0
+    )
+    to_receive = structs.replace(to_receive, patience=5.0)
+    joined = []
+
+    def join(rank: int) -> None:
+        joined.append(
+            Links(join_store(*w.meeting_point, 10), "stuck", rank, 4, "gloo", "127.0.0.1", 10, torch.device("cpu"))
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join, rank) for rank in (2, 3) if comes]
+        for receiver in w.receivers:
+            handle(receiver, "stage", to_receive)
+        sent = w.send(both)
+        for each in joining:
+            each.result()
+    assert [w.end_of_stage(receiver).state for receiver in w.receivers] == ["staged", "staged"]
+    for report in sent:
+        assert list(report.failed) == ["http://stuck"]
+        assert re.search("bucket|table" if comes else "no links to http://stuck", report.failed["http://stuck"])
+        assert {rank.url for rank in report.confirmed} <= {"http://engine"}
+    # Its links are gone, and those of the other engine serve the next version.
+    assert [list(sender._links) for sender in w.senders] == [["first"], ["first"]]
+    kept = [sender._links["first"] for sender in w.senders]
+    new = weights(w, 1)
+    w.weights(new)
+    w.stage("b")
+    assert [sender._links["first"] for sender in w.senders] == kept
+    w.commit("b")
+    assert w.serves(new)
+
+
 def test_a_receiver_that_does_not_come_fails_the_sender_in_time(wires):
     w = wires()
     w.weights(weights(w, 0))
     to_send, _ = w.requests("a", "", 1.0)
     start = time.monotonic()
     sent = w.send(structs.replace(to_send, timeout=2.0))
-    assert all(isinstance(result, SyncError) for result in sent)
+    assert all("no links to http://engine" in result.failed["http://engine"] for result in sent)
     assert time.monotonic() - start < 8
 
 
@@ -416,7 +363,7 @@ def test_nothing_is_committed_that_is_not_staged(wires):
 def test_the_plan_of_one_kind_is_made_once(wires, monkeypatch):
     w = wires()
     monkeypatch.setattr(shard_sender, "plan_shards", None)
-    assert w.senders[0].prepare(KIND, []) == w.plan.digest
+    assert w.senders[0].prepare(KIND, [], (1,), [0]) == w.plan.digest
 
 
 def test_a_request_with_an_unknown_or_missing_field_is_refused_with_its_name(wires):

@@ -1,14 +1,22 @@
 """A checkpoint is complete or absent, and a resumed run equals the run that never stopped."""
 
+import itertools
 import json
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from megasync.errors import CheckpointError
+from megasync.layout import shards
+from megasync.layout.layout import Box
+from megasync.layout.shards import ShardFiles, layout_of, reading_parts
 from megasync.trainer import checkpoint
 
 # World -> name -> (model, dtype, trainer options).
@@ -54,6 +62,124 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(resumed, name):
         assert rank["state"] == {"step": 2, "note": "hello"}
 
 
+# Ranks, trainer options. A run goes through them in this order, so every one is saved and loaded.
+DENSE = [
+    (2, {"data_parallel": 2}),
+    (1, {}),
+    (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    (2, {"data_parallel": 2, "distributed_optimizer": False}),
+    (2, {"pipeline_parallel": 2, "last_stage_layers": 1}),
+    (4, {"tensor_parallel": 2, "data_parallel": 2}),
+    (4, {"context_parallel": 2, "data_parallel": 2}),
+    (2, {"context_parallel": 2}),
+]
+EXPERTS = [
+    (2, {"data_parallel": 2, "expert_parallel": 2}),
+    (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    (
+        4,
+        {
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "data_parallel": 2,
+            "expert_parallel": 2,
+            "expert_tensor_parallel": 1,
+        },
+    ),
+    (1, {}),
+    (
+        4,
+        {
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "data_parallel": 2,
+            "expert_parallel": 4,
+            "expert_tensor_parallel": 1,
+        },
+    ),
+    (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    (4, {"data_parallel": 4, "expert_parallel": 2}),
+    (4, {"context_parallel": 2, "data_parallel": 2, "expert_parallel": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def hops(run_ranks, models, tmp_path_factory):
+    """hops(model, dtype, topologies): the checkpoints, and metrics of the step after each, of rank 0."""
+
+    def run(model, dtype, topologies):
+        folder, source, found = tmp_path_factory.mktemp(f"{model}-{dtype}"), None, []
+        for number, (world, trainer) in enumerate(topologies):
+            target = folder / f"{number}"
+            arguments = {"source": source and str(source), "target": str(target), "model": models[model]}
+            metrics = run_ranks("hop", world, **arguments, trainer=trainer, dtype=dtype)[0]
+            found.append((target, metrics))
+            source = target
+        return found
+
+    return run
+
+
+def contents(path):
+    """Every Hugging Face tensor of a checkpoint: its weights, and what the optimizer holds of it, by kind."""
+    described = json.loads((path / "layout.json").read_text())
+    layout, dtype = layout_of(described)
+    biases = {name for name in layout.hf_tensors if layout.hf_dtype(name, dtype) != dtype}
+    with ShardFiles(path) as weights, checkpoint.OptimizerFiles(path, layout, described["sharded_optimizer"]) as held:
+        reads = {kind: partial(held.part, kind) for kind in checkpoint.MOMENTS}
+        if dtype == "bfloat16":
+            reads[checkpoint.MAIN_WEIGHT] = partial(held.part, checkpoint.MAIN_WEIGHT)
+        found = {
+            (kind, name): reading_parts(layout, read)(name, Box(0, shape[0], 0, (*shape, 1)[1]))
+            for kind, read in {"weight": weights.part, **reads}.items()
+            for name, shape in layout.hf_tensors.items()
+            # A router's bias is no parameter.
+            if kind == "weight" or name not in biases
+        }
+    return described["updates"], found
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "topologies"),
+    [
+        ("qwen2", "float32", DENSE),
+        ("llama", "bfloat16", DENSE),
+        ("qwen2_moe", "bfloat16", EXPERTS),
+        pytest.param("qwen3_moe", "float32", EXPERTS, marks=pytest.mark.matrix),
+        pytest.param("deepseek_v3", "bfloat16", EXPERTS, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_run_resumes_on_any_topology_with_the_same_weights_and_moments(hops, model, dtype, topologies):
+    first, *others = hops(model, dtype, topologies)
+    updates, tensors = contents(first[0])
+    assert updates == 1 and all(value.any() for (kind, _), value in tensors.items() if kind == "exp_avg_sq")
+    for path, metrics in others:
+        again, found = contents(path)
+        assert again == updates and found.keys() == tensors.keys()
+        assert [key for key, value in found.items() if not torch.equal(value, tensors[key])] == []
+        tolerance = 1e-5 if dtype == "float32" else 0.02
+        for key in ("train/loss", "train/grad_norm"):
+            assert metrics[key] == pytest.approx(first[1][key], rel=tolerance, abs=tolerance), (path, key)
+
+
+def test_a_checkpoint_of_the_format_before_is_refused_with_a_fix(tmp_path):
+    with pytest.raises(CheckpointError, match="has format 1, .* reads format 2; export it"):
+        checkpoint._check({}, None, "float32")
+
+
+def test_a_lost_slice_is_named(hops, tmp_path):
+    (path, _), *_ = hops("qwen2", "float32", DENSE[:1])
+    held = load_file(path / "optimizer-00001.safetensors")
+    lost = next(key for key in held if key.startswith("exp_avg/"))
+    with safe_open(path / "optimizer-00001.safetensors", "pt") as file:
+        metadata = file.metadata()
+    starts = json.loads(metadata["starts"])
+    del starts[lost.partition("/")[2]]
+    save_file(held, path / "optimizer-00001.safetensors", metadata={"starts": json.dumps(starts)})
+    with pytest.raises(CheckpointError, match=f"lacks {held[lost].numel()} elements of exp_avg"):
+        contents(path)
+
+
 @pytest.fixture(scope="module")
 def broken(run_ranks, models, tmp_path_factory):
     return run_ranks("broken_checkpoints", 2, model=models["llama"], folder=str(tmp_path_factory.mktemp("broken")))
@@ -62,7 +188,7 @@ def broken(run_ranks, models, tmp_path_factory):
 def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(broken):
     for rank in broken:
         assert "could not write checkpoint" in rank["full"]
-        assert "rank 1: OSError: [Errno 27] File too large" in rank["full"]
+        assert "rank 1: " in rank["full"] and "File too large" in rank["full"]
         assert rank["left"] == ["step-00000001"]
         assert rank["latest"] == "step-00000001"
         assert rank["again"] is None
@@ -79,9 +205,9 @@ def test_a_checkpoint_is_never_overwritten(broken):
     assert all("already exists" in rank["existing"] for rank in broken)
 
 
-def test_another_layout_is_refused_by_name(broken):
+def test_another_dtype_is_refused_by_name(broken):
     for rank in broken:
-        assert "its topology is Topology(tensor=2" in rank["layout"]
+        assert "its dtype is float32, but this run's is bfloat16" in rank["layout"]
         assert "is not a complete checkpoint" in rank["absent"]
 
 
@@ -100,6 +226,7 @@ def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work())
+    monkeypatch.setattr(checkpoint, "all_agree", lambda ok, _: ok)
     monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
     layout = SimpleNamespace(writers=lambda rank: {"w": rank})
     path = checkpoint.step_path(tmp_path, 3)
@@ -107,18 +234,76 @@ def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, 
         if rank:
             path.with_name(path.name + checkpoint.PARTIAL).mkdir(parents=True)
             monkeypatch.setattr(checkpoint, "_make_room", lambda *_: None)
-        checkpoint.save(
-            path, checkpoint.Shard(layout, "float32", rank, {"w": torch.ones(2)}, {}), {}, torch.device("cpu")
-        )
+        shard = checkpoint.Shard(layout, "float32", rank, {"w": torch.ones(2)}, {}, False, 0)
+        assert checkpoint.begin(path, shard, {}, torch.device("cpu")).finish(wait=True)
         if rank:
-            assert order == ["model-00001", "optimizer-1"]
+            assert order == ["model-00001", "optimizer-00001"]
             order.clear()
-    assert order[:2] == ["model-00000", "optimizer-0"]
+    assert order[:2] == ["model-00000", "optimizer-00000"]
     assert [name for name in order if name.startswith("->")] == [
         *("-> layout.json", "-> state.json", "-> COMPLETE", "-> step-00000003")
     ]
     assert order[-4:] == [path.name, "-> step-00000003", "checkpoints", tmp_path.name]
     assert checkpoint.latest(tmp_path) == path
+
+
+KILLED = 9
+
+
+def save_alone(path, value):
+    """Saves one weight as a run of one rank does. Returns once the checkpoint is complete."""
+    shard = checkpoint.Shard(ONE_WEIGHT, "float32", 0, {"w": torch.full((2,), value)}, {}, False, 0)
+    checkpoint.begin(path, shard, {"step": checkpoint.step_of(path)}, torch.device("cpu")).finish(wait=True)
+
+
+ONE_WEIGHT = SimpleNamespace(writers=lambda rank: {"w": 0})
+
+
+def save_until_killed(path, point):
+    """In a fork: saves, and ends the process as kill -9 would before its ``point``-th change of the disk."""
+    left = itertools.count(point, -1)
+
+    def killing(change):
+        def changed(*args, **options):
+            if next(left) == 1:
+                os._exit(KILLED)
+            return change(*args, **options)
+
+        return changed
+
+    for owner, name in ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "open")):
+        setattr(owner, name, killing(getattr(owner, name)))
+    for owner in (checkpoint, shards):
+        owner.save_file = killing(owner.save_file)
+    try:
+        save_alone(path, 2.0)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_the_newest_whole_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work())
+    monkeypatch.setattr(checkpoint, "all_agree", lambda ok, _: ok)
+    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
+    first, second = (checkpoint.step_path(tmp_path, step) for step in (1, 2))
+    save_alone(first, 1.0)
+    outcomes = []
+    for point in itertools.count(1):
+        if (child := os.fork()) == 0:
+            save_until_killed(second, point)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        newest = checkpoint.latest(tmp_path)
+        value = load_file(newest / "model-00000.safetensors")["w"][0]
+        assert checkpoint.read_state(newest)["step"] == value == checkpoint.step_of(newest)
+        outcomes.append(checkpoint.step_of(newest))
+        if code == 0:
+            break
+        assert code == KILLED
+        if newest == second:
+            shutil.rmtree(second)
+    assert len(outcomes) > 10 and outcomes == sorted(outcomes) and set(outcomes) == {1, 2}
+    assert not checkpoint.prune(tmp_path, keep=2)
 
 
 def whole(run, step):

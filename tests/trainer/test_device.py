@@ -1,6 +1,8 @@
 """Device functions on a GPU, with a fake torch.cuda."""
 
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +57,13 @@ def test_only_a_gpu_is_waited_for(fake_cuda):
     assert (fake_cuda.waited, fake_cuda.entered) == ([], [])
     device.synchronize(torch.device("cuda", 0))
     assert fake_cuda.waited == ["current"]
+
+
+def test_ranks_find_ninja_beside_their_python_whatever_the_path_was(monkeypatch):
+    monkeypatch.setattr(os, "environ", environment := {"PATH": "/usr/bin:/bin"})
+    device.set_cuda_environment()
+    device.set_cuda_environment()
+    assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
 
 
 def test_existing_environment_variables_are_kept(monkeypatch):

@@ -12,11 +12,31 @@ from safetensors.torch import load_file
 from megasync.layout.shards import export_checkpoint
 
 LAYOUTS = {
-    1: {"one": {}, "small-microbatches": {"tokens_per_microbatch": 64}, "recompute": {"recompute": "full"}},
+    1: {
+        "one": {},
+        "small-microbatches": {"tokens_per_microbatch": 64},
+        "recompute": {"recompute": "full"},
+        "recompute-one-layer": {"recompute": "full", "recompute_layers": 1},
+        "recompute-mlp": {"recompute": "selective", "recompute_modules": ["mlp"]},
+    },
     2: {
         "tp2": {"tensor_parallel": 2},
         "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
         "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1, "tokens_per_microbatch": 64},
+        "tp2-head": {"tensor_parallel": 2, "float32_head": True},
+        "tp2-sp-head": {"tensor_parallel": 2, "sequence_parallel": True, "float32_head": True},
+        "dp2-overlap": {
+            "data_parallel": 2,
+            "overlap_grad_reduce": True,
+            "tokens_per_microbatch": 64,
+            "megatron": {"ddp": {"bucket_size": 1000}, "optimizer": {"apply_wd_to_qk_layernorm": True}},
+        },
+        "dp2-replicated-overlap": {
+            "data_parallel": 2,
+            "distributed_optimizer": False,
+            "overlap_grad_reduce": True,
+            "tokens_per_microbatch": 64,
+        },
         "dp2": {"data_parallel": 2, "distributed_optimizer": True},
         "dp2-replicated": {"data_parallel": 2, "distributed_optimizer": False, "tokens_per_microbatch": 64},
     },
@@ -107,7 +127,14 @@ def test_a_step_changes_the_scores_equally_on_every_layout(results, one, family)
             torch.testing.assert_close(rank["after"], one[family]["after"], atol=1e-4, rtol=0)
 
 
+def test_fields_of_megatrons_classes_reach_them(results):
+    for (_, layout), ranks in results[0].items():
+        given = layout == "dp2-overlap"
+        assert all((rank["buckets"] > 5, rank["decays_qk_norms"]) == (given, given) for rank in ranks), layout
+
+
 def test_small_budgets_really_made_several_microbatches(results):
     for (_, layout), ranks in results[0].items():
-        several = layout not in ("one", "recompute", "tp2", "tp2-sp", "dp2", "tp4")
+        whole = ("one", "recompute", "recompute-one-layer", "recompute-mlp", "tp2", "tp2-sp", "tp2-head", "tp2-sp-head")
+        several = layout not in (*whole, "dp2", "tp4")
         assert all((rank["microbatches"] > 1) == several for rank in ranks), layout

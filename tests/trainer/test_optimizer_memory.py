@@ -16,13 +16,14 @@ def stepped(seed):
     inner = torch.optim.AdamW([weight], lr=0.1)
     inner.step()
     optimizer = object.__new__(Optimizer)
-    optimizer._keeps_main_weights = False
+    optimizer._keeps_main_weights, optimizer.updates = False, 1
     optimizer._optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
     return optimizer, inner, weight
 
 
 def test_old_moments_are_freed_before_new_ones_are_loaded(monkeypatch):
-    saved = stepped(0)[0].state()
+    first, _, other = stepped(0)
+    saved = first.slices({"w": other})
     optimizer, inner, weight = stepped(1)
     held = [weakref.ref(value) for value in inner.state[weight].values()]
     alive = []
@@ -33,7 +34,7 @@ def test_old_moments_are_freed_before_new_ones_are_loaded(monkeypatch):
         load(self, state)
 
     monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", watched)
-    optimizer.load_state(saved)
+    optimizer.restore({"w": weight}, saved, 1)
     assert held and alive == [0]
-    for name, value in saved["moments"][0][0].items():
+    for name, value in saved["w"].tensors.items():
         assert torch.equal(inner.state[weight][name], value), name

@@ -1,7 +1,8 @@
-"""A trainer rank in its own process: `worker.py RANK WORLD STORES`.
+"""A trainer rank in its own process: `worker.py RANK WORLD STORES FLAVOUR`.
 
-STORES is the folder of the rendezvous files. Each line of standard input is also a folder: the function that its
-request.json names is called with the arguments given there, its result is written to result-RANK.pt, and "done" is
+STORES is the folder of the rendezvous files. FLAVOUR is "local", or "te" for Transformer Engine's layers, then possibly
+with the version of another megatron-core: "te 0.19.2". Each line of standard input is also a folder: the function that
+its request.json names is called with the arguments given there, its result is written to result-RANK.pt, and "done" is
 printed. An error ends the process.
 """
 
@@ -16,26 +17,42 @@ import weakref
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
-from megasync.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.config.schema import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
+from megasync.layout import shards
+from megasync.layout.shards import load_shards
+from megasync.layout.topology import Topology
+from megasync.rehearsal.device import RehearsalDevice
+from megasync.rehearsal.packages import add_to_path
 from megasync.trajectory import Group, Trajectory
 
 STORES = Path(sys.argv[3])
 MEETINGS = itertools.count()
-DEVICE = resolve_device("cpu")
+FLAVOUR, _, MEGATRON = sys.argv[4].partition(" ")
+if MEGATRON:
+    add_to_path("megatron-core", MEGATRON)
+DEVICE = RehearsalDevice() if FLAVOUR == "te" else resolve_device("cpu")
 DEVICE.prepare_process(local_rank=0)
 
 # Megatron may be imported only after `prepare_process`.
-from megasync.errors import CheckpointError, TrainingError  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # noqa: E402
+from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
+
+from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa: E402
 from megasync.trainer import checkpoint  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
 from megasync.trainer.engine import MegatronEngine  # noqa: E402
+from megasync.trainer.layer_specs import chunk_specs  # noqa: E402
+from megasync.trainer.model import transformer_config  # noqa: E402
+from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
 
@@ -43,6 +60,7 @@ from megasync.trainer.reference import SLOTS  # noqa: E402
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
     gc.collect()
     options = dict(trainer or {})
+    options["megatron"] = MegatronConfig(**options.get("megatron", {}))
     config = TrainerConfig(**options, optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}))
     engine = MegatronEngine(ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), total_steps)
     engine.initialize()
@@ -81,12 +99,12 @@ def cross_entropy(tokens):
     return loss
 
 
-def layouts(models, rows, layouts, folder):
+def layouts(models, rows, layouts, folder, dtype="float32"):
     """Scores, one training step and a checkpoint for each model in each layout."""
     found = {}
     for name, model in models.items():
         for label, trainer in layouts.items():
-            engine = make_engine(model, trainer)
+            engine = make_engine(model, trainer, dtype=dtype)
             samples = to_samples(rows)
             tokens = sum(len(sample.scored) for sample in samples)
             scores = engine.score_everywhere(samples)
@@ -100,19 +118,200 @@ def layouts(models, rows, layouts, folder):
                 "tokens": sums["tokens"],
                 "gradients": grads,
                 "grad_norm": update.grad_norm,
+                "buckets": len(engine.wrapped[0].bucket_groups),
+                "decays_qk_norms": engine.optimizer._optimizer.config.apply_wd_to_qk_layernorm,
                 "lr": update.lr,
                 "after": torch.cat(engine.score_everywhere(samples)),
                 "microbatches": len(engine.share(samples).microbatches),
+                "attention": attention_backend(),
             }
             close(engine)
     return found
+
+
+def attention_backend():
+    """The backend that Transformer Engine chose for the last attention; None with Megatron's own layers."""
+    if DEVICE.spec == "local":
+        return None
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    chosen = dot_product_attention._attention_backends
+    return next(name for name in ("flash", "fused", "unfused") if chosen[f"use_{name}_attention"])
+
+
+def marks(model, trainer):
+    """By parameter: its shards, how its gradient is reduced, what the norm counts of it here, and in which buffer."""
+    engine = make_engine(model, trainer)
+    experts = {
+        id(param) for part in engine._models for group in part.expert_parallel_bucket_groups for param in group.params
+    }
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = {}
+    for name, param in engine.weights.items():
+        if not isinstance(param, torch.nn.Parameter):
+            continue
+        counted = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group)
+        found[name] = {
+            "sharded": param.tensor_model_parallel,
+            "dim": param.partition_dim,
+            "sequence_parallel": param.sequence_parallel,
+            "counted": param.numel() if counted else 0,
+            "expert": id(param) in experts,
+        }
+    close(engine)
+    return found
+
+
+def fp8():
+    """By recipe: output and gradients of a linear layer after two steps, and how far a quantised tensor is from its
+    values, relative to the largest of its tensor or block. "none" is the layer in bfloat16."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    recipes = {
+        "none": None,
+        "delayed": recipe.DelayedScaling(),
+        "current": recipe.Float8CurrentScaling(),
+        "block": recipe.Float8BlockScaling(),
+    }
+    found = {}
+    for name, scaling in recipes.items():
+        torch.manual_seed(0)
+        layer = te.LayerNormLinear(256, 128, params_dtype=torch.bfloat16, normalization="RMSNorm", device="cpu")
+        x = torch.randn(128, 256).bfloat16().requires_grad_()
+        for _ in range(2):
+            layer.zero_grad()
+            x.grad = None
+            with te.autocast(enabled=scaling is not None, recipe=scaling):
+                y = layer(x)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16())
+        found[name] = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    return found
+
+
+def attention_parts(cases):
+    """Per case the tokens of this rank among all, its output and gradients: Transformer Engine's attention whose tokens
+    are split over all ranks. Float32 goes past `DotProductAttention`, which has no backend for it then."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
+    from transformer_engine_torch import thd_get_partitioned_indices
+
+    world, rank, stream = dist.get_world_size(), dist.get_rank(), torch.cuda.current_stream()
+    members, found = list(range(world)), []
+    for case in cases:
+        whole = torch.load(case["tensors"])
+        lengths, layout = whole["lengths"], case["format"]
+        padded = [-(-length // (2 * world)) * 2 * world for length in lengths]
+        starts, offsets = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, padded))
+        indices, mask = thd_get_partitioned_indices(offsets, sum(padded), world, rank), "padding_causal"
+        dtype = getattr(torch, case["dtype"])
+        parts = [whole[name].to(dtype)[indices].contiguous() for name in ("q", "k", "v", "grad")]
+        if layout != "thd":
+            # Sequences of one length: [batch, length, heads, dim] or [length, batch, heads, dim].
+            starts, mask = offsets, "causal"
+            parts = [part.view(len(lengths), -1, *part.shape[1:]) for part in parts]
+            if layout == "sbhd":
+                parts = [part.transpose(0, 1).contiguous() for part in parts]
+        q, k, v = (part.requires_grad_() for part in parts[:3])
+        packed = {
+            "cu_seqlens_q_padded": offsets,
+            "cu_seqlens_kv_padded": offsets,
+            "pad_between_seqs": padded != lengths,
+        }
+        if dtype == torch.float32:
+            out = attn_forward_func_with_cp(
+                True, q, k, v, starts, starts, max(padded), max(padded), offsets, offsets, 0.0,
+                dist.group.WORLD, members, stream, case["comm"], 0.3, layout, mask,
+                use_fused_attention=True, window_size=(-1, 0), pad_between_seqs=packed["pad_between_seqs"],
+            )  # fmt: skip
+        else:
+            attention = te.DotProductAttention(
+                q.shape[-2], (q.shape[-1], v.shape[-1]), k.shape[-2], qkv_format=layout, attn_mask_type=mask,
+                softmax_scale=0.3, cp_group=dist.group.WORLD, cp_global_ranks=members, cp_stream=stream,
+                cp_comm_type=case["comm"], attention_dropout=0.0,
+            )  # fmt: skip
+            lengths_of = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": max(padded)}
+            lengths_of["max_seqlen_kv"] = max(padded)
+            out = attention(q, k, v, **(lengths_of | packed if layout == "thd" else {}))
+        out = out.view(*q.shape[:-1], v.shape[-1])
+        out.backward(parts[3])
+        rows = [out.detach(), q.grad, k.grad, v.grad]
+        if layout == "sbhd":
+            rows = [row.transpose(0, 1) for row in rows]
+        found.append((indices, [row.reshape(-1, *row.shape[-2:]) for row in rows]))
+    return found
+
+
+def wrong_spec():
+    def local(config, layout, layers, flavour, rope):
+        return chunk_specs(config, layout, layers, "local", rope)
+
+    return mock.patch("megasync.trainer.model.chunk_specs", local)
+
+
+def refused_option():
+    def options(*arguments):
+        config = transformer_config(*arguments)
+        config.normalization = "BatchNorm"
+        return config
+
+    return mock.patch("megasync.trainer.model.transformer_config", options)
+
+
+def wrong_mark(mark, value, part):
+    def set_attributes(weights, *arguments):
+        set_param_attributes(weights, *arguments)
+        for name, param in weights.items():
+            if part in name:
+                setattr(param, mark, value)
+
+    return mock.patch("megasync.trainer.model.set_param_attributes", set_attributes)
+
+
+def swapped_gate_and_up():
+    load_folder = MegatronEngine._load_folder
+
+    def load(*arguments):
+        weights = load_folder(*arguments)
+        fused = (name for name in weights if "linear_fc1.weight" in name)
+        return weights | {name: torch.cat(weights[name].chunk(2)[::-1]) for name in fused}
+
+    return mock.patch.object(MegatronEngine, "_load_folder", load)
+
+
+def layers_in_a_row(topology, layers):
+    """The layers of stages whose chunks follow each other, instead of alternating between the stages."""
+    each = layers // (topology.pipeline * topology.virtual)
+    ranges = [range(start, start + each) for start in range(0, layers, each)]
+    return [ranges[stage * topology.virtual :][: topology.virtual] for stage in range(topology.pipeline)]
+
+
+FAULTS = {
+    "wrong spec": wrong_spec,
+    "refused option": refused_option,
+    "missing sequence-parallel mark": lambda: wrong_mark("sequence_parallel", False, "layer_norm_weight"),
+    "missing tensor-parallel mark": lambda: wrong_mark("tensor_model_parallel", False, "linear_qkv.weight"),
+    "experts in the dense group": lambda: wrong_mark("allreduce", True, ".experts."),
+    "swapped gate and up": swapped_gate_and_up,
+    "chunks out of turn": lambda: mock.patch.object(Topology, "stage_layers", layers_in_a_row),
+}
+
+
+def faulty(fault, model, rows, trainer, folder):
+    """`layouts` with a fault, or the error that it causes."""
+    with FAULTS[fault]():
+        try:
+            return layouts({"model": model}, rows, {"faulty": trainer}, folder)["model", "faulty"]
+        except (ConfigError, AssertionError) as error:
+            parallel_state.destroy_model_parallel()
+            return f"{type(error).__name__}: {error}"
 
 
 def is_freed(model, rows):
     """Whether a closed engine's model is freed after a training step."""
     engine = make_engine(model)
     engine.forward_backward(engine.share(to_samples(rows)), cross_entropy(10))
-    chunk = weakref.ref(engine._chunks[0])
+    chunk = weakref.ref(engine.chunks[0])
     close(engine)
     del engine
     gc.collect()
@@ -123,7 +322,7 @@ def gradients(engine):
     """Gradients by parameter name; None where each data-parallel rank has only a part of their sum."""
     if engine._models[0].ddp_config.use_distributed_optimizer:
         return None
-    trained = {name: weight for name, weight in engine._params.items() if weight.requires_grad}
+    trained = {name: weight for name, weight in engine.weights.items() if weight.requires_grad}
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
@@ -185,8 +384,8 @@ def main_weights(model, trainers):
     found = {}
     for name, trainer in trainers.items():
         engine = make_engine(model, trainer, dtype="bfloat16")
-        state = engine._optimizer.state()
-        found[name] = torch.cat([tensor.flatten().clone() for tensor in state["main_weights"]])
+        slices = engine.optimizer.slices(engine.weights).values()
+        found[name] = torch.cat([part.tensors[checkpoint.MAIN_WEIGHT].clone() for part in slices])
         close(engine)
     return found
 
@@ -228,14 +427,12 @@ def held_bytes(runs, prompt, response, folder):
         with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda saved: saved()):
             engine.forward_backward(engine.share([sample] * count), cross_entropy(response))
         engine.update(1, loss_is_finite=True)
-        state = engine._optimizer.state()
-        moments = [value for group in state["moments"] for kept in group.values() for value in kept.values()]
-        moments = [value for value in moments if torch.is_tensor(value) and value.numel() > 1]
+        slices = engine.optimizer.slices(engine.weights).values()
         buffers = [buffer for part in engine._models for buffer in (*part.buffers, *part.expert_parallel_buffers)]
         found[name] = {
             "weights": sum(tensor.nbytes for tensor in engine.params().values()),
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-            "optimizer": sum(tensor.nbytes for tensor in [*moments, *state.get("main_weights", [])]),
+            "optimizer": sum(tensor.nbytes for part in slices for tensor in part.tensors.values()),
             "activations": saved.peak,
         }
         checkpoint = Path(folder) / name
@@ -332,7 +529,7 @@ def streamed_reference(runs):
         scores["streamed"] = torch.cat(engine.score_everywhere(samples, reference=True))
         scores["again"] = torch.cat(engine.score_everywhere(samples))
         with contextlib.suppress(KeyError), engine._reference.applied():
-            layer = engine._chunks[0].decoder.layers[0]
+            layer = engine.chunks[0].decoder.layers[0]
             first = next(layer.parameters())
             failing = layer.register_forward_pre_hook(lambda *_: {}["fails while reference weights are in place"])
             try:
@@ -434,6 +631,61 @@ def resume(runs, folder):
     return found
 
 
+def hop(source, target, model, trainer, dtype):
+    """A policy step from a checkpoint, or the second of two from the model if ``source`` is None: its metrics.
+
+    What was loaded, or trained by the first step, is saved to ``target`` before.
+    """
+    engine = make_engine(model, trainer, {"decay": "cosine", "warmup_steps": 1}, dtype)
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+    if source is None:
+        train_on(policy, make_groups(1), 1)
+    else:
+        engine.load(Path(source))
+    engine.save(Path(target), {"step": 1})
+    metrics = train_on(policy, make_groups(2), 2)
+    close(engine)
+    return metrics
+
+
+def read_files(model, trainers, folder):
+    """By trainer: what this rank read of the model folder and of a checkpoint, and whether the weights are right."""
+    found, reads = {}, []
+    fill = shards.fill_params
+
+    def noted(layout, rank, read, dtype, names=None):
+        reads.append(names)
+        return fill(layout, rank, read, dtype, names)
+
+    shards.fill_params = checkpoint.fill_params = noted
+    for name, trainer in trainers.items():
+        engine = make_engine(model, trainer)
+        engine.save(Path(folder) / name)
+        exact = load_shards(model, engine.layout, dist.get_rank())
+        for weight in engine.params().values():
+            weight.zero_()
+        engine.load(Path(folder) / name)
+        equal = all(torch.equal(engine.params()[param], value) for param, value in exact.items())
+        folder_reads, _, checkpoint_reads = reads[-3:]
+        found[name] = {"reads": [sorted(folder_reads), sorted(checkpoint_reads)], "all": sorted(exact), "equal": equal}
+        close(engine)
+    shards.fill_params = checkpoint.fill_params = fill
+    return found
+
+
+def absent_weights(model, broken):
+    """The error of each data-parallel rank when the first one, which reads for all, has the ``broken`` folder."""
+    config = TrainerConfig(data_parallel=2)
+    path = model if dist.get_rank() else broken
+    engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), config, DEVICE, dist.get_rank(), 10)
+    try:
+        engine.initialize()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        close(engine)
+
+
 def broken_checkpoints(model, folder):
     """Saves that fail on one rank, and checkpoints that are not whole."""
     run = Path(folder)
@@ -469,7 +721,7 @@ def broken_checkpoints(model, folder):
     missing = attempt(engine.load, checkpoint.step_path(run, 3))
     kept = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
     close(engine)
-    other = make_engine(model, {"data_parallel": 2})
+    other = make_engine(model, {"data_parallel": 2}, dtype="bfloat16")
     layout = attempt(other.load, checkpoint.step_path(run, 1))
     absent = attempt(other.load, checkpoint.step_path(run, 9))
     close(other)

@@ -29,6 +29,7 @@ from megasync.config.schema.run import Config
 from megasync.config.schema.training import (
     AlgorithmConfig,
     CheckpointConfig,
+    MegatronConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainerConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "GatewayConfig",
     "GroupConfig",
     "HealthConfig",
+    "MegatronConfig",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",

@@ -17,6 +17,8 @@ class ClusterConfig:
     address: str | None = limited(None, RAY_ADDRESS)
     # GPUs (cuda) or ranks (cpu) per node. A pool that spans several nodes takes whole nodes.
     devices_per_node: int = limited(8, Range(1, 1024))
+    # Whether the only trainer rank and the only server share one device, to try a run on a single GPU: docs/install.md.
+    share_device: bool = False
     # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
     host: str = limited("127.0.0.1", HOST)
     # Whether generation requests must carry a key: always, never, or auto (if `host` is not a loopback address or the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megasync.config.limits import (
     AT_LEAST_ONE,
@@ -97,8 +98,20 @@ class OptimizerConfig:
 
 
 @dataclass
+class MegatronConfig:
+    """Fields of Megatron's own classes that no key of megasync decides: docs/megatron_options.md."""
+
+    # Fields of TransformerConfig, with latent attention of MLATransformerConfig.
+    model: dict[str, Any] = field(default_factory=dict)
+    # Fields of DistributedDataParallelConfig.
+    ddp: dict[str, Any] = field(default_factory=dict)
+    # Fields of OptimizerConfig.
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class TrainerConfig:
-    """The Megatron ranks; their number is tensor x pipeline x data."""
+    """The Megatron ranks; their number is tensor x context x pipeline x data."""
 
     # Tensor-parallel size: ranks that share each layer.
     tensor_parallel: int = limited(1, PROCESSES)
@@ -106,8 +119,13 @@ class TrainerConfig:
     pipeline_parallel: int = limited(1, PROCESSES)
     # Data-parallel size: replicas of the model that share the batch.
     data_parallel: int = limited(1, PROCESSES)
-    # Expert-parallel size: ranks that the experts of a layer are distributed over, taken from a stage's tensor and data
-    # ranks.
+    # Context-parallel size: ranks that share the tokens of each sequence, for long contexts.
+    context_parallel: int = limited(1, PROCESSES)
+    # How context-parallel ranks on GPUs exchange keys and values: in a ring (p2p), all at once (all_gather), or by
+    # exchanging heads for tokens (a2a). Ranks on CPUs gather them.
+    context_parallel_comm: str = limited("p2p", Choice("p2p", "all_gather", "a2a"))
+    # Expert-parallel size: ranks that the experts of a layer are distributed over, taken from a stage's tensor, context
+    # and data ranks.
     expert_parallel: int = limited(1, PROCESSES)
     # Expert tensor-parallel size: ranks that share one expert; null takes `tensor_parallel`, as Megatron does.
     expert_tensor_parallel: int | None = limited(None, PROCESSES)
@@ -125,8 +143,23 @@ class TrainerConfig:
     tokens_per_microbatch: int = limited(8192, AT_LEAST_ONE)
     # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
     minibatches: int = limited(1, AT_LEAST_ONE)
-    # null or "full" (recompute each layer's activations in the backward pass).
-    recompute: str | None = limited(None, Choice("full"))
+    # Activations that are computed again in the backward pass: null (none), full (of whole layers) or selective (of
+    # `recompute_modules`).
+    recompute: str | None = limited(None, Choice("full", "selective"))
+    # full: the number of layers of each chunk of a stage that are recomputed; null is all of them.
+    recompute_layers: int | None = limited(None, AT_LEAST_ONE)
+    # selective: modules of each layer, by Megatron's names: mlp (dense MLPs), moe (whole expert layers), moe_act (the
+    # activation of experts), shared_experts, layernorm (norms that are not fused with a linear layer), core_attn.
+    recompute_modules: list[str] = field(default_factory=list)
+    # Reduce gradients over data-parallel ranks while the backward pass of the last microbatch still runs.
+    overlap_grad_reduce: bool = False
+    # Compute logits, log-probs and their gradients from the last hidden states in float32, whatever `model.dtype` is.
+    float32_head: bool = False
+    # Fused kernels that sort tokens by experts. Needs a GPU.
+    moe_permute_fusion: bool = False
+    # Compute shared experts while tokens are exchanged between expert-parallel ranks. Needs a GPU.
+    moe_shared_expert_overlap: bool = False
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # Coefficient of the auxiliary loss that balances load over experts; 0 turns it off.
     moe_aux_loss: float = limited(0.0, NOT_NEGATIVE)
@@ -149,7 +182,11 @@ class CheckpointConfig:
 
     # Training steps between checkpoints; 0 saves only at the end and on Ctrl-C.
     every_steps: int = limited(50, NOT_NEGATIVE)
+    # Write checkpoints while training goes on; it waits only until everything is copied to host memory.
+    background: bool = True
     # Checkpoints to keep, newest first. The disk needs room for one more, because older ones are deleted last.
     keep: int = limited(2, AT_LEAST_ONE)
+    # Training steps between exports as a Hugging Face folder, RUN/exports/step-N, a multiple of every_steps; 0: none.
+    export_every: int = limited(0, NOT_NEGATIVE)
     # Export a Hugging Face checkpoint when the run ends.
     export: bool = True

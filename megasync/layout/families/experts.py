@@ -6,7 +6,19 @@ and Transformer Engine's have one module with a numbered weight for each.
 
 from __future__ import annotations
 
-from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_BIAS, QKV_WEIGHT, gated, norm
+from dataclasses import replace
+
+from megasync.layout.families.dense import (
+    INPUT_NORM,
+    MLP,
+    OUTPUT,
+    QK_NORMS,
+    QKV_BIAS,
+    QKV_WEIGHT,
+    gated,
+    norm,
+    qkv,
+)
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
 PRE_MLP_NORM = norm(
@@ -36,6 +48,19 @@ SHARED_EXPERT_GATE = Rule(
     "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
 )
 
+# Influences which experts are chosen, not their weights; receives no gradient.
+ROUTER_BIAS = Rule(
+    Split.REPLICATED,
+    (Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",)),),
+    "decoder.layers.{layer}.mlp.router.expert_bias",
+    dtype="float32",
+)
+SPARSE_WITH_BIAS = (PRE_MLP_NORM, ROUTER, ROUTER_BIAS, *EXPERTS, *shared_expert("shared_experts"))
+SIGMOID_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+# Multi-token-prediction layers come after the last one and serve only speculative decoding: the policy's log-probs do
+# not depend on them. They are neither loaded nor trained, so an export has none.
+NO_PREDICTION_LAYERS = {"num_nextn_predict_layers": 0}
+
 SPARSE: dict[str, Family] = {
     "qwen2_moe": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT),
@@ -48,5 +73,28 @@ SPARSE: dict[str, Family] = {
         dense=MLP,
         sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS),
         fixed={"attention_bias": False},
+    ),
+    "glm4_moe": Family(
+        layer=(
+            INPUT_NORM,
+            QKV_WEIGHT,
+            qkv("bias", when="attention_bias"),
+            *(replace(rule, when="use_qk_norm") for rule in QK_NORMS),
+            OUTPUT,
+        ),
+        dense=MLP,
+        sparse=SPARSE_WITH_BIAS,
+        fixed=SIGMOID_ROUTING,
+        defaults={
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        exported=NO_PREDICTION_LAYERS,
+        partial_rotary=True,
     ),
 }

@@ -8,7 +8,7 @@ ranks; Transformer Engine's keep them whole.
 from __future__ import annotations
 
 from megasync.layout.families.dense import MLP, norm
-from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, shared_expert
+from megasync.layout.families.experts import NO_PREDICTION_LAYERS, SIGMOID_ROUTING, SPARSE_WITH_BIAS
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 
 HF = "model.layers.{layer}.self_attn"
@@ -55,40 +55,29 @@ ATTENTION = (
     projection("kv_b_proj", "linear_kv_up_proj", "kv_b_rows", "kv_lora"),
     Rule(Split.ROW, (Tensor(f"{HF}.o_proj.weight", ("hidden", "value_rows")),), f"{MEGATRON}.linear_proj.weight"),
 )
-# Influences which experts are chosen, not their weights; receives no gradient.
-ROUTER_BIAS = Rule(
-    Split.REPLICATED,
-    (Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",)),),
-    "decoder.layers.{layer}.mlp.router.expert_bias",
-    dtype="float32",
-)
 
-LATENT: dict[str, Family] = {
-    "deepseek_v3": Family(
-        layer=(INPUT_NORM, *ATTENTION),
-        dense=MLP,
-        sparse=(PRE_MLP_NORM, ROUTER, ROUTER_BIAS, *EXPERTS, *shared_expert("shared_experts")),
-        fixed={
-            "attention_bias": False,
-            "moe_layer_freq": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": True,
-            "rope_interleave": True,
-            # Hugging Face normalises the latents with this epsilon whatever the config says, SGLang with the config's.
-            "rms_norm_eps": 1e-6,
-        },
-        defaults={
-            "first_k_dense_replace": 3,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-        },
-        # Multi-token-prediction layers come after the last one and serve only speculative decoding: the policy's
-        # log-probs do not depend on them. They are neither loaded nor trained, so an export has none.
-        exported={"num_nextn_predict_layers": 0},
-        rope_types=("default", "yarn"),
-        latent=True,
-    ),
-}
+DEEPSEEK_V3 = Family(
+    layer=(INPUT_NORM, *ATTENTION),
+    dense=MLP,
+    sparse=SPARSE_WITH_BIAS,
+    fixed={
+        **SIGMOID_ROUTING,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "rope_interleave": True,
+        # Hugging Face normalises the latents with this epsilon whatever the config says, SGLang with the config's.
+        "rms_norm_eps": 1e-6,
+    },
+    defaults={
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
+    exported=NO_PREDICTION_LAYERS,
+    rope_types=("default", "yarn"),
+    latent=True,
+)
+# Kimi-K2 is DeepSeek-V3 under another name. SGLang knows that name, Hugging Face does not.
+LATENT: dict[str, Family] = {"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}

@@ -5,6 +5,7 @@ from importlib import import_module
 MODULES = (
     "deepseek_v2",
     "glm4",
+    "glm4_moe",
     "llama",
     "mistral",
     "qwen2",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megasync.errors import ServerError, SyncError
@@ -21,8 +23,10 @@ from megasync.sync.messages import (
     StageReport,
 )
 from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
+from megasync.sync.shard.feeds import Feed
 
 if TYPE_CHECKING:
+    from megasync.layout.engine_layout import EngineRank
     from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
@@ -36,8 +40,9 @@ class Engine(ServerUpdate):
     """A server that receives shards.
 
     Attributes:
-        kind: digest of what its ranks keep, or "" while it has no receive plan; engines of one kind receive the same
-            buckets.
+        kind: digest of what its ranks keep, or "" while it has no receive plan.
+        feed: the trainer's replicas that send to it, or None before its first plan.
+        plan: name of the plan by which they send; "" without a receive plan.
         links: name of its links to the trainer, or "" when new ones have to be made.
         base: the attempt that its arena holds completely, or "".
         stages: False without room for an arena: it then receives while it is paused.
@@ -46,25 +51,42 @@ class Engine(ServerUpdate):
     def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
         super().__init__(server, pause_mode, seconds)
         self.control = EngineControl(server)
-        self.kind = self.links = self.base = ""
+        self.kind = self.plan = self.links = self.base = ""
+        self.feed: Feed | None = None
         self.stages = True
-        self._instance = ""
+        self._instances: tuple[str, ...] = ()
 
     # Before the first version
 
-    async def is_new(self) -> bool:
-        """True for a process that has no receive plan yet; forgets what was known of an earlier process."""
-        instance = "-".join(rank.instance for rank in await self.control.hello(self._seconds))
-        if instance != self._instance:
-            self.kind = self.links = self.base = ""
-            self._instance = instance
-        return not self.kind
+    def forget(self) -> None:
+        """Nothing is known of its process; replicas that feed it stay."""
+        self.kind = self.plan = self.links = self.base = ""
 
-    async def take_receive_plan(self, kind: str, request: ReceivePlanRequest) -> None:
+    async def is_new(self) -> bool:
+        """True for a process that has no receive plan yet.
+
+        While an engine generates, it answers between two decoding steps. So one with links is not asked: it refuses to
+        stage if its process is a new one.
+        """
+        if self.plan and not (self.links and self.stages):
+            instances = tuple(rank.instance for rank in await self.control.hello(self._seconds))
+            if instances != self._instances:
+                self.forget()
+        return not self.plan
+
+    async def trace(self, specs: Iterable[tuple[str, Sequence[int]]], stall: float) -> list[EngineRank]:
+        """What its ranks keep. Whatever a driver that died has left is dropped first, within ``stall`` seconds."""
+        self._instances = tuple(rank.instance for rank in await self.control.hello(self._seconds))
+        await self.drop(stall)
+        ranks = await self.control.trace(specs, self._seconds)
+        self.kind = hashlib.sha256("".join(rank.digest() for rank in ranks).encode()).hexdigest()[:16]
+        return ranks
+
+    async def take_receive_plan(self, plan: str, request: ReceivePlanRequest) -> None:
         """Tells the ranks what they receive of every version."""
         answers = await self.control.call("receive_plan", request, ReceivePlanAnswer, self._seconds)
         self.stages = all(answer.stages for answer in answers)
-        self.kind = kind
+        self.plan = plan
         if not self.stages:
             log.warning(
                 "%s has no room to stage a version, which takes %.0f MiB on a rank (sync.arena_mb); pausing it during "
@@ -75,9 +97,12 @@ class Engine(ServerUpdate):
 
     # Stage
 
-    async def stage(self, request: ReceiveRequest) -> None:
-        """Starts to receive; returns at once."""
-        await self.control.call("stage", request, StageReport, self._seconds)
+    async def stage(self, request: ReceiveRequest) -> bool:
+        """Starts to receive; returns at once. False when a rank has no plan, because its process is new."""
+        reports = await self.control.call("stage", request, StageReport, self._seconds)
+        if any(report.state == "none" for report in reports):
+            self.forget()
+        return bool(self.plan)
 
     async def staged(self, name: str, ranks: int, sending: asyncio.Future[list[SendReport]]) -> list[int]:
         """Waits until each of its ``ranks`` holds the attempt; their digests. Raises SyncError with a rank's reason.
@@ -87,7 +112,9 @@ class Engine(ServerUpdate):
         """
         while True:
             await asyncio.wait([sending], timeout=SENDING_POLL_SECONDS)
-            if sending.done() and not sending.exception():
+            if sending.done():
+                if error := sending.exception():
+                    raise SyncError(f"the trainer failed: {error}")
                 reported = (confirmation for report in sending.result() for confirmation in report.confirmed)
                 confirmed = {rank.engine_rank: rank.digest for rank in reported if rank.url == self.url}
                 if len(confirmed) == ranks:
@@ -97,9 +124,6 @@ class Engine(ServerUpdate):
                 if report.attempt != name or report.state == "failed":
                     raise SyncError(f"rank {tp} of the server could not stage: {report.error or report.state}")
             if all(report.state == "staged" for report in reports):
-                if sending.done():
-                    # No sender received the confirmation. It may still be in flight, so these links are not used again.
-                    self.links = ""
                 return [report.digest for report in reports]
             await asyncio.sleep(POLL_SECONDS)
 

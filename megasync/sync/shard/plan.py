@@ -1,10 +1,17 @@
 """Who sends which rectangle to which serving rank: a pure function of the trainer's layout and the engine's slots.
 
-Every slot of every engine rank is cut at the boundaries of the trainer's shards, and each cut goes to one of the ranks
-that hold it: the one with the fewest bytes so far, so that replicas share the work. A large cut that is contiguous in
-its sender's memory is a bucket of its own, sent without a copy. The others that the same rank sends into the same slot
-are merged into the largest rectangles and packed into buckets of limited size. Nothing is gathered anywhere, and each
-byte travels once to every engine rank that keeps it.
+Every slot of every engine rank is cut at the boundaries of the trainer's shards. For each engine rank some of the ranks
+that hold a cut are chosen as its sources (`_choose_sources`), few of them, and each cut goes to the source with the
+fewest bytes so far. A large cut that is contiguous in its sender's memory is a bucket of its own, sent without a copy.
+The others that the same rank sends into the same slot are merged into the largest rectangles and packed into buckets of
+limited size. Nothing is gathered anywhere, and each byte travels once to every engine rank that keeps it.
+
+A plan is made for the replicas that feed one engine (`shard.feeds`), not for all of them, so neither its size nor the
+time to make it depends on data parallelism. Engines that other replicas feed use the same plan with other ranks.
+
+Messages form rounds, one of each pair of ranks in each. A rank sends by round, then by engine rank; an engine rank
+receives by round, in any order of its sources. So the ranks of an engine and its sources may handle all their messages
+in one queue: whoever has the lowest (round, engine rank) left always meets its partner.
 
 Trainer ranks and driver derive the same plan from the same inputs without communication.
 """
@@ -13,22 +20,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from math import prod
 
 from megasync.errors import SyncError
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
-from megasync.layout.layout import Box, Holder, Layout, Piece
+from megasync.layout.layout import Box, Layout, Piece, intersect
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.sync.messages import InboundBucket, ReceivePlan
 
 # Messages are whole words, because digests are sums of words.
 WORD_BYTES = 8
-# From this size on, a message of its own costs less than packing with others.
-DIRECT_BYTES = 2**18
+# From this size on, a message of its own costs less than packing with others: each one takes the receiving thread some
+# turns at the GIL, which are slow while the engine decodes on the same cores.
+DIRECT_BYTES = 2**21
+# An engine rank gets further sources, to balance their work, up to this number of them, and only when the new one takes
+# over at least this part of its bytes.
+MOST_SOURCES = 16
+LEAST_SHARE = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,10 @@ class ShardPlan:
             lowest[bucket.target] = min(bucket.source, lowest.get(bucket.target, bucket.source))
         return [tp for tp, rank in lowest.items() if rank == source]
 
+    def sources_of(self, tp: int) -> list[int]:
+        """The trainer ranks that send to an engine rank, ascending."""
+        return sorted({bucket.source for bucket in self.buckets if bucket.target == tp})
+
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that each sending trainer rank puts on the wire."""
         sent: dict[int, int] = defaultdict(int)
@@ -114,30 +130,39 @@ class ShardPlan:
         return sent
 
 
-def plan_shards(layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int, dtype: str) -> ShardPlan:
+def plan_shards(
+    layout: Layout, engine: Sequence[EngineRank], bucket_bytes: int, dtype: str, shares: Sequence[int] | None = None
+) -> ShardPlan:
     """Plans the transfer of a full set of weights into one engine.
 
     Args:
+        layout: of the replicas that feed the engine (`Topology.with_replicas`).
         engine: what each tensor-parallel rank of the engine keeps.
         bucket_bytes: largest message; a single row above it gets a message of its own.
         dtype: the trainer's parameter dtype.
+        shares: what each replica sends, relative to the others; equal parts if None.
 
     Raises SyncError for a tensor that no engine rank keeps, and for one that only the engine has.
     """
     check_coverage(layout, engine)
-    shapes = {rank: layout.params(rank) for rank in range(layout.topology.world)}
-    load: dict[int, int] = defaultdict(int)
-    lanes: dict[tuple[int, int], list[ShardBucket]] = {}
-    for target, rank in enumerate(engine):
+    topology = layout.topology
+    shares = shares or [1] * topology.replicas
+    share_of = [shares[topology.replica_of(rank)] for rank in range(topology.world)]
+    shapes = [layout.params(rank) for rank in range(topology.world)]
+    parts_of = [list(_parts_of(rank, layout, bucket_bytes, dtype)) for rank in engine]
+    load, lanes = _Load(share_of), dict[tuple[int, int], list[ShardBucket]]()
+    for target, (parts, sources) in enumerate(zip(parts_of, _choose_sources(parts_of, share_of), strict=True)):
+        chosen: dict[int, int] = {}
+        # The largest first, so that the small ones even out what remains.
+        for index in sorted(range(len(parts)), key=lambda index: -parts[index].nbytes):
+            chosen[index] = load.lowest(sources[parts[index].ranks])
+            load.add(chosen[index], parts[index].nbytes)
         regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
-        for slot in rank.slots:
-            wire = layout.hf_dtype(slot.hf_name, dtype)
-            for part in _chunks(slot, max(1, bucket_bytes // ITEM_BYTES[wire])):
-                for source, region in _assign(part, layout.holders[slot.hf_name], load, ITEM_BYTES[wire]):
-                    regions[source, wire].append(region)
+        for index, part in enumerate(parts):
+            regions[chosen[index], part.dtype].extend(part.regions())
         for (source, wire), of_lane in regions.items():
             buckets = _buckets(source, target, wire, of_lane, bucket_bytes, shapes[source])
-            lanes.setdefault((source, target), []).extend(buckets)
+            lanes.setdefault((target, source), []).extend(buckets)
     # Taking one bucket of each lane in turn keeps every link busy.
     rounds = zip_longest(*(lanes[lane] for lane in sorted(lanes)))
     return ShardPlan(tuple(bucket for turn in rounds for bucket in turn if bucket is not None), len(engine))
@@ -180,14 +205,6 @@ def _disjoint(boxes: set[Box]) -> list[Box]:
     return disjoint
 
 
-def intersect(one: Box, other: Box) -> Box | None:
-    """The common rectangle of two boxes of the same tensor, if any."""
-    row, col = max(one.row, other.row), max(one.col, other.col)
-    rows = min(one.row + one.rows, other.row + other.rows) - row
-    cols = min(one.col + one.cols, other.col + other.cols) - col
-    return Box(row, rows, col, cols) if rows > 0 and cols > 0 else None
-
-
 def _chunks(slot: Slot, elements: int) -> Iterator[Slot]:
     """The slot in slices of whole rows, of at most ``elements`` elements (but at least one row) each."""
     box = slot.hf_box
@@ -196,26 +213,99 @@ def _chunks(slot: Slot, elements: int) -> Iterator[Slot]:
         yield slot.part(box._replace(row=row, rows=min(step, box.row + box.rows - row)))
 
 
-def _assign(
-    slot: Slot, holders: Sequence[Holder], load: dict[int, int], item_bytes: int
-) -> Iterator[tuple[int, Region]]:
-    """(sending rank, region) for all of one slot; ``load`` is what each rank sends so far, in bytes."""
-    by_ranks: dict[tuple[int, ...], list[tuple[Box, Piece]]] = defaultdict(list)
-    for holder in holders:
-        if common := intersect(slot.hf_box, holder.piece.hf_box):
-            by_ranks[holder.ranks].append((common, holder.piece))
-    for ranks, parts in by_ranks.items():
-        source = min(ranks, key=lambda rank: (load[rank], rank))
-        load[source] += item_bytes * sum(box.rows * box.cols for box, _ in parts)
+@dataclass
+class _Load:
+    """What each rank sends so far, in bytes over the share of its replica."""
+
+    shares: Sequence[int]
+    relative: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.relative = [0.0] * len(self.shares)
+
+    def add(self, rank: int, nbytes: float) -> None:
+        self.relative[rank] += nbytes / self.shares[rank]
+
+    def lowest(self, ranks: Iterable[int]) -> int:
+        return min(ranks, key=lambda rank: (self.relative[rank], rank))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of one slot the same ``ranks`` hold: boxes of the tensor, and the pieces that have them."""
+
+    slot: Slot
+    dtype: str
+    ranks: tuple[int, ...]
+    boxes: tuple[tuple[Box, Piece], ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * sum(box.rows * box.cols for box, _ in self.boxes)
+
+    def regions(self) -> Iterator[Region]:
         small: list[tuple[Box, Piece]] = []
-        for box, piece in parts:
-            if box.rows * box.cols * item_bytes >= DIRECT_BYTES:
-                yield source, Region(slot.part(box), (_clip(piece, box),))
+        for box, piece in self.boxes:
+            if box.rows * box.cols * ITEM_BYTES[self.dtype] >= DIRECT_BYTES:
+                yield Region(self.slot.part(box), (_clip(piece, box),))
             else:
                 small.append((box, piece))
         for box in _merge([box for box, _ in small]):
             inside = ((common, piece) for common, piece in small if intersect(common, box))
-            yield source, Region(slot.part(box), tuple(_clip(piece, common) for common, piece in inside))
+            yield Region(self.slot.part(box), tuple(_clip(piece, common) for common, piece in inside))
+
+
+def _parts_of(rank: EngineRank, layout: Layout, bucket_bytes: int, dtype: str) -> Iterator[_Part]:
+    """All that one engine rank keeps, in slices of its slots, by the ranks that hold them."""
+    for slot in rank.slots:
+        wire = layout.hf_dtype(slot.hf_name, dtype)
+        for chunk in _chunks(slot, max(1, bucket_bytes // ITEM_BYTES[wire])):
+            by_ranks: dict[tuple[int, ...], list[tuple[Box, Piece]]] = defaultdict(list)
+            for holder in layout.holders[slot.hf_name]:
+                if common := intersect(chunk.hf_box, holder.piece.hf_box):
+                    by_ranks[holder.ranks].append((common, holder.piece))
+            for ranks, boxes in by_ranks.items():
+                yield _Part(chunk, wire, ranks, tuple(boxes))
+
+
+def _choose_sources(
+    parts_of: Sequence[Sequence[_Part]], share_of: Sequence[int]
+) -> list[dict[tuple[int, ...], list[int]]]:
+    """For each engine rank and each group of ranks with equal shards, those that send them: few, and with little load.
+
+    A source that is needed anyway serves every group that it belongs to. Beyond those, the groups with the most bytes
+    per source get more sources, within `MOST_SOURCES` and `LEAST_SHARE`.
+    """
+    load = _Load(share_of)
+    wanted: list[tuple[dict[tuple[int, ...], int], set[int]]] = []
+    for parts in parts_of:
+        nbytes: dict[tuple[int, ...], int] = defaultdict(int)
+        for part in parts:
+            nbytes[part.ranks] += part.nbytes
+        sources = {ranks[0] for ranks in nbytes if len(ranks) == 1}
+        wanted.append((nbytes, sources))
+        for ranks, size in nbytes.items():
+            needed = sources.intersection(ranks)
+            for rank in needed:
+                load.add(rank, size / len(needed))
+    for nbytes, sources in wanted:
+        groups = sorted(nbytes, key=lambda ranks: (-nbytes[ranks], ranks))
+        for ranks in groups:
+            if sources.isdisjoint(ranks):
+                sources.add(source := load.lowest(ranks))
+                load.add(source, nbytes[ranks])
+        least = LEAST_SHARE * sum(nbytes.values())
+        while len(sources) < MOST_SOURCES:
+            gains = [
+                (nbytes[ranks] / (1 + len(sources.intersection(ranks))), ranks)
+                for ranks in groups
+                if not sources.issuperset(ranks)
+            ]
+            gain, ranks = max(gains, default=(0, ()))
+            if not ranks or gain < least:
+                break
+            sources.add(load.lowest(rank for rank in ranks if rank not in sources))
+    return [{ranks: [rank for rank in ranks if rank in sources] for ranks in nbytes} for nbytes, sources in wanted]
 
 
 def _merge(boxes: Iterable[Box]) -> list[Box]:
@@ -279,14 +369,31 @@ def _contiguous(region: Region, shapes: Mapping[str, tuple[int, ...]], item_byte
     return whole and (box.cols == width or box.rows == 1)
 
 
-def receive_plan(plan: ShardPlan, target: int, kind: str, fills: Sequence[Fill]) -> ReceivePlan:
-    """What rank ``target`` of an engine of this ``kind`` must know to receive and commit: no sender's pieces."""
+def receive_plan(
+    plan: ShardPlan,
+    target: int,
+    kind: str,
+    fills: Sequence[Fill],
+    turn: int = 0,
+    world_rank: Callable[[int], int] = int,
+) -> ReceivePlan:
+    """What rank ``target`` of an engine must know to receive and commit: no sender's pieces.
+
+    Engines that the same ranks feed differ in ``turn``: in each round they receive from different ranks. ``world_rank``
+    gives the trainer rank that is a source of the plan.
+    """
+    sources = plan.sources_of(target)
+    order = {source: (place - turn) % len(sources) for place, source in enumerate(sources)}
+    rounds: dict[int, int] = defaultdict(int)
+    turns: list[tuple[int, int, int, ShardBucket]] = []
+    for tag, bucket in plan.of_target(target):
+        turns.append((rounds[bucket.source], order[bucket.source], tag, bucket))
+        rounds[bucket.source] += 1
     buckets: list[InboundBucket] = []
     start = 0
-    for tag, bucket in plan.of_target(target):
+    for _, _, tag, bucket in sorted(turns, key=lambda turn: turn[:2]):
         rectangles = tuple(region.slot.rectangle for region in bucket.regions)
-        buckets.append(
-            InboundBucket(tag, bucket.source, bucket.dtype, bucket.elements, bucket.nbytes, start, rectangles)
-        )
+        source = world_rank(bucket.source)
+        buckets.append(InboundBucket(tag, source, bucket.dtype, bucket.elements, bucket.nbytes, start, rectangles))
         start += bucket.nbytes
     return ReceivePlan(kind, tuple(buckets), tuple(fills))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from megasync.device import side_stream, synchronize
+from megasync.device import pin, side_stream, synchronize, unpin
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.sync.attempt import timed
@@ -78,13 +78,20 @@ class Incoming:
     staging: Staging
     links: Links
     deadline: Deadline
+    # Trainer ranks that have sent something.
+    heard: set[int] = field(default_factory=set)
 
     def wait(self, work: Transfer, bucket: InboundBucket) -> None:
-        """Waits for one message of a bucket, at most ``stall`` seconds. Raises SyncError."""
+        """Waits for one message of a bucket, at most ``stall`` seconds. Raises SyncError.
+
+        A rank's first one may take ``patience`` seconds longer, in which it makes links to other engines.
+        """
+        stall = self.request.stall + (0.0 if bucket.source in self.heard else self.request.patience)
         try:
-            work.wait(min(self.deadline.left(), timedelta(seconds=self.request.stall)))
+            work.wait(min(self.deadline.left(), timedelta(seconds=stall)))
         except (RuntimeError, SyncError) as error:
             raise SyncError(f"bucket {bucket.tag} from trainer rank {bucket.source}: {error}") from error
+        self.heard.add(bucket.source)
 
 
 class ShardReceiver:
@@ -136,19 +143,26 @@ class ShardReceiver:
         self._check_idle()
         plan = request.plans[self._tp]
         stages = request.arena_bytes is None or plan.nbytes <= request.arena_bytes
-        if self._plan is None or self._plan.kind != plan.kind or not stages:
+        if self._arena is not None and (self._plan != plan or not stages):
+            if self._pins(self._arena):
+                unpin(self._arena)
             # The copies read from the arena, so they go with it.
             self._arena, self._copies, self._base = None, None, ""
         self._plan = plan
         self._forms = self._present_forms(plan)
         if stages and self._arena is None:
             where = torch.device("cpu") if request.arena == "host" else self._wire
-            pin = where.type == "cpu" and self._wire.type == "cuda"
             # An engine in inference mode would make a tensor that another thread may not write to.
             with torch.inference_mode(False):
-                self._arena = torch.zeros(plan.nbytes, dtype=torch.uint8, device=where, pin_memory=pin)
+                self._arena = torch.zeros(plan.nbytes, dtype=torch.uint8, device=where)
+            if self._pins(self._arena):
+                pin(self._arena)
             synchronize(self._wire)
         return ReceivePlanAnswer(stages, plan.nbytes)
+
+    def _pins(self, arena: torch.Tensor) -> bool:
+        """Whether an arena is host memory beside a GPU."""
+        return arena.device.type == "cpu" and self._wire.type == "cuda"
 
     def _check_idle(self) -> None:
         if self._staging is not None and self._staging.state == "running":
@@ -157,6 +171,8 @@ class ShardReceiver:
     def _stage(self, request: ReceiveRequest) -> StageReport:
         """Starts to receive the attempt; with ``base`` set, senders may send deltas against that attempt."""
         self._check_idle()
+        if self._plan is None:
+            return StageReport()
         plan = self._plan_for(request.kind)
         if self._arena is None:
             raise SyncError("this rank has no arena to stage in")
@@ -208,7 +224,7 @@ class ShardReceiver:
                 store = join_store(meet.host, meet.port, timeout)
                 first = len(meet.sources)
                 rank, size = first + self._tp, first + meet.engine_ranks
-                self._links = Links(store, meet.name, rank, size, meet.backend, meet.own_host, timeout)
+                self._links = Links(store, meet.name, rank, size, meet.backend, meet.own_host, timeout, self._wire)
                 self._link_name = meet.name
         return Incoming(plan, request, staging, self._links, deadline)
 
@@ -234,21 +250,25 @@ class ShardReceiver:
             return kept_at(bucket) if direct else ring[index % 2]
 
         # The payload behind a header of unknown size cannot be posted yet.
-        ahead = 1 if request.base else len(plan.buckets) if direct else len(ring)
+        ahead = 1 if request.base else incoming.links.window if direct else len(ring)
         for bucket, message, header in self._arrivals(incoming, landing, ahead):
             kept = kept_at(bucket)
             if header.kind == DELTA:
                 values = kept.view(_dtype(bucket))[: bucket.elements]
                 delta.apply(message.to(values.device), header.changed, values)
-            elif not direct:
-                kept.copy_(message)
-            received = _digest(kept, incoming.staging)
+                received = _digest(kept, incoming.staging)
+            else:
+                # Where the message is: on a GPU before the copy to the host, which then overlaps the next message.
+                received = _digest(message, incoming.staging)
+                if not direct:
+                    kept.copy_(message, non_blocking=True)
             if request.headers:
                 _compare(bucket, received, digests[bucket.tag])
             else:
                 digests[bucket.tag] = received
         if not request.headers:
             self._compare_with_tables(incoming)
+        synchronize(self._wire)
 
     def _lands_in(self, arena: torch.Tensor) -> bool:
         """Whether messages can arrive in the arena directly: not from a GPU in host memory."""
@@ -256,13 +276,15 @@ class ShardReceiver:
 
     def _compare_with_tables(self, incoming: Incoming) -> None:
         """Receives each sender's table of digests, in the order of its buckets, and compares it with what arrived."""
-        for index, source in enumerate(incoming.request.rendezvous.sources):
-            buckets = [bucket for bucket in incoming.plan.buckets if bucket.source == source]
-            if buckets:
-                table = torch.zeros(len(buckets), dtype=torch.int64, device=self._wire)
-                incoming.wait(incoming.links.receive(table, index, TABLE), buckets[-1])
-                for bucket, expected in zip(buckets, table.tolist(), strict=True):
-                    _compare(bucket, incoming.staging.digests[bucket.tag], expected & MASK)
+        buckets_of: dict[int, list[InboundBucket]] = defaultdict(list)
+        for bucket in incoming.plan.buckets:
+            buckets_of[bucket.source].append(bucket)
+        for source, buckets in buckets_of.items():
+            table = torch.zeros(len(buckets), dtype=torch.int64, device=self._wire)
+            index = incoming.request.rendezvous.sources.index(source)
+            incoming.wait(incoming.links.receive(table, index, TABLE), buckets[-1])
+            for bucket, expected in zip(buckets, table.tolist(), strict=True):
+                _compare(bucket, incoming.staging.digests[bucket.tag], expected & MASK)
 
     def _confirm(self, incoming: Incoming) -> None:
         """Tells a sender that everything arrived. The driver also polls, so a failure is only logged."""

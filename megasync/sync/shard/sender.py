@@ -1,27 +1,30 @@
 """The trainer rank's side of a shard-to-shard sync: pack what this rank owes each engine rank, and send it.
 
-Engines that keep the same rectangles are of one kind. For each kind a bucket is packed and digested once and sent to
-every engine of it, while the next one is packed. What is contiguous in a parameter is sent from there. Needs memory for
-two buckets, and with deltas a host copy of what was sent last.
+Each engine has links and a thread of its own, so one that is slow delays no other. A bucket is packed and digested once
+for all engines that keep pace; what is contiguous in a parameter is sent from there. Needs memory for two buckets, for
+two more with each engine that falls behind, and with deltas a host copy of what was sent last.
 
-A failure closes this rank's links before it is raised; the next `send` makes new ones.
+What goes wrong with one engine closes its links alone and is reported at the end. A failure of this rank closes all of
+its links before it is raised. The next `send` makes the missing ones.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
 
 from megasync.errors import SyncError
-from megasync.layout.digest import MASK, digest, signed
+from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.shards import box_of
 from megasync.sync.attempt import timed
@@ -63,16 +66,18 @@ class ShardSender:
     def __init__(self, shards: Shards, bucket_bytes: int, device: Device, host: str) -> None:
         self._shards = shards
         self._rank = shards.rank
+        self._topology = shards.layout.topology
         self._params = shards.params
         self._device = device
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._plans: dict[str, ShardPlan] = {}
+        # The meeting point, on rank 0 only.
         self._store: Store | None = None
         self._links: dict[str, Links] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._copies: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        # By kind of engine: the attempt whose weights `_sent` holds, and those weights by tag.
+        self._buffers: list[_Buffer] = []
+        self._packing = threading.Lock()
+        # By plan: the attempt whose weights `_sent` holds, and those weights by tag.
         self._base: dict[str, str] = {}
         self._sent: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -84,125 +89,149 @@ class ShardSender:
         self._store = open_store(self._host, timeout)
         return self._host, self._store.port
 
-    def prepare(self, kind: str, engine: Sequence[EngineRank]) -> str:
-        """Plans the transfer into one kind of engine, given what each of its ranks keeps; the plan's digest."""
-        if kind not in self._plans:
-            self._plans[kind] = plan_shards(self._shards.layout, engine, self._bucket_bytes, self._shards.dtype)
-        return self._plans[kind].digest
+    def prepare(self, name: str, engine: Sequence[EngineRank], shares: Sequence[int], replicas: Sequence[int]) -> str:
+        """Plans the transfer into an engine, given what each of its ranks keeps and what each replica's share is.
+
+        Returns the plan's digest, or "" on a rank of none of the ``replicas``, which does not need the plan.
+        """
+        if self._topology.replica_of(self._rank) not in replicas:
+            return ""
+        if name not in self._plans:
+            layout = self._shards.layout.with_replicas(len(shares))
+            self._plans[name] = plan_shards(layout, engine, self._bucket_bytes, self._shards.dtype, shares)
+        return self._plans[name].digest
 
     def send(self, request: SendRequest) -> SendReport:
-        """Sends the present weights to all engines of the request.
+        """Sends the present weights to the engines of the request that this rank feeds.
 
-        Raises SyncError, which names rank and bucket; this rank has then left all links.
+        Raises SyncError when this rank itself failed; it has then left all links.
         """
         start = time.monotonic()
-        sending = _Sending(request, Deadline(request.timeout))
         self._close([name for name in self._links if name not in request.links])
+        # In this thread, which has selected the device; those of the engines have not.
+        sending = _Sending(request, Deadline(request.timeout), self._device.torch_device)
         try:
-            for kind in sorted({engine.kind for engine in request.engines}):
-                self._send_kind(kind, sending)
+            mine = [feed for engine in request.engines if (feed := self._feed_of(engine, sending))]
+            for feed in mine:
+                self._base.pop(feed.engine.plan, None)
+            with ThreadPoolExecutor(max(1, len(mine)), "megasync-send") as pool:
+                with timed(sending.seconds, "join"):
+                    joined = list(pool.map(lambda feed: self._attempt(self._join, feed, sending), mine))
+                # Nothing is sent before, because making links may wait for whatever the device is doing.
+                ready = [feed for feed, done in zip(mine, joined, strict=True) if done]
+                list(pool.map(lambda feed: self._attempt(self._serve, feed, sending), ready))
         except Exception as error:
             self.leave()
             raise SyncError(f"trainer rank {self._rank} failed to send {request.attempt}: {error}") from error
+        for feed in mine:
+            self._sent.pop(feed.engine.plan, None)
+        self._sent |= sending.kept
+        self._base |= dict.fromkeys(sending.kept, request.attempt)
         sending.seconds["total"] = time.monotonic() - start
-        return SendReport(tuple(sending.digests), tuple(sending.confirmed), sending.seconds, sending.bytes)
+        return sending.report()
 
-    def _send_kind(self, kind: str, sending: _Sending) -> None:
-        request = sending.request
-        plan, base = self._plans[kind], request.bases.get(kind, "")
-        if base and base != self._base.get(kind):
+    def _feed_of(self, engine: EngineLinks, sending: _Sending) -> _Feed | None:
+        """What this rank sends to an engine, or None."""
+        source = self._topology.local_rank(engine.replicas, self._rank)
+        if source is None or not (buckets := self._plans[engine.plan].of_source(source)):
+            return None
+        base = sending.request.bases.get(engine.plan, "")
+        if base and base != self._base.get(engine.plan):
             raise SyncError(f"deltas build on attempt {base!r}, which this rank has not kept")
-        self._base.pop(kind, None)
-        if plan.of_source(self._rank):
-            with timed(sending.seconds, "join"):
-                links = {
-                    engine.url: self._join(engine, plan, sending) for engine in request.engines if engine.kind == kind
-                }
-            self._transmit(kind, plan, links, sending)
-            if not request.stream:
-                with timed(sending.seconds, "confirm"):
-                    self._await_confirmations(plan, links, sending)
-        if request.keep:
-            self._base[kind] = request.attempt
-        else:
-            self._sent.pop(kind, None)
+        before = self._sent[engine.plan] if base else None
+        packed = max((bucket.nbytes for _, bucket in buckets if not self._sent_in_place(bucket)), default=0)
+        return _Feed(engine, self._plans[engine.plan], source, buckets, before, packed)
 
-    def _join(self, engine: EngineLinks, plan: ShardPlan, sending: _Sending) -> Links:
-        """The links to one engine, made now or for an earlier attempt."""
-        if engine.name not in self._links:
-            request = sending.request
-            timeout = min(request.join[engine.kind], sending.deadline.left().total_seconds())
-            index, size = plan.sources.index(self._rank), len(plan.sources) + plan.engine_ranks
-            try:
-                if self._store is None:
-                    self._store = join_store(*request.meeting_point, timeout)
-                self._links[engine.name] = Links(
-                    self._store, engine.name, index, size, self._device.backend, self._host, timeout
-                )
-            except RuntimeError as error:
-                raise SyncError(f"no links to {engine.url}: {error}") from error
-        return self._links[engine.name]
+    def _attempt(self, step: Callable[[_Feed, _Sending], None], feed: _Feed, sending: _Sending) -> bool:
+        """Takes a step with one engine; whether it succeeded. A broken link is noted and closed."""
+        try:
+            if sending.device.type == "cuda":
+                torch.cuda.set_device(sending.device)
+            step(feed, sending)
+        except _LinkError as error:
+            sending.failed[feed.engine.url] = str(error)
+            self._close([feed.engine.name])
+            return False
+        return True
 
-    def _allocate(self, nbytes: int) -> None:
-        if not self._buffers or self._buffers[0].numel() < nbytes:
-            self._copies.clear()
-            self._buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(2)]
+    def _join(self, feed: _Feed, sending: _Sending) -> None:
+        """Makes the links to one engine, unless they were made for an earlier attempt."""
+        engine, plan, request = feed.engine, feed.plan, sending.request
+        if engine.name in self._links:
+            return
+        index, size = plan.sources.index(feed.source), len(plan.sources) + plan.engine_ranks
+        try:
+            timeout = min(request.join, sending.deadline.left().total_seconds())
+            # A store of its own, because a wait in one blocks every other use of it.
+            store = join_store(*request.meeting_point, timeout)
+            self._links[engine.name] = Links(
+                store, engine.name, index, size, self._device.backend, self._host, timeout, sending.device
+            )
+        except (RuntimeError, SyncError) as error:
+            raise _LinkError(f"no links to {engine.url}: {error}") from error
 
-    def _transmit(self, kind: str, plan: ShardPlan, links: Mapping[str, Links], sending: _Sending) -> None:
-        """Packs a bucket while others are on the wire; a buffer is reused only when its message has left."""
-        request, buckets = sending.request, plan.of_source(self._rank)
-        packed_bytes = (bucket.nbytes for _, bucket in buckets if not self._sent_in_place(bucket))
-        self._allocate(max(packed_bytes, default=0))
-        sent = self._sent.setdefault(kind, {}) if request.keep else {}
-        base = request.bases.get(kind, "")
-        against = self._sent.get(kind, {}) if base else {}
-        headers = request.stream or bool(base)
-        tables: dict[int, list[int]] = {}
-        in_flight: deque[_Message] = deque()
-        free = cycle(range(len(self._buffers)))
-        for tag, bucket in buckets:
-            buffer = None if self._sent_in_place(bucket) else next(free)
-            while buffer is not None and any(message.buffer == buffer for message in in_flight):
-                sending.wait(in_flight.popleft())
-            with timed(sending.seconds, "pack"):
-                packed = self._part(bucket) if buffer is None else self._pack(kind, buffer, tag, bucket)
-            to = len(plan.sources) + bucket.target
-            if headers:
-                value = digest(packed)
-                header, payload = self._encode(packed, bucket, against.get(tag), value)
-                ahead = torch.tensor(header, dtype=torch.int64, device=packed.device)
-                in_flight.append(_start(links, to, [(2 * tag, ahead), (2 * tag + 1, payload)], tag, buffer))
+    def _serve(self, feed: _Feed, sending: _Sending) -> None:
+        """Sends one engine everything. A bucket is packed while others are on the wire."""
+        lane = _Lane(feed, self._links[feed.engine.name], sending, self._release)
+        try:
+            for tag, bucket in feed.buckets:
+                if sending.ended:
+                    break
+                in_place = self._sent_in_place(bucket)
+                lane.make_room(packed=not in_place)
+                with timed(lane.seconds, "pack"):
+                    parcel = self._parcel(feed, tag, bucket, in_place, sending)
+                lane.send(parcel)
             else:
-                payload = packed
-                in_flight.append(_start(links, to, [(2 * tag + 1, payload)], tag, buffer))
-                # The digest is taken while the bucket is on the wire.
-                value = digest(packed)
-                tables.setdefault(to, []).append(signed(value))
-            if request.keep:
-                sent[tag] = packed.to("cpu", copy=True)
-            sending.digests.append(SentDigest(kind, bucket.target, tag, value))
-            sending.bytes += payload.numel() * len(links)
-        for to, values in tables.items():
-            table = torch.tensor(values, dtype=torch.int64, device=self._device.torch_device)
-            in_flight.append(_start(links, to, [(TABLE, table)], TABLE, None))
-        for message in in_flight:
-            sending.wait(message)
+                lane.finish()
+        except _LinkError:
+            raise
+        except BaseException:
+            sending.ended = True
+            raise
+        finally:
+            lane.abandon()
+            sending.add(lane)
 
-    def _await_confirmations(self, plan: ShardPlan, links: Mapping[str, Links], sending: _Sending) -> None:
-        """Receives which engine ranks hold the complete version. The driver polls those that do not confirm."""
-        awaited: list[tuple[str, int, torch.Tensor, Transfer]] = []
-        for tp in plan.confirmed_to(self._rank):
-            for url, link in links.items():
-                words = torch.zeros(CONFIRMED_WORDS, dtype=torch.int64, device=self._device.torch_device)
-                awaited.append((url, tp, words, link.receive(words, len(plan.sources) + tp, CONFIRMED)))
-        for url, tp, words, work in awaited:
-            try:
-                work.wait(sending.left())
-            except (RuntimeError, SyncError) as error:
-                log.warning("Rank %d of %s did not confirm %s: %s", tp, url, sending.request.attempt, error)
-                continue
-            value, microseconds = words.tolist()
-            sending.confirmed.append(Confirmation(url, tp, value & MASK, microseconds / 1e6))
+    # Packing
+
+    def _parcel(self, feed: _Feed, tag: int, bucket: ShardBucket, in_place: bool, sending: _Sending) -> _Parcel:
+        """The message of a bucket; it stays as it is until it is released."""
+        if in_place:
+            parcel = _Parcel(tag, bucket, self._part(bucket))
+        else:
+            key = (sending.request.attempt, feed.engine.plan, feed.source, tag)
+            with self._packing:
+                buffer = next((buffer for buffer in self._buffers if buffer.holds == key), None)
+                if buffer is None:
+                    buffer = self._free_buffer(feed.packed_bytes, sending.device)
+                    buffer.holds = None
+                    buffer.pack(bucket, self._params)
+                    buffer.holds = key
+                buffer.users += 1
+            parcel = _Parcel(tag, bucket, buffer.memory[: bucket.nbytes], buffer)
+        if sending.request.keep:
+            with self._packing:
+                kept = sending.kept[feed.engine.plan]
+                if tag not in kept:
+                    kept[tag] = parcel.message.to("cpu", copy=True)
+        return parcel
+
+    def _release(self, parcel: _Parcel) -> None:
+        if parcel.buffer is not None:
+            with self._packing:
+                parcel.buffer.users -= 1
+
+    def _free_buffer(self, nbytes: int, device: torch.device) -> _Buffer:
+        """The buffer that was used longest ago, of those of that size that nobody uses; a new one if there is none."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.users or buffer.memory.numel() >= nbytes]
+        free = next((buffer for buffer in self._buffers if not buffer.users), None)
+        if free is None:
+            free = _Buffer(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        else:
+            self._buffers.remove(free)
+        self._buffers.append(free)
+        return free
 
     def _sent_in_place(self, bucket: ShardBucket) -> bool:
         """Whether the parameter's own memory is the message; its dtype may differ from that on the wire."""
@@ -216,44 +245,19 @@ class ShardSender:
         piece = bucket.regions[0].sources[0]
         return box_of(self._params[piece.param].detach(), piece.param_box).view(-1).view(torch.uint8)
 
-    @torch.no_grad()
-    def _pack(self, kind: str, buffer: int, tag: int, bucket: ShardBucket) -> torch.Tensor:
-        """The message of one bucket, [nbytes] uint8, in one of the two buffers."""
-        message = self._buffers[buffer][: bucket.nbytes]
-        dtype: torch.dtype = getattr(torch, bucket.dtype)
-        if (kind, tag) not in self._copies:
-            self._copies[kind, tag] = packing(bucket, message, self._params)
-        # The digest includes the padding.
-        message[bucket.elements * dtype.itemsize :] = 0
-        torch._foreach_copy_(*self._copies[kind, tag])  # pyright: ignore[reportPrivateImportUsage] - no public name
-        return message
-
-    def _encode(
-        self, packed: torch.Tensor, bucket: ShardBucket, before: torch.Tensor | None, value: int
-    ) -> tuple[BucketHeader, torch.Tensor]:
-        """(header, payload): a delta against ``before`` when there is one and it is smaller, else the bucket."""
-        header, payload = BucketHeader(FULL, packed.numel(), bucket.elements, signed(value)), packed
-        if before is not None:
-            dtype: torch.dtype = getattr(torch, bucket.dtype)
-            new, old = (
-                message.view(dtype)[: bucket.elements] for message in (packed, before.to(packed.device, copy=False))
-            )
-            if encoded := delta.encode(new, old):
-                payload, changed = encoded
-                header = BucketHeader(DELTA, payload.numel(), changed, signed(value))
-        return header, payload
-
-    def leave(self) -> None:
-        """Leaves all links. May be called at any time, more than once."""
-        self._store = None
-        self._close(list(self._links))
+    def leave(self, names: Iterable[str] | None = None) -> None:
+        """Leaves the links of these names, or all links and the meeting point. May be called at any time."""
+        if names is None:
+            self._store = None
+        self._close([name for name in self._links if names is None or name in names])
 
     def _close(self, names: Sequence[str]) -> None:
-        for link in [self._links.pop(name) for name in names]:
-            try:
-                link.close()
-            except (RuntimeError, ValueError) as error:
-                log.warning("Trainer rank %d could not close its links: %s", self._rank, error)
+        for name in names:
+            if (link := self._links.pop(name, None)) is not None:
+                try:
+                    link.close()
+                except (RuntimeError, ValueError) as error:
+                    log.warning("Trainer rank %d could not close its links: %s", self._rank, error)
 
 
 def packing(
@@ -275,44 +279,214 @@ def packing(
     return targets, sources
 
 
+class _LinkError(SyncError):
+    """The link to one engine failed; this rank and its other links are sound."""
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory for packed buckets: what it ``holds`` now, and how many messages are being sent from it."""
+
+    memory: torch.Tensor
+    holds: tuple[object, ...] | None = None
+    users: int = 0
+    copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def pack(self, bucket: ShardBucket, params: Mapping[str, torch.Tensor]) -> None:
+        message = self.memory[: bucket.nbytes]
+        if id(bucket) not in self.copies:
+            self.copies[id(bucket)] = packing(bucket, message, params)
+        # The digest includes the padding.
+        message[bucket.elements * getattr(torch, bucket.dtype).itemsize :] = 0
+        torch._foreach_copy_(*self.copies[id(bucket)])  # pyright: ignore[reportPrivateImportUsage] - no public name
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """What this rank, ``source`` of the ``plan``, sends to one engine.
+
+    ``before`` has what deltas build on, by tag; ``packed_bytes`` is the size of the largest bucket that is packed.
+    """
+
+    engine: EngineLinks
+    plan: ShardPlan
+    source: int
+    buckets: list[tuple[int, ShardBucket]]
+    before: dict[int, torch.Tensor] | None
+    packed_bytes: int
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A bucket's message [nbytes] uint8, in ``buffer`` if it was packed."""
+
+    tag: int
+    bucket: ShardBucket
+    message: torch.Tensor
+    buffer: _Buffer | None = None
+
+
 @dataclass
 class _Sending:
-    """One `send` in progress, and what it reports at the end."""
+    """One `send` in progress, and what it reports at the end. Its threads share it."""
 
     request: SendRequest
     deadline: Deadline
-    digests: list[SentDigest] = field(default_factory=list)
-    confirmed: list[Confirmation] = field(default_factory=list)
+    device: torch.device
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("join", "pack", "wire", "confirm"), 0.0))
+    confirmed: list[Confirmation] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
+    # This rank has failed, so no engine gets the rest.
+    ended: bool = False
+    # By plan and source, then by engine rank and tag.
+    digests: dict[tuple[str, int], dict[int, dict[int, int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
+    # By plan, copies of all that was sent.
+    kept: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def left(self) -> timedelta:
         """The limit of the next wait for a message."""
         return min(self.deadline.left(), timedelta(seconds=self.request.stall))
 
-    def wait(self, message: _Message) -> None:
-        """Waits until a message has left."""
-        with timed(self.seconds, "wire"):
-            for url, work in message.works:
-                try:
-                    work.wait(self.left())
-                except (RuntimeError, SyncError) as error:
-                    raise SyncError(f"bucket {message.tag} to {url}: {error}") from error
+    def digest(self, feed: _Feed, parcel: _Parcel) -> int:
+        """The digest of a bucket, computed once for all engines."""
+        with self.lock:
+            values = self.digests[feed.engine.plan, feed.source][parcel.bucket.target]
+            if parcel.tag not in values:
+                values[parcel.tag] = digest(parcel.message)
+            return values[parcel.tag]
+
+    def add(self, lane: _Lane) -> None:
+        """Adds what was done for one engine; of times the longest."""
+        with self.lock:
+            self.bytes += lane.bytes
+            self.confirmed.extend(lane.confirmed)
+            for activity, seconds in lane.seconds.items():
+                self.seconds[activity] = max(self.seconds[activity], seconds)
+
+    def report(self) -> SendReport:
+        digests = tuple(
+            SentDigest(plan, source, tp, combine(values))
+            for (plan, source), by_rank in self.digests.items()
+            for tp, values in by_rank.items()
+        )
+        return SendReport(digests, tuple(self.confirmed), self.failed, self.seconds, self.bytes)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A bucket on the wire to servers, by URL, packed into ``buffer`` if any. ``tensors`` live until it has left."""
+class _Lane:
+    """The messages from this rank to one engine, in the order of the plan."""
 
-    tag: int
-    buffer: int | None
-    works: list[tuple[str, Transfer]]
-    tensors: tuple[torch.Tensor, ...]
+    def __init__(self, feed: _Feed, links: Links, sending: _Sending, release: Callable[[_Parcel], None]) -> None:
+        self._feed = feed
+        self._links = links
+        self._sending = sending
+        self._release = release
+        self._headers = sending.request.stream or feed.before is not None
+        self._in_flight: deque[tuple[_Parcel | None, list[tuple[Transfer, torch.Tensor]]]] = deque()
+        self._latest: Transfer | None = None
+        self.seconds: dict[str, float] = dict.fromkeys(("pack", "wire", "confirm"), 0.0)
+        self.confirmed: list[Confirmation] = []
+        self.bytes = 0
+
+    def make_room(self, packed: bool) -> None:
+        """Waits until another message, ``packed`` or not, may be started."""
+        while len(self._in_flight) >= self._links.window or (packed and self._packed > 1):
+            self._wait_for_oldest()
+
+    @property
+    def _packed(self) -> int:
+        return sum(parcel is not None and parcel.buffer is not None for parcel, _ in self._in_flight)
+
+    def send(self, parcel: _Parcel) -> None:
+        """Starts to send a bucket, which is released once it has left."""
+        number, payload = 2 * parcel.tag + 1, parcel.message
+        if self._headers:
+            value = self._sending.digest(self._feed, parcel)
+            before = self._feed.before[parcel.tag] if self._feed.before is not None else None
+            header, payload = _encode(parcel, before, value)
+            ahead = torch.tensor(header, dtype=torch.int64, device=payload.device)
+            self._start(parcel, parcel.bucket.target, [(2 * parcel.tag, ahead), (number, payload)])
+        else:
+            self._start(parcel, parcel.bucket.target, [(number, payload)])
+            # While the bucket is on the wire.
+            self._sending.digest(self._feed, parcel)
+        self.bytes += payload.numel()
+
+    def finish(self) -> None:
+        """Sends the tables of digests, waits until everything has left, and receives the confirmations."""
+        if not self._headers:
+            for tp in sorted({bucket.target for _, bucket in self._feed.buckets}):
+                values = self._sending.digests[self._feed.engine.plan, self._feed.source][tp]
+                table = torch.tensor([signed(values[tag]) for tag in sorted(values)], device=self._sending.device)
+                self._start(None, tp, [(TABLE, table)])
+        while self._in_flight:
+            self._wait_for_oldest()
+        if not self._sending.request.stream:
+            with timed(self.seconds, "confirm"):
+                self._await_confirmations()
+
+    def _start(self, parcel: _Parcel | None, tp: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        to = len(self._feed.plan.sources) + tp
+        works: list[tuple[Transfer, torch.Tensor]] = []
+        self._in_flight.append((parcel, works))
+        with self._failing(parcel):
+            for number, part in parts:
+                if self._latest is not None and self._links.one_at_a_time:
+                    with timed(self.seconds, "wire"):
+                        self._latest.wait(self._sending.left())
+                self._latest = self._links.send(part, to, number)
+                works.append((self._latest, part))
+
+    def _wait_for_oldest(self) -> None:
+        """Waits until the oldest message has left; its tensors live until then."""
+        parcel, works = self._in_flight[0]
+        with timed(self.seconds, "wire"), self._failing(parcel):
+            for work, _ in works:
+                work.wait(self._sending.left())
+        self._in_flight.popleft()
+        if parcel:
+            self._release(parcel)
+
+    def abandon(self) -> None:
+        """Releases what is in flight, after a failure."""
+        for parcel, _ in self._in_flight:
+            if parcel:
+                self._release(parcel)
+
+    @contextmanager
+    def _failing(self, parcel: _Parcel | None) -> Iterator[None]:
+        """Turns the failure of a message into that of the link."""
+        try:
+            yield
+        except (RuntimeError, SyncError) as error:
+            what = "table of digests" if parcel is None else f"bucket {parcel.tag}"
+            raise _LinkError(f"{what} to {self._feed.engine.url}: {error}") from error
+
+    def _await_confirmations(self) -> None:
+        """Receives which engine ranks hold the complete version. The driver polls those that do not confirm."""
+        url, first = self._feed.engine.url, len(self._feed.plan.sources)
+        for tp in self._feed.plan.confirmed_to(self._feed.source):
+            words = torch.zeros(CONFIRMED_WORDS, dtype=torch.int64, device=self._sending.device)
+            try:
+                self._links.receive(words, first + tp, CONFIRMED).wait(self._sending.left())
+            except (RuntimeError, SyncError) as error:
+                log.warning("Rank %d of %s did not confirm %s: %s", tp, url, self._sending.request.attempt, error)
+                continue
+            value, microseconds = words.tolist()
+            self.confirmed.append(Confirmation(url, tp, value & MASK, microseconds / 1e6))
 
 
-def _start(
-    links: Mapping[str, Links], to: int, parts: Sequence[tuple[int, torch.Tensor]], tag: int, buffer: int | None
-) -> _Message:
-    """Starts to send (tag, tensor) parts to one engine rank of every engine."""
-    works = [(url, link.send(part, to, number)) for url, link in links.items() for number, part in parts]
-    return _Message(tag, buffer, works, tuple(part for _, part in parts))
+def _encode(parcel: _Parcel, before: torch.Tensor | None, value: int) -> tuple[BucketHeader, torch.Tensor]:
+    """(header, payload): a delta against ``before`` when there is one and it is smaller, else the bucket."""
+    packed, bucket = parcel.message, parcel.bucket
+    if before is not None:
+        dtype: torch.dtype = getattr(torch, bucket.dtype)
+        new, old = (message.view(dtype)[: bucket.elements] for message in (packed, before.to(packed.device)))
+        if encoded := delta.encode(new, old):
+            payload, changed = encoded
+            return BucketHeader(DELTA, payload.numel(), changed, signed(value)), payload
+    return BucketHeader(FULL, packed.numel(), bucket.elements, signed(value)), packed

@@ -9,21 +9,27 @@ fails; a commit copies what has been verified already. A server that fails insid
 a later publish has brought it a complete version (`quarantined`). ``sync.wave`` limits how many servers are updated at
 a time; nothing ever pauses all of them together.
 
-Every phase has a deadline of ``timeouts.weight_sync`` seconds, and every message one of ``timeouts.sync_stall``.
+Replicas of the trainer are assigned to engines (`shard.feeds`), and each engine has links to those alone. Links live
+until they fail: a failure of one engine or of its links costs no other engine its links.
+
+Every phase has a deadline of ``timeouts.weight_sync`` seconds, every message one of ``timeouts.sync_stall``, and making
+links one of `JOIN_SECONDS`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from megasync.errors import SyncError
-from megasync.layout.digest import combine
+from megasync.layout.digest import MASK
+from megasync.layout.engine_layout import EngineRank
 from megasync.layout.layout import Layout
 from megasync.sync.attempt import Attempt, PhaseFailed
 from megasync.sync.messages import (
@@ -37,7 +43,8 @@ from megasync.sync.messages import (
 )
 from megasync.sync.server_update import call_each
 from megasync.sync.shard.engine import Engine
-from megasync.sync.shard.plan import ShardPlan, plan_shards, receive_plan
+from megasync.sync.shard.feeds import WHOLE, Feed, assign_feeds
+from megasync.sync.shard.plan import MOST_SOURCES, ShardPlan, plan_shards, receive_plan
 from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
@@ -46,8 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds to make links when both ends were asked at the same time. A failure at one end does not end the other's wait.
-JOIN_SECONDS = 30.0
+# Seconds to make all missing links. A failure at one end does not end the other's wait.
+JOIN_SECONDS = 60.0
 
 Sending = asyncio.Future[list[SendReport]]
 
@@ -81,7 +88,7 @@ class ShardSync(WeightSync[Engine]):
         self._bucket_bytes = config.bucket_mb * 2**20
         self._arena_bytes = None if config.arena_mb is None else config.arena_mb * 2**20
         self._plans: dict[str, ShardPlan] = {}
-        # By kind of engine, the attempt against which the ranks can send deltas.
+        # By plan, the attempt against which the ranks can send deltas.
         self._bases: dict[str, str] = {}
         self._meeting_point: tuple[str, int] | None = None
         self._run = secrets.token_hex(4)
@@ -94,7 +101,7 @@ class ShardSync(WeightSync[Engine]):
         self._plans.clear()
         self._bases.clear()
         for engine in self._servers.values():
-            engine.kind = ""
+            engine.forget()
 
     async def connect(self) -> None:
         """Traces and plans for every new server. Also raises PublishError when layouts do not match."""
@@ -108,7 +115,7 @@ class ShardSync(WeightSync[Engine]):
     async def close(self) -> None:
         async with self._lock:
             attempt = self._new_attempt(0)
-            await self._clean_up(attempt)
+            await self._leave_all()
             await asyncio.gather(*(self._release(engine, attempt) for engine in self._involved(attempt)))
 
     def _new_attempt(self, version: int) -> Attempt:
@@ -131,31 +138,71 @@ class ShardSync(WeightSync[Engine]):
 
     async def _connect(self, servers: list[Engine], attempt: Attempt) -> None:
         """Prepares every engine that is new, or was restarted, for staging."""
+        new: list[Engine] = []
+        traced: dict[str, list[EngineRank]] = {}
 
-        async def prepare(engine: Engine) -> None:
+        async def trace(engine: Engine) -> None:
             if await engine.is_new():
-                await self._plan_for(engine)
+                ranks = await engine.trace(self._layout.hf_tensors.items(), self._join + GRACE_SECONDS)
+                traced[engine.kind] = ranks
+                new.append(engine)
 
         with attempt.during("connect"):
-            await call_each(servers, prepare)
+            await call_each(servers, trace)
+            # In the order of the servers, which does not depend on who answered first.
+            by_plan: dict[str, list[Engine]] = {}
+            for engine in (engine for engine in servers if engine in new):
+                by_plan.setdefault(await self._assign(engine, new, traced[engine.kind]), []).append(engine)
+            for plan, engines in by_plan.items():
+                await self._plan_for(plan, engines, traced[engines[0].kind])
 
-    async def _plan_for(self, engine: Engine) -> None:
-        # A driver that died may have left it receiving.
-        await engine.drop(self._join + GRACE_SECONDS)
-        ranks = await engine.control.trace(self._layout.hf_tensors.items(), self._seconds)
-        kind = hashlib.sha256("".join(rank.digest() for rank in ranks).encode()).hexdigest()[:16]
-        if kind not in self._plans:
-            self._plans[kind] = await asyncio.to_thread(
-                plan_shards, self._layout, ranks, self._bucket_bytes, self._dtype
-            )
-        plan = self._plans[kind]
-        derived = await self._ranks.call("shard_prepare", kind, ranks, timeout=self._seconds)
-        other = [rank for rank, digest in enumerate(derived) if digest != plan.digest]
+    async def _assign(self, engine: Engine, new: Sequence[Engine], ranks: Sequence[EngineRank]) -> str:
+        """Decides which replicas feed a new engine; the name of its plan."""
+        if engine.feed is None:
+            alike = [other for other in new if other.kind == engine.kind and other.feed is None]
+            single = await self._make_plan(engine.kind, alike, ranks, (WHOLE,))
+            sources = max(len(single.sources_of(tp)) for tp in range(single.engine_ranks))
+            present = [other.feed for other in self._servers.values() if other.feed]
+            replicas, most = self._layout.topology.replicas, max(1, MOST_SOURCES // sources)
+            feeds = assign_feeds(present, len(alike), replicas, min(most, replicas))
+            for other, feed in zip(sorted(alike, key=list(self._servers.values()).index), feeds, strict=True):
+                other.feed = feed
+        assert engine.feed is not None
+        shares = engine.feed.shares
+        return engine.kind if len(shares) == 1 else f"{engine.kind}-{'-'.join(map(str, shares))}"
+
+    async def _make_plan(
+        self, name: str, engines: Sequence[Engine], ranks: Sequence[EngineRank], shares: Sequence[int]
+    ) -> ShardPlan:
+        if name not in self._plans:
+            layout = self._layout.with_replicas(len(shares))
+            try:
+                self._plans[name] = await asyncio.to_thread(
+                    plan_shards, layout, ranks, self._bucket_bytes, self._dtype, shares
+                )
+            except SyncError as error:
+                raise PhaseFailed({engine.url: error for engine in engines}) from error
+        return self._plans[name]
+
+    async def _plan_for(self, name: str, engines: Sequence[Engine], ranks: Sequence[EngineRank]) -> None:
+        """Has the trainer ranks that feed these engines, which share a plan, and the engines themselves prepare it."""
+        feeds = [engine.feed for engine in engines if engine.feed]
+        plan = await self._make_plan(name, engines, ranks, feeds[0].shares)
+        topology, feeding = self._layout.topology, sorted({replica for feed in feeds for replica in feed.replicas})
+        derived = await self._ranks.call("shard_prepare", name, ranks, feeds[0].shares, feeding, timeout=self._seconds)
+        other = [rank for rank, digest in enumerate(derived) if digest and digest != plan.digest]
         if other:
             raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
-        plans = tuple(receive_plan(plan, tp, kind, rank.fills) for tp, rank in enumerate(ranks))
-        request = ReceivePlanRequest(plans, self._config.arena, self._arena_bytes)
-        await engine.take_receive_plan(kind, request)
+
+        async def inform(engine: Engine) -> None:
+            feed = cast(Feed, engine.feed)
+            plans = tuple(
+                receive_plan(plan, tp, name, rank.fills, feed.turn, partial(topology.rank_of, feed.replicas))
+                for tp, rank in enumerate(ranks)
+            )
+            await engine.take_receive_plan(name, ReceivePlanRequest(plans, self._config.arena, self._arena_bytes))
+
+        await call_each(engines, inform)
 
     # Stage and commit
 
@@ -178,32 +225,74 @@ class ShardSync(WeightSync[Engine]):
 
     async def _stage(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
-        bases = self._common_bases(engines)
-        sending, requests = await self._start_sending(engines, name, bases, attempt, stream=False)
-        await call_each(engines, lambda engine: engine.stage(requests[engine.url]))
-        receiving = {
-            engine.url: asyncio.ensure_future(engine.staged(name, self._plans[engine.kind].engine_ranks, sending))
-            for engine in engines
-        }
+        sending, requests = await self._start_sending(engines, name, self._common_bases(engines), attempt, stream=False)
+
+        async def receive(engine: Engine) -> list[int]:
+            if not await engine.stage(requests[engine.url]):
+                return []
+            return await engine.staged(name, self._plans[engine.plan].engine_ranks, sending)
+
+        receiving = {engine.url: asyncio.ensure_future(receive(engine)) for engine in engines}
         attempt.tasks |= receiving
-        await attempt.wait_for_tasks(self._seconds + 2 * GRACE_SECONDS)
-        sent = self._note_sent(name, sending.result(), attempt)
+        await attempt.wait_for_tasks(self._seconds + 2 * GRACE_SECONDS, every=True)
+        reports, known = sending.result(), [engine for engine in engines if engine.plan]
+        self._note_sent(reports, attempt)
+        failed = dict(item for report in reports for item in report.failed.items())
+        causes: dict[str, BaseException] = {}
+        for engine in known:
+            received, expected = receiving[engine.url].result(), self._sent_to(engine, reports)
+            if engine.url in failed:
+                causes[engine.url] = SyncError(failed[engine.url])
+            elif received != expected:
+                causes[engine.url] = SyncError(f"it received digests {received}, but {expected} were sent")
+        if causes:
+            raise PhaseFailed(causes)
+        self._drop_broken_links(known, attempt)
+        if self._config.delta:
+            self._bases |= {engine.plan: name for engine in known}
+            for engine in known:
+                engine.base = name
+        moved = sum(report.bytes for report in reports)
+        if len(known) < len(engines):
+            # The processes of the others were restarted since the last publish.
+            new = [engine for engine in engines if not engine.plan]
+            await self._connect(new, attempt)
+            moved += await self._stage(new, name + "n", attempt)
+        return moved
+
+    def _sent_to(self, engine: Engine, reports: Sequence[SendReport]) -> list[int]:
+        """By engine rank, the digest of all that was sent to it."""
+        plan, feed = self._plans[engine.plan], cast(Feed, engine.feed)
+        digests = [0] * plan.engine_ranks
+        for source in plan.sources:
+            for sent in reports[self._layout.topology.rank_of(feed.replicas, source)].digests:
+                if (sent.plan, sent.source) == (engine.plan, source):
+                    digests[sent.engine_rank] = (digests[sent.engine_rank] + sent.digest) & MASK
+        return digests
+
+    def _drop_broken_links(self, engines: Iterable[Engine], attempt: Attempt) -> list[str]:
+        """Forgets the links over which not everything went as it should; their names. A publish makes new ones."""
+        reports = attempt.tasks["trainer"].result()
+        failed = {url for report in reports for url in report.failed}
+        confirmed = Counter(rank.url for report in reports for rank in report.confirmed)
+        broken: list[str] = []
         for engine in engines:
-            received, expected = receiving[engine.url].result(), list(sent[engine.kind].values())
-            if received != expected:
-                raise PhaseFailed({engine.url: SyncError(f"it received digests {received}, but {expected} were sent")})
-            engine.base = name if self._config.delta else ""
-        return sum(report.bytes for report in sending.result())
+            task = attempt.tasks[engine.url]
+            fine = task.done() and not task.cancelled() and task.exception() is None and engine.url not in failed
+            if not fine or (engine.stages and confirmed[engine.url] < self._plans[engine.plan].engine_ranks):
+                broken.append(engine.links)
+                engine.links = ""
+        return broken
 
     def _common_bases(self, engines: Sequence[Engine]) -> dict[str, str]:
-        """Kind -> the attempt against which deltas are sent: one that the ranks and all its engines hold, or none."""
+        """Plan -> the attempt against which deltas are sent: one that the ranks and all its engines hold, or none."""
         due = self._config.delta_full_every
         if not self._config.delta or (due and self._attempts % due == 0):
             return {}
         held: dict[str, set[str]] = {}
         for engine in engines:
-            held.setdefault(engine.kind, set()).add(engine.base)
-        return {kind: self._bases[kind] for kind, bases in held.items() if bases == {self._bases.get(kind)}}
+            held.setdefault(engine.plan, set()).add(engine.base)
+        return {plan: self._bases[plan] for plan, bases in held.items() if bases == {self._bases.get(plan)}}
 
     async def _start_sending(
         self, engines: Sequence[Engine], name: str, bases: dict[str, str], attempt: Attempt, *, stream: bool
@@ -215,73 +304,71 @@ class ShardSync(WeightSync[Engine]):
         if (meeting_point := self._meeting_point) is None:
             points = await self._ranks.call("shard_listen", self._seconds, timeout=self._limit)
             self._meeting_point = meeting_point = next(point for point in points if point is not None)
+        patience = 0.0
         for engine in engines:
             if not engine.links:
                 self._links_made += 1
                 engine.links = f"megasync-{self._run}-{self._links_made}"
+                patience = self._join
             # Until it has received everything, its arena holds parts of two versions.
             engine.base = ""
-        # Ranks send to one kind after another, so only the links of the first are made at once.
-        first, *others = sorted({engine.kind for engine in engines})
         request = SendRequest(
             attempt=name,
             timeout=self._seconds,
             stall=self._stall,
             meeting_point=meeting_point,
-            engines=tuple(EngineLinks(engine.links, engine.kind, engine.url) for engine in engines),
+            engines=tuple(
+                EngineLinks(engine.links, engine.plan, engine.url, cast(Feed, engine.feed).replicas)
+                for engine in engines
+            ),
             links=tuple(engine.links for engine in self._servers.values()),
-            join={first: self._join} | dict.fromkeys(others, self._seconds),
+            join=self._join,
             bases=bases,
             stream=stream,
             keep=self._config.delta,
         )
         sending = asyncio.ensure_future(self._ranks.call("shard_send", request, timeout=self._limit))
         attempt.tasks = {"trainer": sending}
-        return sending, {engine.url: self._receive_request(engine, request) for engine in engines}
+        return sending, {engine.url: self._receive_request(engine, request, patience) for engine in engines}
 
-    def _receive_request(self, engine: Engine, sent: SendRequest) -> ReceiveRequest:
+    def _receive_request(self, engine: Engine, sent: SendRequest, patience: float) -> ReceiveRequest:
         """What an engine's ranks need to receive what the trainer ranks send."""
-        plan, (host, port) = self._plans[engine.kind], sent.meeting_point
-        base = sent.bases.get(engine.kind, "")
+        plan, feed, (host, port) = self._plans[engine.plan], cast(Feed, engine.feed), sent.meeting_point
+        base = sent.bases.get(engine.plan, "")
         rendezvous = Rendezvous(
             name=engine.links,
             host=host,
             port=port,
             own_host=urlsplit(engine.url).hostname or "",
-            sources=plan.sources,
+            sources=tuple(self._layout.topology.rank_of(feed.replicas, source) for source in plan.sources),
             engine_ranks=plan.engine_ranks,
             backend=self._backend,
-            seconds=sent.join[engine.kind],
+            seconds=self._join,
         )
         return ReceiveRequest(
             attempt=sent.attempt,
-            kind=engine.kind,
+            kind=engine.plan,
             rendezvous=rendezvous,
             base=base,
             # The digest goes ahead of a bucket that is used on arrival, or whose size is not known in advance.
             headers=sent.stream or bool(base),
             timeout=sent.timeout,
             stall=sent.stall,
+            patience=patience,
         )
 
-    def _note_sent(self, name: str, reports: Sequence[SendReport], attempt: Attempt) -> dict[str, dict[int, int]]:
-        """Keeps times and bases of a finished `send`; kind -> engine rank -> digest of all that was sent to it."""
-        for activity in ("pack", "wire", "confirm"):
+    def _note_sent(self, reports: Sequence[SendReport], attempt: Attempt) -> None:
+        """Keeps the times of a finished `send`."""
+        for activity in ("join", "pack", "wire", "confirm"):
             attempt.note(activity, max(report.seconds[activity] for report in reports))
-        digests: dict[str, dict[int, dict[int, int]]] = {}
         for report in reports:
             for confirmation in report.confirmed:
                 attempt.note("digest", confirmation.seconds)
-            for sent in report.digests:
-                digests.setdefault(sent.kind, {}).setdefault(sent.engine_rank, {})[sent.tag] = sent.digest
-        if self._config.delta:
-            self._bases |= dict.fromkeys(digests, name)
-        return {kind: {tp: combine(parts) for tp, parts in sorted(by_tp.items())} for kind, by_tp in digests.items()}
 
     async def _commit(self, engine: Engine, name: str, attempt: Attempt) -> None:
         """Pauses one engine for the local copy of what it has staged."""
         await engine.pause(attempt)
-        await engine.load(CommitRequest(name, engine.kind), attempt)
+        await engine.load(CommitRequest(name, engine.plan), attempt)
         await self._resume(engine, attempt)
 
     async def _stream(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
@@ -289,26 +376,41 @@ class ShardSync(WeightSync[Engine]):
         await call_each(engines, lambda engine: engine.pause(attempt))
         sending, requests = await self._start_sending(engines, name, {}, attempt, stream=True)
         for engine in engines:
-            request = CommitRequest(name, engine.kind, requests[engine.url])
+            request = CommitRequest(name, engine.plan, requests[engine.url])
             attempt.tasks[engine.url] = asyncio.ensure_future(engine.load(request, attempt))
-        await attempt.wait_for_tasks(self._seconds + 2 * GRACE_SECONDS)
-        self._note_sent(name, sending.result(), attempt)
+        await attempt.wait_for_tasks(self._seconds + 2 * GRACE_SECONDS, every=True)
+        self._note_sent(sending.result(), attempt)
+        self._drop_broken_links(engines, attempt)
         await call_each(engines, lambda engine: self._resume(engine, attempt))
         return sum(report.bytes for report in sending.result())
 
     # Clean-up
 
     async def _clean_up(self, attempt: Attempt) -> None:
-        """Ends calls and links; `_release` drops what is staged."""
+        """Ends calls, and the links that failed; `_release` drops what is staged over those."""
+        if attempt.tasks:
+            await asyncio.wait(attempt.tasks.values(), timeout=self._join + GRACE_SECONDS)
         trainer = attempt.tasks.get("trainer")
-        if trainer is not None and not trainer.done():
-            await asyncio.wait([trainer], timeout=self._join + GRACE_SECONDS)
-        self._meeting_point = None
-        await self._leave_ranks("shard_leave")
+        if trainer is not None and (not trainer.done() or trainer.cancelled() or trainer.exception()):
+            # What each rank did is not known.
+            await self._leave_all()
+        elif trainer is not None:
+            engines = [engine for url, engine in self._servers.items() if url in attempt.tasks]
+            if broken := self._drop_broken_links(engines, attempt):
+                await self._leave_ranks("shard_leave", broken)
         for task in attempt.tasks.values():
             task.cancel()
         await asyncio.gather(*attempt.tasks.values(), return_exceptions=True)
 
+    async def _leave_all(self) -> None:
+        """Closes all links at the ranks."""
+        self._meeting_point = None
+        for engine in self._servers.values():
+            engine.links = ""
+        await self._leave_ranks("shard_leave")
+
     async def _release(self, server: Engine, attempt: Attempt) -> None:
-        attempt.progress[server.url].lost |= not await server.drop(self._join + GRACE_SECONDS)
+        # What is staged over sound links is replaced by the next version, and never committed.
+        if not server.links:
+            attempt.progress[server.url].lost |= not await server.drop(self._join + GRACE_SECONDS)
         await super()._release(server, attempt)

@@ -1,0 +1,52 @@
+"""Bytes that a rehearsed rank holds, and those that `megasync plan` predicts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megasync.config.schema import Config
+from megasync.preflight.check import model_layout
+from megasync.preflight.memory import saved_activations, stage_memory
+from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.offload import KINDS
+
+ACTIVATIONS = "activations"
+# Largest accepted difference between held and planned bytes, relative to the plan, by kind of memory.
+TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05}
+
+
+def held_bytes(engine: MegatronEngine) -> dict[str, int]:
+    """Bytes of the storages of a built rank by kind, gradient buffers with their padding included.
+
+    Takes an optimizer step on tensors without memory, because Adam creates its moments at the first one.
+    """
+    with torch.device("cpu"):  # torch's Adam reads its count of steps
+        engine.optimizer.update_without_values()
+    taken: set[int] = set()
+    held = {}
+    for kind in KINDS:
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in engine.memory()[kind]}
+        held[kind] = sum(storage.nbytes() for key, storage in storages.items() if key not in taken)
+        taken |= storages.keys()
+    return held
+
+
+def planned_bytes(config: Config, rank: int) -> dict[str, int]:
+    """What `megasync plan` predicts for the stage of a rank, by the same kinds."""
+    layout, _ = model_layout(config, planning=True)
+    stage = layout.topology.coords(rank).pp
+    memory = stage_memory(config, layout, 0, stage)
+    planned = {kind: getattr(memory, kind) for kind in KINDS}
+    # Of Megatron's own layers the plan has a lower bound only.
+    return planned if layout.spec == "local" else planned | {ACTIVATIONS: saved_activations(config, layout, stage)}
+
+
+def memory_differences(held: Mapping[str, int], planned: Mapping[str, int]) -> list[str]:
+    """The kinds of memory that differ from the plan by more than `TOLERANCE`, in words."""
+    return [
+        f"{kind}: {held[kind] / 1e9:.3f} GB are held, but `megasync plan` predicts {planned[kind] / 1e9:.3f} GB"
+        for kind, share in TOLERANCE.items()
+        if kind in held and abs(held[kind] - planned[kind]) > share * planned[kind]
+    ]

@@ -1,0 +1,34 @@
+"""What a rehearsal finds, as plain values that any process can read. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rehearsed rank.
+
+    ``held`` and ``planned`` are bytes by kind of memory, empty if the rank could not be built. ``differences`` are in
+    words, in the order in which they were found; none if the rank is as planned.
+    """
+
+    rank: int
+    parameters: int
+    held: dict[str, int]
+    planned: dict[str, int]
+    seconds: float
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The rehearsed ranks of a configuration on one version of megatron-core, in ascending order."""
+
+    megatron: str
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def difference(self) -> str | None:
+        """The first difference of the first rank that has one."""
+        return next((f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.differences), None)

@@ -1,0 +1,147 @@
+"""The code that uses several streams, on a stand-in for them: its races are those that a GPU would have."""
+
+from functools import partial
+
+import pytest
+import torch
+from streamed_gpu import NcclWork, StreamedGpu
+from tiny_shards import random_weights
+from wires import Wires
+
+from megasync.device import Device
+from megasync.sync.shard import receiver
+from megasync.trainer import reference
+from megasync.trainer.reference import ReferenceWeights
+
+WIDTH = 8
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = StreamedGpu()
+    gpu.stand_in(monkeypatch)
+    with gpu.here():
+        yield gpu
+
+
+class Chunk(torch.nn.Module):
+    """What the reference policy needs to know of a Megatron model, around linear layers."""
+
+    pre_process = post_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output_layer = (torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(2))
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4))
+        self.decoder.final_layernorm = torch.nn.Linear(WIDTH, WIDTH, device="cuda")
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in (self.embedding, *self.decoder.layers, self.decoder.final_layernorm, self.output_layer):
+            values = layer(values)
+        return values
+
+
+def score_with_reference() -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the reference after the policy has changed, and what they should be."""
+    chunk, values = Chunk(), torch.ones(1, WIDTH, device="cuda")
+    with torch.no_grad():
+        expected = chunk(values)
+        weights = ReferenceWeights([chunk], Device("cuda"))
+        for weight in chunk.parameters():
+            weight.add_(1)
+        with weights.applied():
+            for _ in range(3):
+                found = chunk(values)
+    return found, expected
+
+
+def test_the_reference_policys_blocks_are_copied_and_read_in_order(gpu):
+    found, expected = score_with_reference()
+    assert found.tolist() == expected.tolist()
+    assert gpu.races == []
+
+
+def test_a_block_that_is_read_before_its_copy_has_ended_is_found(gpu, monkeypatch):
+    monkeypatch.setattr(reference, "wait_event", lambda event, device: None)
+    score_with_reference()
+    assert any("what copy_ has written" in race for race in gpu.races)
+    assert any("copy_ writes what" in race for race in gpu.races)
+
+
+@pytest.fixture(params=["device", "host"])
+def wires(gpu, request):
+    """A sync among GPUs; threads of senders and receivers take part in it."""
+    wires = Wires(device=Device("cuda"), arena=request.param, place=lambda tensor: gpu.place(tensor, "device"))
+    for sender in wires.senders:
+        sender.send = partial(in_gpu, gpu, sender.send)
+    yield wires
+    wires.close()
+
+
+def in_gpu(gpu, call, *arguments):
+    with gpu.here():
+        return call(*arguments)
+
+
+def publish(wires: Wires, attempts: dict[str, str]) -> bool:
+    """Stages and commits attempts, each against its base; whether the engine has the weights of the last one.
+
+    From one to the next the first row of every tensor changes. After each commit the engine decodes on another stream,
+    and waits for that before the next one.
+    """
+    whole, decoding = random_weights(wires.layout), torch.cuda.Stream()
+    for attempt, base in attempts.items():
+        for tensor in whole.values():
+            tensor[0] += 1
+        wires.weights(whole)
+        sent, received = wires.stage(attempt, base)
+        assert [report.state for report in received] == ["staged"] * 2, (sent, received)
+        wires.commit(attempt)
+        with torch.cuda.stream(decoding):
+            for tensor in (tensor for rank in wires.engine for tensor in rank.tensors().values()):
+                tensor.sum()
+        decoding.synchronize()
+    return wires.serves(whole)
+
+
+@pytest.mark.parametrize("base", ["", "a"], ids=["full", "delta"])
+def test_a_sync_packs_sends_digests_and_commits_in_order(gpu, wires, base):
+    assert publish(wires, {"a": "", "b": base})
+    assert gpu.races == []
+
+
+def digest_on_another_stream(gpu, monkeypatch):
+    digest = receiver.digest
+
+    def elsewhere(message):
+        with torch.cuda.stream(other):
+            return digest(message)
+
+    other = torch.cuda.Stream()
+    monkeypatch.setattr(receiver, "digest", elsewhere)
+
+
+def no_synchronization(gpu, monkeypatch):
+    monkeypatch.setattr(receiver, "synchronize", lambda device: None)
+
+
+def no_wait_for_messages(gpu, monkeypatch):
+    # The data has arrived, but nothing has told the streams so.
+    monkeypatch.setattr(NcclWork, "wait", lambda work, limit: work._done.result(10))
+
+
+@pytest.mark.parametrize(
+    ("fault", "base", "race"),
+    [
+        (digest_on_another_stream, "a", "sum reads what index_copy_ has written"),
+        (no_synchronization, "", "sum reads what _foreach_copy_ has written"),
+        (no_wait_for_messages, "", "reads what recv has written"),
+    ],
+)
+@pytest.mark.parametrize("wires", ["device"], indirect=True)
+def test_a_missing_wait_in_a_sync_is_found(gpu, wires, monkeypatch, fault, base, race):
+    fault(gpu, monkeypatch)
+    assert publish(wires, {"a": "", "b": base}), "what runs in order here hides the fault"
+    assert any(race in found for found in gpu.races), gpu.races

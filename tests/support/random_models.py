@@ -1,0 +1,214 @@
+"""Tiny models of every family with random weights, as Hugging Face folders."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megasync.layout.layout import Layout
+from megasync.layout.topology import Topology
+
+# Two groups (one in qwen3): tensor parallelism over 2 ranks splits them evenly, over 4 it cuts through them. The
+# vocabulary is odd on purpose, and 3 layers make uneven stages.
+BASE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS = {
+    "llama": {
+        **BASE,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": 12,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {
+        **BASE,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+        "rope_theta": 5000.0,
+    },
+    "qwen3": {
+        **BASE,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+}
+EXPERTS = {
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+# Families beside the first three: experts with and without a shared one, a dense layer among the sparse; each with a
+# number of layers that two stages of two chunks can share.
+MORE_MODELS = {
+    "qwen3_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        **BASE,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": True,
+    },
+    "mistral": {
+        **BASE,
+        "num_hidden_layers": 4,
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 16,
+        "sliding_window": None,
+        "rope_theta": 10000.0,
+    },
+    "glm4": {
+        **BASE,
+        "num_hidden_layers": 4,
+        "model_type": "glm4",
+        "architectures": ["Glm4ForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+    },
+}
+LATENTS = {
+    **BASE,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_experts_per_tok": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-6,
+}
+# Latent attention with and without a latent for queries, with yarn and plainly rotated; groups of experts or none.
+MORE_MODELS |= {
+    "deepseek_v3": {
+        **LATENTS,
+        "q_lora_rank": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 4,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3_plain": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 2,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
+}
+# Hugging Face's name of a model type that it lacks.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+# DeepSeek-V3 under another name, and GLM-4.5 with and without norms and biases.
+MORE_MODELS["kimi_k2"] = {**MORE_MODELS["deepseek_v3"], "model_type": "kimi_k2", "n_group": 1, "topk_group": 1}
+MORE_MODELS["glm4_moe"] = {
+    **BASE,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+    "num_experts_per_tok": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+}
+MORE_MODELS["glm4_moe_plain"] = {
+    **MORE_MODELS["glm4_moe"],
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A Hugging Face folder with random weights, without a tokenizer."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    layout = Layout(config, Topology())
+    for name, shape in layout.hf_tensors.items():
+        noise = torch.randn(shape, generator=generator) * 0.1
+        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(
+            getattr(torch, layout.hf_dtype(name, _name(dtype)))
+        )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": _name(dtype)}))
+    return folder
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).split(".")[1]

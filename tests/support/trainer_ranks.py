@@ -1,0 +1,101 @@
+"""Trainer ranks in processes of their own, and what they train on. A conftest.py imports the fixtures."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import MODELS, MORE_MODELS, write_model
+
+WORKER = Path(__file__).parents[1] / "trainer" / "worker.py"
+# Seconds for one request; many times what any needs, even on a crowded machine.
+TIMEOUT = 240
+
+
+class Ranks:
+    """``world`` worker processes in one process group, which take one request after another."""
+
+    def __init__(self, world: int, folder: Path, flavour: str) -> None:
+        self._logs = [folder / f"log-{rank}.txt" for rank in range(world)]
+        self._processes = []
+        for rank, log in enumerate(self._logs):
+            with log.open("w") as stderr:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(WORKER), str(rank), str(world), str(folder), flavour],
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        text=True,
+                    )
+                )
+
+    def run(self, case: str, folder: Path, arguments: dict) -> list:
+        (folder / "request.json").write_text(json.dumps({"case": case, "arguments": arguments}))
+        watchdog = threading.Timer(TIMEOUT, self.close)
+        watchdog.start()
+        try:
+            for process in self._processes:
+                process.stdin.write(f"{folder}\n")
+                process.stdin.flush()
+            for process, log in zip(self._processes, self._logs, strict=True):
+                assert "done\n" in iter(process.stdout.readline, ""), f"{case}:\n{log.read_text()[-6000:]}"
+        finally:
+            watchdog.cancel()
+        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(len(self._processes))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    more_experts = {"qwen3_moe_top4": {**MORE_MODELS["qwen3_moe"], "num_experts_per_tok": 4}}
+    configs = {**MODELS, **MORE_MODELS, **more_experts}
+    return {name: str(write_model(root / name, config, seed)) for seed, (name, config) in enumerate(configs.items())}
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[dict]:
+    """Prompts and responses: three groups with a common prompt, one lone response, lengths from 1 to 40."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 131, (count,), generator=generator).tolist()
+
+    found = []
+    for prompt_length, lengths in ((5, (1, 2, 3)), (38, (4, 40)), (12, (6, 6, 9, 1)), (3, (17,))):
+        prompt = tokens(prompt_length)
+        found += [{"prompt": prompt, "response": tokens(length)} for length in lengths]
+    return found
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """run_ranks(case, world, **arguments): what `worker.py`'s function returns on each rank. Processes are kept.
+
+    ``flavour="te"`` runs it with Transformer Engine's layers on the CPU.
+    """
+    kept: dict[tuple[int, str], Ranks] = {}
+
+    def run(case: str, world: int, flavour: str = "local", **arguments) -> list:
+        folder = tmp_path_factory.mktemp(case)
+        if (world, flavour) not in kept:
+            kept[world, flavour] = Ranks(world, folder, flavour)
+        try:
+            return kept[world, flavour].run(case, folder, arguments)
+        except BaseException:
+            kept.pop((world, flavour)).close()
+            raise
+
+    yield run
+    for ranks in kept.values():
+        ranks.close()

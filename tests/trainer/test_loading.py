@@ -1,0 +1,48 @@
+"""Of the data-parallel ranks that hold a shard, one reads it and sends it to the others."""
+
+import shutil
+
+import pytest
+
+TRAINERS = {
+    "data": {"data_parallel": 2},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "experts": {"data_parallel": 2, "expert_parallel": 2},
+    "replicated experts": {"data_parallel": 2, "distributed_optimizer": False},
+}
+
+
+@pytest.fixture(scope="module")
+def reads(run_ranks, models, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reads"))
+    return run_ranks(
+        "read_files",
+        2,
+        model=models["qwen2_moe"],
+        folder=folder,
+        trainers={
+            name: {**trainer, "sequence_parallel": trainer.get("tensor_parallel", 1) > 1}
+            for name, trainer in TRAINERS.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_shard_is_read_once_and_arrives_on_every_rank(reads, name):
+    first, second = (rank[name] for rank in reads)
+    assert first["equal"] and second["equal"]
+    for of_first, of_second in zip(first["reads"], second["reads"], strict=True):
+        assert of_first == first["all"]
+        if name in ("tensor", "pipeline"):
+            assert of_second == second["all"]
+        else:
+            assert of_second == [param for param in second["all"] if name == "experts" and ".local_experts." in param]
+            assert bool(of_second) == (name == "experts")
+
+
+def test_a_folder_that_the_reading_rank_cannot_read_is_named_on_every_rank(run_ranks, models, tmp_path):
+    broken = shutil.copytree(models["qwen2"], tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    for error in run_ranks("absent_weights", 2, model=models["qwen2"], broken=str(broken)):
+        assert "rank 0: CheckpointError" in error and "has neither model.safetensors nor" in error
