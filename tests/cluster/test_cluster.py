@@ -201,8 +201,8 @@ async def test_a_rollout_worker_imports_what_the_driver_can_and_leaves_no_progra
         assert all(map(lives, programs))
         with pytest.raises(ProcessLost, match="died"):
             await worker.send([], 60)
-        assert all(map(lives, programs)), "Ray does not end them"
     finally:
+        # Ray may have ended them already.
         await worker.kill()
         pools.remove()
     assert not any(map(lives, programs))
