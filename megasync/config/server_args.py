@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,6 +67,10 @@ OF_FROZEN_MODELS: dict[str, str | None] = {
     "--dtype": "{servers}.dtype",
     "--is-embedding": "{servers}.kind",
 }
+# Flags that quantize weights as the server starts; the weights of a sync would not fit them afterwards.
+_QUANTIZING = ("--quantization", "--torchao-config")
+# Values that replace those of a config.json.
+OVERRIDES = "--json-model-override-args"
 
 
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
@@ -85,7 +90,22 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
 
 
 def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a flag that makes servers sample from another distribution than the trainer scores."""
+    """Raises ConfigError for a flag that quantizes the policy, or makes servers sample from another distribution."""
+    for argument, value in arguments.items():
+        given = f"{servers}.server_args {argument}={value!r}"
+        overrides: Any = {}
+        if argument == OVERRIDES:
+            try:
+                overrides = json.loads(value) if isinstance(value, str) else None
+            except ValueError:
+                overrides = None
+            if not isinstance(overrides, dict):
+                raise ConfigError(f"{given} must be a text with one JSON object, such as '{{\"rope_theta\": 10000}}'")
+        quantizes = argument.partition("=")[0] in _QUANTIZING and value != "unquant"
+        if quantizes or "quantization_config" in overrides:
+            raise ConfigError(
+                f"{given} would quantize the policy, but weight syncs send weights in model.dtype; drop it"
+            )
     for argument in _DISTRIBUTION.keys() & arguments.keys():
         harmless = _DISTRIBUTION[argument]
         if harmless is None or str(arguments[argument]) not in (str(harmless), f"{harmless:g}"):

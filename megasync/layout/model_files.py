@@ -10,6 +10,7 @@ from typing import Any, cast
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
+from megasync.layout.block_fp8 import Block, stored_block
 from megasync.layout.families.sizes import EXPERT_KEYS
 
 # Names that `megasync fetch` can make: the error for a missing folder of one of these gives the command.
@@ -39,10 +40,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The content of a config.json; `path` is the file or the Hugging Face model folder that holds it.
+    """The model that a config.json describes, without how its weights are quantized.
 
-    Raises ConfigError for a missing folder or file, a file that holds no JSON object, and a quantised model.
+    `path` is the file or the Hugging Face model folder that holds it. Raises ConfigError for a missing folder or file,
+    a file that holds no JSON object, and weights that are quantized in another way than block FP8.
     """
+    values, _ = _read(path)
+    return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
+
+
+def read_stored_block(path: str | Path) -> Block | None:
+    """The block of weights in block FP8, None for unquantized ones. `path` and errors as of `read_hf_config`."""
+    return _read(path)[1]
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], Block | None]:
     path = Path(path).expanduser()
     if not path.is_file():
         path = find_hf_config(ModelConfig(path=str(path)))
@@ -53,9 +65,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold one JSON object")
     values = cast(dict[str, Any], content)
-    if values.get("quantization_config"):
-        raise ConfigError(f"{path}: a quantised checkpoint cannot be trained; use the unquantised model")
-    return values
+    try:
+        return values, stored_block(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def check_values(values: Mapping[str, Any]) -> None:

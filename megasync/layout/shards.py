@@ -1,8 +1,9 @@
 """Shards in and out of safetensors files: load a rank's slices, assemble tensors, export a checkpoint.
 
 Loading reads only the rectangles that the rank holds, each once; the only other elements written are the zeros of
-vocabulary padding. It reads them from a Hugging Face folder, or from what ranks of any topology wrote. Export writes
-the same bytes as a Hugging Face save of the same weights.
+vocabulary padding. Rectangles of tensors in block FP8 are dequantized as they are read. It reads them from a Hugging
+Face folder, or from what ranks of any topology wrote. Export writes the same bytes as a Hugging Face save of the same
+weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
-from megasync.errors import CheckpointError
+from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
+from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize, stored_block
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
 from megasync.layout.layout import Box, Layout, Piece, intersect, split_by_bytes
@@ -47,6 +49,9 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
 )
+
+# The names in safetensors of dtypes that a cast converts.
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 Tensors = Mapping[str, torch.Tensor]
 # Reads one box of a Hugging Face tensor, by the tensor's name.
@@ -94,13 +99,27 @@ class TensorFiles:
         return self._files[file]
 
 
+def _part(stored: Any, box: Box) -> torch.Tensor:
+    """A box of a slice of a safetensors file."""
+    rows = slice(box.row, box.row + box.rows)
+    return stored[rows] if len(stored.get_shape()) == 1 else stored[rows, box.col : box.col + box.cols]
+
+
 class HfFolder(TensorFiles):
-    """The tensors of a Hugging Face folder, one file or many, read by rectangle."""
+    """The tensors of a Hugging Face folder, one file or many, read by rectangle.
+
+    Raises CheckpointError for a config.json whose quantization is not supported.
+    """
 
     index = INDEX
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        config = self.path / "config.json"
+        try:
+            self._block = stored_block(read_json(config)) if config.is_file() else None
+        except ConfigError as error:
+            raise CheckpointError(f"{config}: {error}") from None
         self._where = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -113,27 +132,55 @@ class HfFolder(TensorFiles):
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
 
     def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
-        """A function that reads a box of one tensor. Raises CheckpointError for a missing tensor or another shape."""
+        """A function that reads a box of one tensor; one in block FP8 becomes float32.
+
+        Raises CheckpointError for a missing tensor, another shape, another quantization, and missing or wrong scales.
+        """
         if name not in self._where:
             raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json requires")
-        handle = self._open(self._where[name])
-        try:
-            tensor = handle.get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.path / self._where[name]} has no tensor {name!r}, although {INDEX} lists it"
-            ) from error
-        stored = tuple(tensor.get_shape())
+        tensor = self._slice(name)
+        stored, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if stored != shape:
             raise CheckpointError(
                 f"{name!r} in {self.path} has shape {list(stored)}, but its config.json requires {list(shape)}"
             )
+        if dtype in PLAIN_DTYPES:
+            return partial(_part, tensor)
+        if dtype != VALUES or self._block is None or len(shape) != 2:
+            raise CheckpointError(
+                f"{name!r} in {self.path} is stored as {dtype}, which its config.json does not explain; give a folder "
+                f"whose matrices are unquantized or in block FP8 (quantization_config.weight_block_size)"
+            )
+        block, scales = self._block, self._scales(name, shape, self._block)
 
         def read(box: Box) -> torch.Tensor:
-            rows = slice(box.row, box.row + box.rows)
-            return tensor[rows] if len(shape) == 1 else tensor[rows, box.col : box.col + box.cols]
+            return dequantize(_part(tensor, box), _part(scales, block.covering(box)), box, block)
 
         return read
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._open(self._where[name]).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.path / self._where[name]} has no tensor {name!r}, although {INDEX} lists it"
+            ) from error
+
+    def _scales(self, name: str, shape: tuple[int, ...], block: Block) -> Any:
+        if (scales := name + SCALES) not in self._where:
+            raise CheckpointError(
+                f"{self.path} has {name!r} in FP8 without its scales {scales!r}; copy the model again"
+            )
+        tensor = self._slice(scales)
+        stored, dtype, grid = tensor.get_shape(), tensor.get_dtype(), block.grid(shape)
+        if tuple(stored) != grid:
+            raise CheckpointError(
+                f"{scales!r} in {self.path} has shape {stored}, but {name!r} of shape {list(shape)} has {list(grid)} "
+                f"blocks of quantization_config.weight_block_size={list(block)}; correct it in config.json"
+            )
+        if dtype not in SCALE_DTYPES:
+            raise CheckpointError(f"{scales!r} in {self.path} is stored as {dtype}, not as {' or '.join(SCALE_DTYPES)}")
+        return tensor
 
     def reading(self, shapes: Mapping[str, tuple[int, ...]], absent: Tensors | None = None) -> Read:
         """Reads boxes of all tensors of these shapes, missing ones from ``absent``; first use raises as `reader`."""
@@ -289,15 +336,13 @@ class ShardFiles(TensorFiles):
 
     def read(self, rank: int, param: str) -> torch.Tensor:
         """A parameter that a global rank wrote."""
-        return self._slice(rank, param)[:]
+        return self._of_rank(rank, param)[:]
 
     def part(self, rank: int, param: str, box: Box) -> torch.Tensor:
         """A box of a parameter that a global rank wrote."""
-        stored = self._slice(rank, param)
-        rows = slice(box.row, box.row + box.rows)
-        return stored[rows] if len(stored.get_shape()) == 1 else stored[rows, box.col : box.col + box.cols]
+        return _part(self._of_rank(rank, param), box)
 
-    def _slice(self, rank: int, param: str) -> Any:
+    def _of_rank(self, rank: int, param: str) -> Any:
         file = shard_file(rank)
         try:
             return self._open(file).get_slice(param)
@@ -398,9 +443,11 @@ def part_name(index: int, count: int) -> str:
 def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:
     """Writes what a Hugging Face folder has besides weights: the tokenizer, and the config.json for ``dtype``.
 
-    The config.json also gets what its family, and a value model, require of every export.
+    The config.json also gets what its family, and a value model, require of every export. It states no quantization.
     """
     config = read_json(source / "config.json")
+    for key in ("quantization_config", "compression_config"):
+        config.pop(key, None)
     config |= family_of(config).exported
     config |= value_model_options(config) if value_head else {}
     config["dtype"] = dtype

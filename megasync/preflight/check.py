@@ -18,10 +18,16 @@ from megasync.config.pacing import Pacing
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.config.schema import Config, DatasetConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
-from megasync.errors import ConfigError
+from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
-from megasync.layout.model_files import check_model_folder, check_values, find_hf_config, read_hf_config
+from megasync.layout.model_files import (
+    check_model_folder,
+    check_values,
+    find_hf_config,
+    read_hf_config,
+    read_stored_block,
+)
 from megasync.layout.topology import Topology
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_frozen_models import check_frozen_models
@@ -330,6 +336,22 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_split(config.rollout.tensor_parallel, layout.sizes, source)
     if not planning:
         check_model_folder(config.model)
+    if read_stored_block(source) is not None:
+        _check_scales(source.parent, layout)
+
+
+def _check_scales(folder: Path, layout: Layout) -> None:
+    """Refuses a folder in block FP8 with missing or wrong scales. Reads the headers of the files, if there are any."""
+    from megasync.layout.shards import HfFolder
+
+    if not any(folder.glob("*.safetensors")):
+        return
+    try:
+        with HfFolder(folder) as files:
+            for name, shape in layout.hf_tensors.items():
+                files.reader(name, shape)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:

@@ -19,6 +19,8 @@ PROTOCOL = 3
 
 # "1" in the environment of a server that scores texts instead of generating.
 CLASSIFIER_VARIABLE = "MEGASYNC_CLASSIFIER"
+# In the environment of a server that serves a folder in block FP8 unquantized: the block as JSON, [rows, columns].
+BLOCK_FP8_VARIABLE = "MEGASYNC_BLOCK_FP8"
 
 ACTION = "megasync:"
 ANSWER = "megasync"

@@ -6,6 +6,9 @@ its start succeeds only after it has refused a call without a key (`_check_guard
 
 The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`)
 saves 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
+
+A folder in block FP8 is served unquantized in the policy's dtype, as the trainer holds it: `sglang_plugin` dequantizes
+the tensors that SGLang reads. Frozen models are served as they are stored.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig
+from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
 from megasync.errors import HttpStatusError, ServerError
+from megasync.layout.block_fp8 import Block
+from megasync.layout.model_files import read_stored_block
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE
+from megasync.serving.engine_protocol import BLOCK_FP8_VARIABLE, CLASSIFIER_VARIABLE
 from megasync.serving.process import Service
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 
@@ -32,6 +38,7 @@ MODEL_PACKAGE = "megasync.serving.sglang_models"
 
 # What the stand-in folder provides; each is used only when the real package is missing.
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
+_UNQUANTIZED = {"quantization_config": None}
 
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -156,7 +163,16 @@ class SGLangServer(Service):
             options["--enable-deterministic-inference"] = True
         if spec.device == "cpu":
             options |= _CPU_ARGUMENTS
-        return options | rollout.server_args
+        options |= rollout.server_args
+        if self._dequantized() is not None:
+            options[OVERRIDES] = json.dumps(json.loads(str(options.get(OVERRIDES, "{}"))) | _UNQUANTIZED)
+            # On Blackwell, SGLang otherwise decides by what the files hold, not by the configuration.
+            options["--quantization"] = "unquant"
+        return options
+
+    def _dequantized(self) -> Block | None:
+        """The block of a folder in block FP8 whose weights are dequantized as the server reads them."""
+        return read_stored_block(self.model_path) if (self.model_path / "config.json").is_file() else None
 
     def command(self) -> list[str]:
         launcher = "megasync_patches.sglang_cpu_launch" if self.spec.device == "cpu" else "sglang.launch_server"
@@ -177,6 +193,8 @@ class SGLangServer(Service):
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder
             env["MEGASYNC_INSTANCE"] = Path(self._folder).name
+        if (block := self._dequantized()) is not None:
+            env[BLOCK_FP8_VARIABLE] = json.dumps(block)
         if self.spec.device != "cpu":
             # The default is the temporary folder, which is removed: every start would compile again.
             env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
@@ -300,6 +318,9 @@ class FrozenModelServer(SGLangServer):
 
     def arguments(self) -> dict[str, object]:
         return {"--is-embedding": self._classifier} | super().arguments()
+
+    def _dequantized(self) -> Block | None:
+        return None
 
     def environment(self) -> dict[str, str]:
         env = super().environment()

@@ -9,6 +9,8 @@ alone would keep other weights than its peers. Guaranteed by `_all_succeed`, whi
 anything is written (then the old weights keep serving everywhere), and after. A command never raises, because the other
 ranks already wait for this one's answer; errors come back as data.
 
+`dequantize_weights` is for servers of a folder in block FP8, which they serve unquantized.
+
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
 Besides `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and torch are imported when
@@ -25,6 +27,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -35,6 +38,7 @@ from megasync.errors import ServerError
 from megasync.serving.engine_protocol import (
     ACTION,
     ANSWER,
+    BLOCK_FP8_VARIABLE,
     CLASSIFIER_VARIABLE,
     LOAD_FORMAT,
     PROTOCOL,
@@ -48,11 +52,13 @@ from megasync.serving.engine_protocol import (
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
 
 if TYPE_CHECKING:
+    from megasync.layout.block_fp8 import Block
     from megasync.layout.engine_layout import EngineRank
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
 _SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 log = logging.getLogger(__name__)
@@ -239,9 +245,20 @@ class GuardedServer:
         app.add_middleware(ServerGuard, admin=self.admin, generation=self.generation)
 
 
+def dequantize_weights(block: Block, stock: Stock, *arguments: Any, **options: Any) -> Any:
+    """The tensors that SGLang reads from a folder, unquantized; those of a version that was synced pass through."""
+    from megasync.layout.block_fp8 import dequantized
+
+    return dequantized(stock(*arguments, **options), block)
+
+
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
+    if stored := os.environ.get(BLOCK_FP8_VARIABLE):
+        from megasync.layout.block_fp8 import Block
+
+        _hook("AROUND", _WEIGHTS, partial(dequantize_weights, Block(*json.loads(stored))))
     # Only in the HTTP server's own process: the pipe is empty for those that it starts.
     if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
         GuardedServer(**json.loads(sys.stdin.buffer.read())).register()

@@ -1,5 +1,9 @@
 """verl settings that megasync applies, and those it refuses by name."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
@@ -158,3 +162,11 @@ def test_another_version_of_verl_is_refused(monkeypatch):
     monkeypatch.setattr(verl_versions, "version", lambda package: "0.10.0")
     with pytest.raises(ConfigError, match=r"verl 0\.9\.1, but 0\.10\.0 is installed"):
         verl_versions.check_version()
+
+
+def test_a_model_in_fp8_is_refused_because_verls_servers_would_keep_it_quantized(model, tmp_path):
+    path = Path(shutil.copytree(model, tmp_path / "fp8")) / "config.json"
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    with pytest.raises(ConfigError, match=r"is stored in FP8, and verl's servers would keep it quantized"):
+        to_model(hf_model(str(path.parent)), MegasyncEngineConfig())

@@ -6,12 +6,14 @@ import sys
 from dataclasses import fields
 
 import pytest
+from fp8_folders import write_fp8
+from random_models import write_model
 
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
 from megasync.layout.model_files import FETCHABLE
-from megasync.preflight.check import check_config
+from megasync.preflight.check import check_config, model_layout
 
 # overrides -> what the message must name
 CONTRADICTIONS = [
@@ -73,6 +75,13 @@ CONTRADICTIONS = [
     (["rollout.sampling.top_k=0"], ["rollout.sampling.top_k=0", "top_k=-1"]),
     (["rollout.sampling.top_k=50"], ["rollout.sampling.top_k=50", "the trainer", "top_k=-1", "eval.sampling.top_k"]),
     (["rollout.sampling.top_p=0.95"], ["rollout.sampling.top_p=0.95", "the trainer", "top_p=1", "eval.sampling.top_p"]),
+    (["rollout.server_args={--quantization: fp8}"], ["--quantization='fp8'", "model.dtype", "drop it"]),
+    (["rollout.server_args={--torchao-config=int4wo: true}"], ["--torchao-config=int4wo", "drop it"]),
+    (["rollout.server_args={--json-model-override-args: x}"], ["--json-model-override-args='x'", "JSON object"]),
+    (
+        ["rollout.server_args={--json-model-override-args: '{\"quantization_config\": {}}'}"],
+        ["quantization_config", "would quantize the policy"],
+    ),
     (
         ["rollout.server_args={--preferred-sampling-params: '{\"min_p\": 0.1}'}"],
         ["--preferred-sampling-params", "the trainer", "drop it"],
@@ -216,6 +225,24 @@ def test_the_error_names_the_models_that_can_be_fetched():
     assert set(FETCHABLE) == set(MODELS)
 
 
+@pytest.mark.parametrize("planning", [False, True])
+def test_a_folder_in_block_fp8_is_checked_with_its_scales(make, model, tmp_path, planning):
+    config = make()
+    plain = model_layout(config)[0]
+    values = json.loads((model / "config.json").read_text())
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(values | {"quantization_config": stated}))
+    assert model_layout(config)[0].hf_config == plain.hf_config
+    source = write_model(tmp_path / "source", values)
+    fp8, _ = write_fp8(source, tmp_path / "fp8", tmp_path / "plain", (20, 28))
+    (fp8 / "tokenizer.json").write_text("{}")
+    config.model.path = str(fp8)
+    check_config(config, planning=planning)
+    (fp8 / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors is missing"):
+        check_config(config, planning=planning)
+
+
 def test_model_config_is_sufficient_for_a_plan_only(make, model):
     config = make("model.path=elsewhere", f"model.config={model / 'config.json'}")
     check_config(config, planning=True)
@@ -253,7 +280,8 @@ def test_invalid_splits_of_experts_are_refused(make, model, overrides, parts):
     ("change", "parts"),
     [
         ({"model_type": "gpt_neox"}, ["gpt_neox", "qwen3"]),
-        ({"quantization_config": {"bits": 4}}, ["quantised"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quant_method='awq'", "block FP8"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size=None", "[128, 128]"]),
         ({"max_position_embeddings": None}, ["max_position_embeddings"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_folders import write_fp8
 
 from megasync.config import load_config
 from megasync.config.schema import RewardModelConfig
@@ -84,6 +85,23 @@ def test_a_model_whose_tensors_do_not_match_its_config(examine, model):
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"intermediate_size": 2 * values["intermediate_size"]}))
     assert "has shape" in only(examine(), "model").detail
+
+
+@pytest.mark.parametrize("block", [[20, 28], [128, 128]])
+def test_a_model_in_block_fp8_without_its_scales(examine, model, tmp_path, block):
+    fp8, _ = write_fp8(model, tmp_path / "fp8", tmp_path / "plain", (20, 28))
+    (fp8 / "config.json").rename(tmp_path / "sound.json")
+    config = json.loads((tmp_path / "sound.json").read_text())
+    config["quantization_config"]["weight_block_size"] = block
+    (fp8 / "config.json").write_text(json.dumps(config))
+    found = examine(f"model.path={fp8}")
+    if block == [20, 28]:
+        assert found == []
+        index = fp8 / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("q_proj.weight_scale_inv", "q_proj.other"))
+        assert "q_proj.weight_scale_inv'; copy the model again" in only(examine(f"model.path={fp8}"), "model").detail
+    else:
+        assert "weight_block_size=[128, 128]" in only(found, "model").detail
 
 
 def test_a_model_with_a_missing_shard(examine, model):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.trainer.config import CheckpointConfig
@@ -18,6 +19,7 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.errors import ConfigError
+from megasync.layout.model_files import read_stored_block
 
 STRATEGY = "megasync"
 DTYPES = ("bfloat16", "float32")
@@ -182,7 +184,13 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     # verl requires the attention of the Hugging Face model, which this engine does not build.
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})
-    return ModelConfig(path=model.local_path or model.path, dtype=engine.dtype)
+    path = model.local_path or model.path
+    if (Path(path) / "config.json").is_file() and read_stored_block(path) is not None:
+        raise ConfigError(
+            f"model.path={path!r} is stored in FP8, and verl's servers would keep it quantized while megasync sends "
+            f"weights in {engine.dtype}; use an unquantized model"
+        )
+    return ModelConfig(path=path, dtype=engine.dtype)
 
 
 def check_contents(checkpoint: CheckpointConfig) -> None:
