@@ -111,6 +111,11 @@ class Layout:
         self.sizes = sizes_of(hf_config)
         _check_divisible(self.sizes, topology.tensor)
         _check_experts(self.sizes, topology)
+        if self.family.norms_all_heads and self.sizes.groups % topology.tensor:
+            raise ConfigError(
+                f"trainer.tensor_parallel={topology.tensor} is not a divisor of num_key_value_heads="
+                f"{self.sizes.groups}, over which {hf_config['model_type']} normalises keys; lower it"
+            )
         self.stages = topology.stage_layers(self.sizes.layers)
         self._placed: dict[int, list[Placed]] = {}
 

@@ -287,7 +287,10 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
         latents = 2 * (sizes.q_lora + sizes.kv_lora) / (tensor if config.trainer.sequence_parallel else 1)
         heads = 4 * sizes.q_rows + sizes.value_rows if _pads_values() else 2 * (sizes.q_rows + sizes.value_rows)
         return latents + heads / tensor
-    normed = any("q_layernorm" in rule.local for rule in layout.family.layer)
+    normed: int = any("q_layernorm" in rule.local for rule in layout.family.layer)
+    if layout.family.norms_all_heads:
+        # The norm's float32 input counts as two, and its output before the weights is saved too.
+        normed = 3
     return ((2 + normed) * sizes.q_rows + (2 + normed) * sizes.kv_rows) / tensor
 
 

@@ -74,10 +74,24 @@ def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
     if missing:
         raise ConfigError(f"rope_type {kind!r} in config.json needs {', '.join(missing)}")
-    partial = rope.setdefault("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    rope["partial_rotary_factor"] = partial = _rotated_share(rope, hf_config, family.partial_rotary)
     if partial != 1.0 and not family.partial_rotary:
         raise ConfigError(f"partial_rotary_factor={partial} in config.json is not supported; only 1.0 is")
     return rope
+
+
+def _rotated_share(rope: Mapping[str, Any], config: Mapping[str, Any], key: str | None) -> float:
+    """Share of a head's channels that are rotated. Raises ConfigError if two options contradict each other."""
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if key != "rotary_dim":
+        return 1.0 if partial is None else partial
+    share = config.get("rotary_dim", config["head_dim"]) / config["head_dim"]
+    if partial not in (None, share):
+        raise ConfigError(
+            f"partial_rotary_factor={partial} in config.json contradicts rotary_dim={config.get('rotary_dim')} with "
+            f"head_dim={config['head_dim']}: Hugging Face reads the first, SGLang the second; make them agree"
+        )
+    return share
 
 
 def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megasync.layout.layout import Layout
 from megasync.trainer.attention import TreeAttention
+from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm
 from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter
 
@@ -77,6 +78,9 @@ def _layer_spec(
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
         layer.self_attention.params["rope"] = rope
+    elif layout.family.norms_all_heads:
+        attention = layer.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm
     if sparse:
         _submodules(layer.mlp).router = PolicyRouter
     if any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer):

@@ -134,6 +134,10 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
         model.float32_head = trainer.float32_head
         # Megatron creates the gates of routers and shared experts on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
+    if layout.family.norms_all_heads:
+        # With this option, Megatron sums gradients of all norms of queries and keys over tensor ranks, by name. Here
+        # each rank has other weights. Apart from that, only the layers' constructors read the option.
+        config.qk_layernorm = False
     _check_parameters(chunks, layout, rank)
     set_param_attributes(named_weights(chunks), layout, rank, config.sequence_parallel)
     return chunks

@@ -31,7 +31,8 @@ def cases(draw):
     data = draw(st.sampled_from([1, 2]))
     pipeline = draw(st.integers(1, 3))
     virtual = draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
-    groups = draw(st.sampled_from([1, 2, 4, 8]))
+    # MiniMax-M2's norms of keys are cut at groups.
+    groups = draw(st.sampled_from([n for n in (1, 2, 4, 8) if kind != "minimax_m2" or n >= tensor]))
     heads = groups * draw(st.sampled_from([1, 2, 3])) * (tensor if groups < tensor else 1)
     counts = [virtual * draw(st.integers(1, 2)) for _ in range(pipeline)]
     counts[1:-1] = [virtual] * len(counts[1:-1])
@@ -60,6 +61,14 @@ def cases(draw):
             "n_shared_experts": draw(st.sampled_from([1, 2])),
             "first_k_dense_replace": draw(st.integers(0, 2)),
             "num_nextn_predict_layers": 1,
+        }
+    elif kind == "minimax_m2":
+        config |= {
+            "num_local_experts": 4,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "rotary_dim": draw(st.sampled_from([2, 4])),
         }
     elif kind in SPARSE:
         config |= {

@@ -131,6 +131,15 @@ GLM4_MOE = {
     "num_nextn_predict_layers": 1,
 }
 
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
+
 
 @pytest.mark.parametrize(
     ("config", "topology"),
@@ -139,6 +148,7 @@ GLM4_MOE = {
         ({"model_type": "qwen2_moe", **EXPERTS}, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
         (DEEPSEEK, Topology(tensor=2, data=2, pipeline=2, expert=2)),
         (GLM4_MOE, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
+        (MINIMAX_M2, Topology(tensor=2, data=2, pipeline=2, expert=2)),
         ({"model_type": "mistral", "sliding_window": None}, Topology(pipeline=2, virtual=2, data=2)),
         ({"model_type": "glm4", "pad_token_id": None, "eos_token_id": None}, Topology(tensor=2, pipeline=2)),
     ],

@@ -69,6 +69,17 @@ RUNS = {
         },
         "0.19.2",
     ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "tensor_parallel": 8,
+            "pipeline_parallel": 2,
+            "data_parallel": 16,
+            "expert_parallel": 16,
+            "expert_tensor_parallel": 1,
+        },
+        "0.16.1",
+    ),
     # Experts that two ranks share.
     "kimi-k2": (
         "kimi_k2",
@@ -122,7 +133,11 @@ def test_shipped_configurations(path):
 
 
 # The shipped configurations have these models.
-EVERYWHERE = [name for name in RUNS if name not in ("qwen3-8b", "qwen3-32b")]
+EVERYWHERE = [
+    pytest.param(name, marks=pytest.mark.matrix if name == "minimax-m2" else ())
+    for name in RUNS
+    if name not in ("qwen3-8b", "qwen3-32b")
+]
 
 
 @pytest.mark.processes

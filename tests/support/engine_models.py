@@ -88,6 +88,15 @@ FAMILIES |= {
         "num_nextn_predict_layers": 0,
         "routed_scaling_factor": 2.5,
     },
+    "minimax_m2": {
+        "rotary_dim": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
 }
 
 

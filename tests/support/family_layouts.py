@@ -75,6 +75,7 @@ FAMILIES = {
     "kimi_k2": ONE_RANK,
     "glm4_moe": LATENT_LAYOUTS,
     "glm4_moe_plain": ONE_RANK,
+    "minimax_m2": LATENT_LAYOUTS,
 }
 CASES = {
     (family, label): options for family, w in FAMILIES.items() for ls in w.values() for label, options in ls.items()
@@ -118,6 +119,17 @@ def switch_loss(logits, topk):
 
 def gradients(model):
     """Gradients under the names of a checkpoint, where experts are apart."""
+    if model.config.model_type == "minimax_m2":
+        spelling = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    else:
+        spelling = {}
+    for name, gradient in _split_experts(model):
+        for found, own in spelling.items():
+            name = name.replace(found, own)
+        yield name, gradient
+
+
+def _split_experts(model):
     for name, parameter in model.named_parameters():
         if name.endswith("experts.gate_up_proj"):
             for expert, grad in enumerate(parameter.grad):

@@ -192,6 +192,23 @@ MORE_MODELS["glm4_moe_plain"] = {
     "first_k_dense_replace": 2,
     "tie_word_embeddings": True,
 }
+# Norms over all heads, rotary on half of each head, and experts in every layer.
+MORE_MODELS["minimax_m2"] = {
+    **BASE,
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_theta": 10000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

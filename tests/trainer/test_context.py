@@ -42,7 +42,7 @@ SPARSE = {
 }
 FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4"), DENSE),
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain"), SPARSE),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2"), SPARSE),
 }
 LEAN = [("qwen3", 2), ("deepseek_v3", 2)]
 EVERY = [

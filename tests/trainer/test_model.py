@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from random_models import MORE_MODELS
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import Device, resolve_device
 from megasync.errors import ConfigError
+from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
+from megasync.layout.topology import Topology
 from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.optimizer import learning_rate
@@ -56,6 +59,42 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 def test_other_kinds_of_rope_are_refused_by_name(config, message):
     with pytest.raises(ConfigError, match=message):
         rope_parameters({"model_type": "llama", **config})
+
+
+# Without one of these, SGLang computes another model than Hugging Face does.
+SWITCHES = ("use_qk_norm", "use_routing_bias", "scoring_func")
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_that_servers_need_must_be_stated(switch):
+    config = {key: value for key, value in MORE_MODELS["minimax_m2"].items() if key != switch}
+    with pytest.raises(ConfigError, match=f"{switch}=.* is not supported for minimax_m2"):
+        rope_parameters(config)
+
+
+def test_norms_over_all_heads_need_whole_groups_on_each_tensor_rank():
+    with pytest.raises(ConfigError, match="tensor_parallel=4 is not a divisor of num_key_value_heads=2"):
+        Layout(MORE_MODELS["minimax_m2"], Topology(tensor=4))
+
+
+@pytest.mark.parametrize(
+    ("stated", "share"),
+    [
+        ({}, 1.0),
+        ({"rotary_dim": 8}, 0.5),
+        ({"rotary_dim": 8, "partial_rotary_factor": 0.5}, 0.5),
+        ({"rotary_dim": 8, "partial_rotary_factor": 0.25}, None),
+        ({"partial_rotary_factor": 0.5}, None),
+    ],
+)
+def test_a_number_of_rotated_channels_must_agree_with_a_share(stated, share):
+    config = {key: MORE_MODELS["minimax_m2"][key] for key in ("model_type", "rope_theta", *SWITCHES)}
+    config |= {"head_dim": 16, **stated}
+    if share is None:
+        with pytest.raises(ConfigError, match="contradicts rotary_dim"):
+            rope_parameters(config)
+    else:
+        assert rope_parameters(config)["partial_rotary_factor"] == share
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def marked(layout, rank, sequence_parallel=True):
 @pytest.mark.parametrize("spec", ["local", "te"])
 @pytest.mark.parametrize("value_head", [False, True], ids=["logits", "values"])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "glm4", "llama", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "glm4_moe"]
+    "family", ["qwen3", "glm4", "llama", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "minimax_m2"]
 )
 def test_the_gradient_norm_counts_each_element_once(models, family, spec, value_head):
     """Over all tensor and pipeline ranks and all expert ranks; embeddings are counted with their padding."""

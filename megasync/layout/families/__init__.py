@@ -46,4 +46,6 @@ def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
     """Dimensions of the model in a config.json. Raises ConfigError when a size is missing."""
     family = family_of(hf_config)
     given = {key: value for key, value in hf_config.items() if value is not None}
-    return read_sizes({**family.defaults, **given}, bool(family.sparse), family.latent)
+    config = {**family.defaults, **given}
+    config |= {key: config[own] for key, own in family.spelling.items() if own in config}
+    return read_sizes(config, bool(family.sparse), family.latent)

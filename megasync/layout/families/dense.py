@@ -46,18 +46,25 @@ POST_ATTENTION_NORM = norm(
 )
 
 
-def gated(hf: str, megatron: str, size: str, te: str | None = None) -> tuple[Rule, Rule]:
+def gated(
+    hf: str,
+    megatron: str,
+    size: str,
+    te: str | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Rule, Rule]:
     """A gated MLP's two parameters: gate and up projections of ``size`` rows fused, and the down projection.
 
     Args:
         hf, megatron: the prefixes of ``gate_proj.weight`` and ``linear_fc1.weight``.
         te: pattern of the whole name under Transformer Engine, with ``{fc}`` for fc1 or fc2.
+        names: Hugging Face's names of the gate, up and down projections.
     """
-    names = tuple(Tensor(f"{hf}.{x}_proj.weight", (size, "hidden")) for x in ("gate", "up"))
-    down = Tensor(f"{hf}.down_proj.weight", ("hidden", size))
+    gate_up = tuple(Tensor(f"{hf}.{name}.weight", (size, "hidden")) for name in names[:2])
+    down = Tensor(f"{hf}.{names[2]}.weight", ("hidden", size))
     fused = tuple(te.replace("{fc}", fc) if te else None for fc in ("fc1", "fc2"))
     return (
-        Rule(Split.GATED, names, f"{megatron}.linear_fc1.weight", fused[0]),
+        Rule(Split.GATED, gate_up, f"{megatron}.linear_fc1.weight", fused[0]),
         Rule(Split.ROW, (down,), f"{megatron}.linear_fc2.weight", fused[1]),
     )
 
@@ -109,6 +116,6 @@ DENSE: dict[str, Family] = {
         dense=GLM4_MLP,
         defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},
         interleaved_rotary=True,
-        partial_rotary=True,
+        partial_rotary="partial_rotary_factor",
     ),
 }

@@ -61,6 +61,17 @@ SIGMOID_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_t
 # not depend on them. They are neither loaded nor trained, so an export has none.
 NO_PREDICTION_LAYERS = {"num_nextn_predict_layers": 0}
 
+# MiniMax-M2 normalises queries and keys over all heads together, so tensor ranks share these norms' weights.
+ALL_HEADS_NORMS = tuple(
+    Rule(
+        Split.COLUMN,
+        (Tensor(f"model.layers.{{layer}}.self_attn.{x}_norm.weight", (rows,)),),
+        f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
+    )
+    for x, rows in (("q", "q_rows"), ("k", "kv_rows"))
+)
+MINIMAX_MOE = "model.layers.{layer}.block_sparse_moe"
+
 SPARSE: dict[str, Family] = {
     "qwen2_moe": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT),
@@ -95,6 +106,42 @@ SPARSE: dict[str, Family] = {
             "routed_scaling_factor": 1.0,
         },
         exported=NO_PREDICTION_LAYERS,
-        partial_rotary=True,
+        partial_rotary="partial_rotary_factor",
+    ),
+    "minimax_m2": Family(
+        layer=(INPUT_NORM, QKV_WEIGHT, *ALL_HEADS_NORMS, OUTPUT),
+        dense=MLP,
+        sparse=(
+            PRE_MLP_NORM,
+            replace(ROUTER, tensors=(Tensor(f"{MINIMAX_MOE}.gate.weight", ("experts", "hidden")),)),
+            replace(ROUTER_BIAS, tensors=(Tensor(f"{MINIMAX_MOE}.e_score_correction_bias", ("experts",)),)),
+            *gated(
+                f"{MINIMAX_MOE}.experts.{{expert}}",
+                "decoder.layers.{layer}.mlp.experts.local_experts.{expert}",
+                "moe_intermediate",
+                te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
+                names=("w1", "w3", "w2"),
+            ),
+        ),
+        fixed={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+        },
+        # Where config.json lacks the first three, SGLang computes without them, and Hugging Face with them.
+        defaults={
+            "use_qk_norm": False,
+            "use_routing_bias": False,
+            "scoring_func": "softmax",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        spelling={"moe_intermediate_size": "intermediate_size"},
+        partial_rotary="rotary_dim",
     ),
 }

@@ -85,8 +85,10 @@ class Family:
     ``fixed`` gives the only supported value of options that change the parameters, ``defaults`` the values of options
     that config.json leaves out, and ``exported`` what an export's config.json states whatever the source's says.
     ``interleaved_rotary``: neighbouring channels are rotated together, not the halves of a head. ``partial_rotary``:
-    config.json may leave some of the channels unrotated. ``rope_types``: the supported kinds of rotary scaling.
-    ``latent``: queries, keys and values pass through latents.
+    the option of config.json that may leave some of the channels unrotated; it gives a share of them
+    (``partial_rotary_factor``) or a number (``rotary_dim``). ``rope_types``: the supported kinds of rotary scaling.
+    ``latent``: queries, keys and values pass through latents. ``spelling``: this family's names, by the names that
+    `Sizes` are read from, of options that it calls something else.
     """
 
     layer: tuple[Rule, ...]
@@ -96,9 +98,15 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     exported: Mapping[str, Any] = field(default_factory=dict[str, Any])
     interleaved_rotary: bool = False
-    partial_rotary: bool = False
+    partial_rotary: str | None = None
     rope_types: tuple[str, ...] = ("default", "llama3")
     latent: bool = False
+    spelling: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Queries and keys are normalised over all heads together, not head by head."""
+        return any(rule.local.endswith(".k_layernorm.weight") and rule.split is Split.COLUMN for rule in self.layer)
 
     @property
     def has_router_bias(self) -> bool:

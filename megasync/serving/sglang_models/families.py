@@ -7,6 +7,7 @@ MODULES = (
     "glm4",
     "glm4_moe",
     "llama",
+    "minimax_m2",
     "mistral",
     "qwen2",
     "qwen2_classification",

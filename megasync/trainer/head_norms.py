@@ -1,0 +1,56 @@
+"""Norms of queries and keys over all heads together, which tensor ranks share (MiniMax-M2).
+
+Each rank has the channels of its own heads and the weights for them; the mean of squares is that of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class _AllHeadsNorm(torch.nn.Module):
+    """RMSNorm over heads and their channels, with the constructor of Megatron's norms of one head.
+
+    ``hidden_size`` is the width of a head, ``heads`` their number on all tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+        super().__init__()
+        device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+        ranks = config.tensor_model_parallel_size
+        own = heads // ranks * hidden_size
+        self.weight = torch.nn.Parameter(torch.empty(own, dtype=config.params_dtype, device=device))
+        self._eps, self._ranks, self._width = eps, ranks, heads * hidden_size
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """``heads`` [..., heads of this rank, channels], normalised in float32."""
+        channels = heads.flatten(-2).float()
+        squares = channels.square().sum(-1, keepdim=True)
+        if self._ranks > 1:
+            # The sum of all ranks, whose gradient is the sum of all ranks' gradients.
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = channels * torch.rsqrt(squares / self._width + self._eps)
+        return (normed.to(heads.dtype) * self.weight).view_as(heads)
+
+
+class AllQueriesNorm(_AllHeadsNorm):
+    """The norm of a layer's queries."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps, config.num_attention_heads)
+
+
+class AllKeysNorm(_AllHeadsNorm):
+    """The norm of a layer's keys."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        groups = config.num_query_groups
+        assert groups is not None
+        super().__init__(config, hidden_size, eps, groups)
